@@ -32,5 +32,5 @@ def expected(rank: int, size: int, silent: list[int]) -> str:
     heard = [other for other in range(size) if other not in (rank, *silent)]
     waiting = sorted(([other for other in heard if other % 2 == number], line) for number, line in enumerate("ab"))
     words = [f"{ranks_in_words(of)} {'waits' if len(of) == 1 else 'wait'} in {line}" for of, line in waiting if of]
-    words += [f"{ranks_in_words(silent)} said nothing (dead, gone, or still computing)"] if silent else []
+    words += [f"{ranks_in_words(silent)} said nothing"] if silent else []
     return "; ".join(words) or "no other rank takes part"

@@ -72,6 +72,19 @@ def test_others_wait_for_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     assert "not in a call: rank 0" in caplog.text
 
 
+@pytest.mark.parametrize("waits", [(0, 1, 2, 3), (0, 3), (1, 2, 3)])
+def test_the_warning_comes_at_the_limit(caplog: pytest.LogCaptureFixture, waits: tuple[int, ...]) -> None:
+    ranks = Ranks(4)
+    ranks.begin(*waits)
+    said_s = []
+    for second in range(40):
+        ranks.look(float(second))
+        said_s += [second] * (len(caplog.records) - len(said_s))
+    (at_s,) = said_s
+    assert LIMIT_S <= at_s <= LIMIT_S + 2
+    assert "ranks" in caplog.text
+
+
 def test_a_call_that_ends_in_time_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2)
     for began_s in (0, 29, 58):

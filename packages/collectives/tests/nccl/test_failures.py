@@ -194,7 +194,7 @@ def test_a_peer_that_never_comes() -> None:
             work.wait()
         with pytest.raises(Exception, match="did not finish within 1 s"):
             work.get_future().wait()
-        with pytest.raises(TransportError, match="was not started because the group had failed before: all_reduce"):
+        with pytest.raises(TransportError, match="was not started because the group had failed before:\n  all_reduce"):
             group.broadcast(torch.ones(1))
 
     run_on_fakes(2, body, timeout_s=1)
@@ -300,7 +300,7 @@ def test_all_hear_why_the_first_rank_cannot_decide(over_host_group: bool) -> Non
         words = "NCCL reported from ncclGetUniqueId: unhandled system error"
         with pytest.raises(TransportError, match=words if group.rank == 0 else f"rank 0 came to .* but failed there: {words}"):
             group.all_reduce(torch.ones(1))
-        with pytest.raises(TransportError, match=f"was not started because the group had failed before: .*{words}"):
+        with pytest.raises(TransportError, match=f"was not started because the group had failed before:\n  .*{words}"):
             group.all_reduce(torch.ones(1))
 
     run_on_fakes(2, body, over_host_group=over_host_group)
@@ -317,7 +317,7 @@ def test_a_split_that_does_not_come_ends_the_group(monkeypatch: pytest.MonkeyPat
         raw_communicator(group).commSplit = lambda color, key: never.wait(5)
         with pytest.raises(CollectiveTimeout, match=r"NCCL did not connect the ranks .* within 0\.3 s"):
             group.split(0)
-        with pytest.raises(TransportError, match="had failed before: NCCL did not connect"):
+        with pytest.raises(TransportError, match="had failed before:\n  NCCL did not connect"):
             group.all_reduce(torch.ones(1))
         never.set()
 
@@ -354,6 +354,6 @@ def test_what_cannot_be_issued_ends_the_group() -> None:
     group = NcclGroupOnFakes(connector, timeout_s=5)
     with pytest.raises(torch.OutOfMemoryError):
         group.all_reduce(torch.ones(1))
-    with pytest.raises(TransportError, match="had failed before: out of memory"):
+    with pytest.raises(TransportError, match="had failed before:\n  out of memory"):
         group.all_reduce(torch.ones(1))
     group.close()

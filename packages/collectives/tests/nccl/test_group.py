@@ -249,7 +249,7 @@ def test_a_callback_may_issue_when_the_group_fails() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         issue()
-    assert "had failed before: out of memory" in str(heard[0])
+    assert "had failed before:\n  out of memory" in str(heard[0])
 
 
 def test_outputs_are_free_once_they_were_waited_for() -> None:

@@ -19,7 +19,7 @@ ENTRY_POINT_GROUP = "syncline.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; under mpirun every rank does. Returns the exit status."""
+    """Run a command, or list them; under mpirun every rank does. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["run"]:
         # It starts whenever a script does. To look through all installed packages for commands takes longer than all of it.
@@ -27,7 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return command.main(words[1:])
     try:
-        arguments = _parser(_wanted(words)).parse_args(words)
+        parser = _parser(_wanted(words))
+        if not words:
+            parser.print_help(sys.stderr)
+            return 2
+        arguments = parser.parse_args(words)
         status: int = arguments.run(arguments)
     except SynclineError as error:
         print(f"syncline: {error}", file=sys.stderr)
@@ -36,11 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default once, and none where there is none."""
+    """Shows a default once, as it is typed, and none where there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or "(default" in (action.help or ""):
+        if action.default is None or action.default == [] or "(default" in (action.help or ""):
             return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})".replace("%", "%%")
         return super()._get_help_string(action)
 
 

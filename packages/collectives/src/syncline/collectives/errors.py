@@ -20,7 +20,8 @@
             ├── StoreUnavailableError      it cannot be opened: a port in use, an unwritable path
             └── StoreAuthenticationError   client and server do not hold the same secret
 
-A message says what was expected, what was found, where (rank, group, collective, parameter names), then the remedy.
+The first line of a message says what happened, where (rank, group, collective, parameter names), and what to do, in at most 200
+characters. Details follow, each on a line of its own.
 """
 
 from __future__ import annotations
@@ -32,14 +33,48 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+HEADLINE_CHARACTERS = 200
+_SHORTEST = 60  # a first line that ends earlier says too little
+
+
+def with_details(headline: str, *details: str) -> str:
+    """The text of an error: what happened and what to do in the first line, then each detail on a line of its own."""
+    return "\n  ".join([headline, *details])
+
+
+def fitted(text: str) -> str:
+    """A text whose first line has `HEADLINE_CHARACTERS` at most; the rest of that line becomes the second. A pure function.
+
+    Names, calls and paths in an error have any length. The first line ends with a sentence if it can, else with a word.
+    """
+    first, newline, rest = text.partition("\n")
+    if len(first) <= HEADLINE_CHARACTERS:
+        return text
+    for marks in ((". ", "; "), (": ",), (", ",), (" ",)):
+        end = max(first.rfind(mark, 0, HEADLINE_CHARACTERS) for mark in marks)
+        if end >= _SHORTEST:
+            return f"{first[: end + 1].rstrip()}\n  {first[end + 1 :].lstrip()}{newline}{rest}"
+    return text
+
+
+def headline(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return str(error).partition("\n")[0]
+
+
 class SynclineError(RuntimeError):
     """Base class of every error raised by a Syncline package. A RuntimeError: scripts written for torch catch that."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if len(args) == 1 and isinstance(args[0], str):
+            self.args = (fitted(args[0]),)
 
     def reworded(self, message: str) -> Self:
         """The same error with another message: of the same type, with the same attributes and cause."""
         made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # Python knows two kinds of their memory
         other: Self = made_by.__new__(type(self), message)  # not __init__: who knows what a third party's takes
-        other.args = (message,)
+        other.args = (fitted(message),)
         other.__dict__.update(self.__dict__)
         other.__cause__ = self.__cause__
         return other

@@ -165,7 +165,7 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
         return None
     if isinstance(told, DisagreementError):
         return disagreement(told, f"the reduction of the gradients of {_shortened(names, 2)}")
-    return told.reworded(f"{str(told).rstrip('. ')}. It was the reduction of the gradients of {_shortened(names)}")
+    return told.reworded(f"{told}\n  It was the reduction of the gradients of {_shortened(names)}")
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
@@ -228,7 +228,8 @@ def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
         named = with_parameter_names(error, names())
         if named is None:
             raise
-        raise named from error
+        # Our own errors are not chained to each other: the new one says all that the first one says.
+        raise named from error.__cause__ if isinstance(error, SynclineError) else error
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -25,12 +25,13 @@ class StaticUsage(UsageModel):
     """
 
     hint_missing = (
-        "The graph is not static: these had more gradients in the first backward. Pass static_graph=False (and "
-        "find_unused_parameters=True if parameters are unused now and then)"
+        "The graph is not static: pass static_graph=False\n"
+        "  These parameters had more gradients in the first backward. If some are unused now and then, pass "
+        "find_unused_parameters=True as well."
     )
     hint_twice = (
-        "The graph is not static: it had fewer gradients in the first backward. Pass static_graph=False (and "
-        "use_reentrant=False in checkpoints)"
+        "The graph is not static: pass static_graph=False\n"
+        "  The parameter had fewer gradients in the first backward. In checkpoints, pass use_reentrant=False as well."
     )
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:

@@ -102,9 +102,11 @@ class CompleteUsage(UsageModel):
     """Every backward reaches every parameter, once."""
 
     hint_missing = (
-        "Every parameter must take part in every backward: remove those on which the loss does not depend, freeze them "
-        "(requires_grad_(False)), or pass find_unused_parameters=True. If they are used in a re-entrant checkpoint whose "
-        "inputs need no gradient, autograd never reaches them: use use_reentrant=False there"
+        "Freeze them, or pass find_unused_parameters=True\n"
+        "  Every parameter must take part in every backward, and the loss does not depend on these. To freeze one: "
+        "requires_grad_(False).\n"
+        "  If they are used in a re-entrant checkpoint whose inputs need no gradient, autograd never reaches them: use "
+        "use_reentrant=False there."
     )
     hint_twice = (
         "It happens when a part of the model runs twice in a re-entrant checkpoint (use use_reentrant=False, or "

@@ -52,7 +52,9 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
     difference = _find_difference(list(described.items()), group)
     if difference is not None:
         where = _first_difference(difference.rank, dict(difference.reference), dict(difference.found))
-        raise DisagreementError(f"the ranks do not have the same model ({group.place()}): {where}")
+        raise DisagreementError(
+            f"the ranks do not have the same model ({group.place()}); build the same model on every rank\n  {where}"
+        )
 
 
 def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -> None:
@@ -132,7 +134,7 @@ def _first_difference(rank: int, reference: Description, found: Description) -> 
         if ours != theirs:
             return (
                 f"{(ours or theirs or ['?'])[0]} '{name}' is {_in_words(ours)} on rank 0 and {_in_words(theirs)} on "
-                f"rank {rank} ({len(reference)} and {len(found)} in all). Build the same model on every rank"
+                f"rank {rank} ({len(reference)} and {len(found)} in all)"
             )
     return f"rank {rank} has the parameters of rank 0 in another order. Define the modules in the same order on every rank"
 

@@ -21,7 +21,7 @@ from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, launch_by, take_launch
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
-from ..startup.uncaught_errors import print_failure_once
+from ..startup.uncaught_errors import print_failure_once, print_failures_of_the_run
 from .non_member import NonMember
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def init_process_group(
         # What is wrong before the launcher is known may be the launcher's.
         print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
         raise
+    print_failures_of_the_run(has_siblings=launch is not None)
     if (
         not joins
         and _default.size == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import CollectiveTimeout, GroupClosedError, RankLostError, SynclineError, TransportError
+from ..errors import CollectiveTimeout, GroupClosedError, RankLostError, SynclineError, TransportError, with_details
 from ..health.liveness import Liveness
 from .call import Call, Signature
 
@@ -39,7 +39,9 @@ class FailureWords:
 
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
         """For a call after the group has failed."""
-        error = TransportError(f"{what} on {self._place} was not started because the group had failed before: {first_failure}")
+        error = TransportError(
+            with_details(f"{what} on {self._place} was not started because the group had failed before:", str(first_failure))
+        )
         error.__cause__ = first_failure
         return error
 
@@ -62,14 +64,17 @@ class FailureWords:
 
     def _timed_out(self, error: TimeoutError, call: Call, timeout_s: float) -> CollectiveTimeout:
         stopped = () if self._liveness is None else self._liveness.stopped()
+        what = f"{call} on {self._place}, did not finish within {timeout_s:g} s"
         if stopped:
-            why = f"{self._named(stopped)} stands still, stopped by a signal; {error}. Let it go on (SIGCONT), or end the job"
+            why = f"{self._named(stopped)} stands still, stopped by a signal; let it go on (SIGCONT)"
+            text = with_details(f"{what}: {why}", str(error))
         else:
-            why = (
-                f"{error}. Look for a rank that died, left early, or issued other collectives; or pass a longer timeout to "
-                "init_process_group"
+            text = with_details(
+                f"{what}; look for a rank that died, left early, or issued other collectives",
+                str(error),
+                "If the ranks only need longer, pass a longer timeout to init_process_group.",
             )
-        timeout = CollectiveTimeout(f"{call} on {self._place}, did not finish within {timeout_s:g} s: {why}")
+        timeout = CollectiveTimeout(text)
         timeout.__cause__ = error.__cause__
         return timeout
 
@@ -79,10 +84,12 @@ class FailureWords:
             return error
         lost = self._liveness.loss_behind(error)
         if lost is not None:
-            lost.__cause__ = error.__cause__ or error
+            lost.__cause__ = error.__cause__
             return lost
         stopped = self._liveness.stopped()
-        return error.reworded(f"{error}. {self._named(stopped)} stands still, stopped by a signal") if stopped else error
+        if not stopped:
+            return error
+        return error.reworded(with_details(str(error), f"{self._named(stopped)} stands still, stopped by a signal."))
 
     def _named(self, ranks: Sequence[int]) -> str:
         return f"rank(s) {list(ranks)}" if self._liveness is None else self._liveness.in_words(ranks)

@@ -23,7 +23,7 @@ from ..forks import Inherited, not_the_rank, tell_in_forks
 from ..group import ProcessGroup
 from ..health.agreement import Agreement, Carrier, MessageCarrier, different_splits
 from ..health.leaving import GroupLeavers
-from ..health.liveness import Liveness
+from ..health.liveness import Liveness, note_run
 from ..health.monitor import call_now_and_then, watch
 from ..health.recorder import CallCount, Recorder
 from ..health.report import Reporter, reported
@@ -144,6 +144,7 @@ class EngineGroup(ProcessGroup, Inherited):
         reporter = Reporter(agreement.on_start(options, CancelScope(self.timeout_s)), self.rank, self.size)
         self.report_to(reporter)
         report_on_signal(reporter)
+        note_run(reporter.job, self.rank, self.size)
 
     def report_to(self, reporter: Reporter | None) -> None:
         """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""

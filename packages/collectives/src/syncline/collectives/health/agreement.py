@@ -31,7 +31,7 @@ from ..engine.call import DONE, CallRecord
 from ..engine.cancel_scope import CancelScope
 from ..engine.tags import CONTROL
 from ..engine.transport import Transport
-from ..errors import CollectiveTimeout, DisagreementError, TransportError
+from ..errors import CollectiveTimeout, DisagreementError, TransportError, with_details
 from .recorder import Recorder, find_divergence
 from .statements import Statements
 
@@ -279,9 +279,11 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
     lists.untold.update(untold)
     for rank, calls in histories.items():
         lists.add(", ".join(map(str, calls[-4:])) or "none", [rank])
-    return (
-        f"the ranks called different collectives, and results since then are wrong ({counts}). {where}. Make every rank issue "
-        f"the same calls in the same order. The last calls: {lists.in_words()}"
+    return with_details(
+        "the ranks called different collectives, and results since then are wrong; make all issue the same calls in one order",
+        f"{where} ({counts})",
+        "The last calls:",
+        *lists.lines(),
     )
 
 
@@ -292,9 +294,8 @@ def options_in_words(options: Mapping[str, object]) -> str:
 
 def different_options(said: Statements) -> str:
     """What is wrong, in words; `said` has each rank's options."""
-    return (
-        f"the ranks were given different options ({said.in_words()}); pass the same to init_process_group on all, and in the "
-        "site file"
+    return with_details(
+        "the ranks were given different options; pass the same to init_process_group on all, and in the site file", *said.lines()
     )
 
 

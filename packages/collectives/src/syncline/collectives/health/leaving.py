@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Protocol
 from zlib import crc32
 
-from ..errors import RankLostError
+from ..errors import RankLostError, with_details
 from .recorder import CallCount
 
 TRANSFER_GRACE_S = 2.0
@@ -152,7 +152,9 @@ class GroupLeavers:
         if not gone:
             return None
         return RankLostError(
-            f"rank(s) {', '.join(map(str, gone))} of the job left without taking part. Did the script return or exit early "
-            "there, or take another branch? Let every rank issue the same calls",
+            with_details(
+                f"rank(s) {', '.join(map(str, gone))} of the job left without taking part; let every rank issue the same calls",
+                "Did the script return or exit early there, or take another branch?",
+            ),
             [self._ranks.index(rank) for rank in gone],
         )

@@ -1,4 +1,4 @@
-"""Which members of a group are lost; and a process, as others of its node find it again."""
+"""Which members of a group are lost; a process, as others of its node find it again; and the run that it is a rank of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 
-from ..errors import RankLostError
+from ..errors import RankLostError, with_details
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -106,6 +106,42 @@ def _stat(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
+@dataclass(frozen=True)
+class Run:
+    """The run that this process is a rank of.
+
+    Attributes:
+        name: alike on all ranks, another one in each run.
+        rank: this one.
+        size: of the first group.
+        pid: of the process; a fork is no rank.
+    """
+
+    name: str
+    rank: int
+    size: int
+    pid: int
+
+    def who(self) -> str:
+        """This rank, as messages call it."""
+        return f"rank {self.rank} of {self.size} (host {socket.gethostname()}, pid {self.pid})"
+
+
+_run: Run | None = None
+
+
+def note_run(name: str, rank: int, size: int) -> None:
+    """A group has started. The first one of several ranks names the run; it is that of all ranks, later ones may be of some."""
+    global _run
+    if size > 1 and current_run() is None:
+        _run = Run(name, rank, size, os.getpid())
+
+
+def current_run() -> Run | None:
+    """The run that this process is a rank of, if a group of several ranks has started in it."""
+    return _run if _run is not None and _run.pid == os.getpid() else None
+
+
 LOOK_S = 0.2
 """How often the system is asked, at most."""
 GRACE_S = 0.5
@@ -178,8 +214,10 @@ class Liveness:
     def error(self, lost: Sequence[int]) -> RankLostError:
         """What to raise for these ranks."""
         return RankLostError(
-            f"{self.in_words(lost)} ended, or cannot be reached any more. Look there for what ended it: its own last message, "
-            "the system's log (out of memory?), the launcher",
+            with_details(
+                f"{self.in_words(lost)} ended, or cannot be reached any more; look there for what ended it",
+                "Its own last message, the system's log (out of memory?) or the launcher may say why.",
+            ),
             lost,
         )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.call import DONE, CallRecord
-from ..errors import InvalidArgumentError, SynclineError
+from ..errors import InvalidArgumentError, SynclineError, with_details
 from .recorder import Recorder, find_divergence
 from .statements import ranks_in_words
 
@@ -98,13 +98,18 @@ def read_reports(folder: Path) -> list[RankReport]:
 
 
 def merged(reports: Sequence[RankReport]) -> str:
-    """For each group a table of its ranks and a sentence: what each was in, who is behind, where they part. A pure function."""
+    """Who reported first, and why; then for each group a table of its ranks and a sentence: who is behind, where they diverge.
+
+    A pure function.
+    """
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
     if missing:
         lines.append(
             f"{ranks_in_words(missing)} wrote nothing: not running any more, or not come so far as to notice a failure"
         )
+    first = min(reports, key=lambda report: report.written_at)
+    lines += ["", f"rank {first.rank} reported first: {first.reason}"]
     for name, ranks in _groups(reports):
         lines += ["", f"group '{name}' of {ranks_in_words(ranks)}", *_group_lines(name, ranks, reports)]
     return "\n".join(lines)
@@ -125,22 +130,26 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
                 last = current_call(group.calls)
                 what = ("-", "-") if last is None else (str(last), last.state)
                 rows.append((str(report.rank), report.host, str(report.pid), str(_begun(group.calls)), *what))
-    return [*_columns(rows), sentence(calls)]
+    return [*_columns(rows), sentence(calls, sorted(set(ranks) - set(calls)))]
 
 
-def sentence(calls: Mapping[int, Sequence[CallRecord]]) -> str:
+def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] = ()) -> str:
     """What is wrong with a group, in one sentence. A pure function.
 
     Args:
         calls: for each rank that has reported what it remembers.
+        missing: ranks of the group that have not reported.
     """
     divergence = find_divergence(calls)
     if divergence is not None:
         return divergence.sentence
+    all_who = f"all that reported ({ranks_in_words(sorted(calls))})" if missing else "all"
+    rest = f"; what {ranks_in_words(missing)} called is not known" if missing else ""
     waiting = {rank: current for rank, mine in calls.items() if (current := current_call(mine)) and current.state != DONE}
     if waiting:
-        return f"all made the same calls; {ranks_in_words(sorted(waiting))} did not finish {next(iter(waiting.values()))}"
-    return "all made the same calls, and finished them"
+        unfinished = f"{ranks_in_words(sorted(waiting))} did not finish {next(iter(waiting.values()))}"
+        return f"{all_who} made the same calls; {unfinished}{rest}"
+    return f"{all_who} made the same calls, and finished them{rest}"
 
 
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
@@ -167,7 +176,7 @@ EXPECTED = "files rank-*.json (what ranks wrote when something failed), there or
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Whether stacks are shown."""
     parser.add_argument(
-        "--stacks", type=int, metavar="RANK", help="of a failure, show the stacks of this rank's threads as well"
+        "--stacks", type=int, metavar="RANK", help="also show the stacks of this rank's threads, as a failure found them"
     )
 
 
@@ -180,9 +189,15 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
     """The reports of all ranks, merged; one after the other if jobs failed several times.
 
     Raises:
-        InvalidArgumentError: a file is no report.
+        InvalidArgumentError: a file is no report, or the rank whose stacks are wanted has written none.
     """
-    return "\n\n".join(_text(one, arguments.stacks) for one in _folders(folder))
+    reports = [read_reports(one) for one in _folders(folder)]
+    written = sorted({report.rank for of_job in reports for report in of_job})
+    if arguments.stacks is not None and arguments.stacks not in written:
+        raise InvalidArgumentError(
+            f"--stacks {arguments.stacks}: that rank wrote no report in {folder}; {ranks_in_words(written)} wrote one"
+        )
+    return "\n\n".join(_text(of_job, arguments.stacks) for of_job in reports)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -190,8 +205,7 @@ def _folders(folder: Path) -> list[Path]:
     return [one for one in (folder, *sorted(folder.glob("syncline-report-*"))) if any(one.glob("rank-*.json"))]
 
 
-def _text(folder: Path, stacks_of: int | None) -> str:
-    reports = read_reports(folder)
+def _text(reports: Sequence[RankReport], stacks_of: int | None) -> str:
     shown = [merged(reports)]
     for report in reports:
         if report.rank == stacks_of:
@@ -206,6 +220,20 @@ _MOST_REPORTS = 16
 _WRITE_S = 10.0  # so long an error waits for its report
 
 
+_site_folder: str | None = None
+
+
+def set_report_folder(folder: str | None) -> None:
+    """Where the site's settings want reports; None: they do not say."""
+    global _site_folder
+    _site_folder = folder
+
+
+def report_folder() -> str:
+    """Where reports go: `SYNCLINE_REPORT_DIR`, else what the site's settings say, else the working directory; "": nowhere."""
+    return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
+
+
 class Reporter:
     """Writes the records of this process's groups and the stacks of its threads.
 
@@ -216,8 +244,7 @@ class Reporter:
         job: names the run, alike on all ranks.
         rank: of the job.
         size: of the job.
-        folder: where the folder of the run is made, or "" for no reports; by default `SYNCLINE_REPORT_DIR`, else "." at the
-            moment of the first report.
+        folder: where the folder of the run is made, or "" for no reports; by default `report_folder()` when a report is written.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -243,7 +270,7 @@ class Reporter:
             The folder of the run; None if reports are switched off, were written often, or cannot be written, and in a fork of
             the process.
         """
-        base = self._folder if self._folder is not None else os.environ.get(REPORT_VARIABLE, ".")
+        base = self._folder if self._folder is not None else report_folder()
         if not base or os.getpid() != self._pid:  # in a fork, such as a worker of a data loader
             return None
         number = next(self._numbers)
@@ -307,7 +334,9 @@ def reported(reporter: Reporter | None, failure: BaseException) -> BaseException
     folder = reporter.write_within(f"{type(failure).__name__}: {failure}", _WRITE_S)
     if folder is None or not isinstance(failure, SynclineError):
         return failure
-    return failure.reworded(f"{failure}. Each rank that fails writes what it knows to {folder}; read it with `syncline report`")
+    return failure.reworded(
+        with_details(str(failure), f"Each rank that fails writes what it knows to {folder}; read it with `syncline report`")
+    )
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
-# The ranks notice a stall within one look, and rank 0 logs it as many looks later as a line takes to it: with a store two looks
-# after the limit, where ranks pass on lines of others log2 N more.
+# A rank leaves its line for rank 0 as many looks before the limit as a line takes to it and rank 0 waits for others. So the warning
+# comes within two looks after the limit if rank 0 waits, too, and else as much later as the line took.
 _LOOKS_IN_LIMIT = 30
 _STOP_S = 1.0
 _LONGEST = 1000
@@ -78,6 +78,7 @@ class StallWatch:
     def __init__(self, recorder: Recorder, status_post: StatusPost, limit_s: float) -> None:
         self.limit_s = limit_s
         self.period_s = limit_s / _LOOKS_IN_LIMIT
+        self._gather_s = (status_post.hops + 1) * self.period_s
         self._recorder = recorder
         self._post = status_post
         self._lock = threading.Lock()
@@ -118,7 +119,7 @@ class StallWatch:
         position = None if call is None else call.position
         if position != self._position:
             self._position, self._since = position, now_s
-        if call is None or position is None or now_s - self._since < self.limit_s:
+        if call is None or position is None or now_s - self._since < self.limit_s - self._gather_s:
             return None
         return Waiting(position, str(call.record())[:_LONGEST])
 
@@ -128,10 +129,11 @@ class StallWatch:
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
 
     def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
-        """Once, when the others have had the looks that it takes to say where they are."""
+        """Once, when the limit is reached and the others have had the looks that it takes to say where they are."""
         first = min((one.position for one in waiting.values()), default=None)
         if first != self._noticed:
-            self._noticed, self._log_at_s = first, now_s + (self._post.hops + 1) * self.period_s
+            limit_s = self._since + self.limit_s if first == self._position else now_s
+            self._noticed, self._log_at_s = first, max(limit_s, now_s + self._gather_s)
         elif first is not None and self._log_at_s is not None and now_s >= self._log_at_s:
             self._log_at_s = None
             recorder = self._recorder

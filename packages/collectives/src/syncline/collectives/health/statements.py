@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..errors import DisagreementError
+from ..errors import DisagreementError, with_details
 
 _MOST_TOLD = 8  # different texts
 _LISTED_RUN = 3  # so many neighbours are shown one by one
@@ -58,15 +58,21 @@ class Statements:
 
     def in_words(self) -> str:
         """In words: "ranks 0-5, 7: that; rank 6: this"."""
+        return "; ".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """In words, one line for each text: "ranks 0-5, 7: that"."""
         said = [(sorted(ranks), text) for text, ranks in self.ranks.items()]
         if self.untold:
             said.append((sorted(self.untold), "something else"))
-        return "; ".join(f"{ranks_in_words(ranks)}: {words}" for ranks, words in sorted(said))
+        return [f"{ranks_in_words(ranks)}: {words}" for ranks, words in sorted(said)]
 
 
 def different_calls(said: Statements) -> DisagreementError:
     """The error when the ranks are about to call different collectives; `said` has each rank's signature."""
-    return DisagreementError(f"the ranks called different collectives ({said.in_words()}); make every rank issue the same ones")
+    return DisagreementError(
+        with_details("the ranks called different collectives; make every rank issue the same ones", *said.lines())
+    )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ..engine.group import HostGroup
 from ..engine.transport import Transport
-from ..errors import GroupClosedError, StoreError, TransportError
+from ..errors import GroupClosedError, StoreError, TransportError, headline
 from ..forks import not_the_rank
 from ..group import ProcessGroup
 from .reconnector import Reconnector
@@ -115,4 +115,4 @@ class ShrinkableGroup(HostGroup):
     def _on_failure(self, failure: BaseException) -> None:
         if self._reconnector.missing() is None:
             with suppress(StoreError):
-                self._reconnector.raise_alarm(self._generation, str(failure))
+                self._reconnector.raise_alarm(self._generation, headline(failure))

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..group import ProcessGroup
+from ..health.report import set_report_folder
 from ..health.stalls import DEFAULT_STALL_WARNING_S
 from .addresses import chosen_interfaces
 from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
 from .settings import DEFAULT_SPIN_S, Settings
+from .uncaught_errors import show_all_frames
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,7 +68,12 @@ class ConnectRequest:
 
     @classmethod
     def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
-        """What the site's settings and the environment say, and what is given besides; the settings give way."""
+        """What the site's settings and the environment say, and what is given besides; the settings give way.
+
+        What the settings say of this process as a whole (reports, tracebacks) holds from now on.
+        """
+        show_all_frames(settings.full_tracebacks)
+        set_report_folder(settings.report_dir)
         said = {
             "reproducible": settings.reproducible,
             "thresholds": settings.thresholds.overridden(environ),

@@ -52,9 +52,16 @@ class Settings:
     spin_s: float = _key(
         float, DEFAULT_SPIN_S, "for how long a rank that waits over MPI looks for the others before it sleeps between two looks"
     )
+    full_tracebacks: bool = _key(bool, False, "tracebacks that are printed at exit show the frames inside Syncline and torch")
+    report_dir: str | None = _key(str, None, 'where ranks write reports when something fails; "": no reports')
 
     #: The file that they were read from, or None; not a key.
     path: str | None = None
+
+    def changed(self) -> list[str]:
+        """The keys that have another value than the default, as the file writes them."""
+        defaults = Settings()
+        return [f"{key} = {_in_toml(getattr(self, key))}" for key in _KEYS if getattr(self, key) != getattr(defaults, key)]
 
     @property
     def thresholds(self) -> AlgorithmThresholds:
@@ -99,9 +106,13 @@ def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = 
         raise InvalidArgumentError(f"{TIMEOUT_VARIABLE}: expected a number of seconds, found {text!r}") from error
 
 
+def site_path(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Path:
+    """Where the site file is, if there is one."""
+    return Path(environ.get(SITE_VARIABLE) or default_path)
+
+
 def _load_file(environ: Mapping[str, str], default_path: Path) -> Settings:
-    named = environ.get(SITE_VARIABLE)
-    path = Path(named) if named else default_path
+    named, path = environ.get(SITE_VARIABLE), site_path(environ, default_path)
     if not named and not path.exists():
         return Settings()
     try:
@@ -150,6 +161,12 @@ def _checked(key: str, value: Any, path: str) -> Any:
 
 
 _IN_TOML = {str: 'a string (in quotes, such as "mpi")', float: "a number", int: "an integer", bool: "true or false"}
+
+
+def _in_toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _known_keys() -> str:

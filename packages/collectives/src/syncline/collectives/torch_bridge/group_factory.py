@@ -18,6 +18,7 @@ from ..startup.backend_choice import choose_backend
 from ..startup.launch import take_launch
 from ..startup.registry import load_backend
 from ..startup.settings import load_settings
+from ..startup.uncaught_errors import print_failures_of_the_run
 from . import compiled
 from .rendezvous import store_over
 from .torch_process_group import TorchProcessGroup
@@ -129,11 +130,13 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
             init_method=None,
             store=options.store if chosen.meets_in_store else None,
         )
-        return chosen.connect(request)
+        made = chosen.connect(request)
     except UnknownBackendError as error:
         raise BackendUnavailableError(
             f"backend '{torch_name}' of torch.distributed stands on our backend '{name}': {error}"
         ) from error
+    print_failures_of_the_run(has_siblings=launch is not None)
+    return made
 
 
 def _choice(size: int) -> str:

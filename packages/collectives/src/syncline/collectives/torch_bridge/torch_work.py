@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..engine.cancel_scope import CancelScope, seconds
 from ..engine.transport import Request
-from ..errors import CollectiveTimeout, SynclineError, TransportError
+from ..errors import CollectiveTimeout, SynclineError, TransportError, with_details
 from ..forks import in_forks
 from ..tensors.layout import untracked
 from ..torch_internals import source_rank
@@ -57,7 +57,7 @@ def mapped(error: RuntimeError) -> TransportError:
     """Ours for an error of torch.distributed."""
     timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
     kind = CollectiveTimeout if timed_out else TransportError
-    return kind(f"torch.distributed reported: {error}")
+    return kind(with_details("torch.distributed reported an error; look for the rank that failed first", str(error)))
 
 
 class TorchWork(Work):

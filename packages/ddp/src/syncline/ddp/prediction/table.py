@@ -13,7 +13,7 @@ def tables(found: Forecast, title: str) -> str:
         MisuseError: rich is not installed.
     """
     names = list(dict.fromkeys(choice.compression for choice in next(iter(found.steps.values()))))
-    best = [f"best, {name}: MiB, ms, times" if name != "none" else "best buckets: MiB, ms, times" for name in names]
+    best = [f"best, {name}:\nMiB, ms, times" if name != "none" else "best buckets:\nMiB, ms, times" for name in names]
     made = table(f"Predicted steps, {title}", ("ranks", "as traced, ms", "exposed, ms", "efficiency", *best))
     for ranks in found.steps:
         traced = found.traced(ranks)

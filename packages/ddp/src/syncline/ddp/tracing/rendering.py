@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 110
+_WIDEST = 1000
 _HEIGHT = 420
 
 
@@ -27,7 +28,7 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
     made = Table(title=title, box=SIMPLE, title_justify="left")
     for column in columns:
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", no_wrap=True)
     return made
 
 
@@ -39,9 +40,14 @@ def printed(*parts: str | Table) -> str:
     """
     require_extra("rich")
     from rich.console import Console
+    from rich.measure import Measurement
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH)
+    # A cell is one line, whatever it holds: a wide table makes wide lines.
+    wide = console.options.update(width=_WIDEST)
+    needed = [Measurement.get(console, wide, part).minimum for part in parts if not isinstance(part, str)]
+    console = Console(file=text, width=max(_WIDTH, *needed, 0))
     for part in parts:
         if isinstance(part, str):
             console.print(part, highlight=False, markup=False)

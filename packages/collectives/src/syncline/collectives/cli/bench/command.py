@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from .kinds import CPU, KINDS
 from .measure import Case, measure
 from .plot import require_matplotlib, save_plot
 from .results import Measurement, in_json, in_text
-from .sizes import ladder, parse_size
+from .sizes import in_words, ladder, parse_size
 from .subjects import Subject, connect_subject, default_subjects
 
 HELP = "measure latency and bandwidth of collectives, backends side by side"
@@ -45,16 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("SMALLEST", "LARGEST"),
         help="bytes of the collective's larger side (default: 4 64M, and 25M, which is a bucket of DDP)",
     )
-    parser.add_argument("--factor", type=int, default=4, help="each size is so many times the one before")
+    parser.add_argument("--factor", type=int, default=4, help="ratio between two successive sizes")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], help="such as float32 bfloat16")
     parser.add_argument(
         "--backends",
         nargs="+",
-        help="backends (mpi-in-window: mpi on memory that the group allocates), and the baselines raw-mpi (mpi4py's blocking "
-        "calls) and torch-gloo (torch's own group), and floor (what the memory allows); ratios are to the first",
+        help="backends, baselines and limits. mpi-in-window is mpi on memory that the group allocates; raw-mpi is mpi4py's "
+        "blocking calls; torch-gloo is torch's own group; floor is what the memory allows. Ratios are to the first",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie (default: cpu)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time for each case on each backend")
+    parser.add_argument("--seconds", type=_seconds, default=0.3, help="seconds for each size on each backend")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw them into this file (needs the extra [bench])")
 
@@ -78,17 +79,44 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
             subjects.append(connect_subject(name, control))
         environment = _environment(control, device)
         measurements: list[Measurement] = []
-        for case in cases:
-            measurements += measure(case, subjects, control, arguments.seconds, device)
-            if control.rank == 0 and sys.stderr.isatty():
-                print(f"\r{case.collective} {case.dtype} {case.size_bytes} B", end="\033[K\r", file=sys.stderr, flush=True)
-        if control.rank == 0:
-            _show(measurements, environment, arguments, judge(measurements))
+        is_done, number = False, 0
+        try:
+            for number, case in enumerate(cases, 1):
+                if control.rank == 0:
+                    _say_progress(case, number, len(cases))
+                measurements += measure(case, subjects, control, arguments.seconds, device)
+            is_done = True
+        finally:
+            # Also after Ctrl-C, or a failure: a run may have taken hours.
+            if control.rank == 0 and (is_done or measurements):
+                _show(measurements, environment, arguments, judge(measurements) if is_done else [_cut_short(cases, number)])
     finally:
         for subject in subjects:
             subject.close()
         destroy_process_group()
     return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, found {text!r}")
+    return found
+
+
+def _say_progress(case: Case, number: int, of: int) -> None:
+    """On a terminal in one line; else a line each, for a job's log."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    start, end = ("\r", "\033[K\r") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}measuring {number} of {of}: {case.collective} {dtype} {in_words(case.size_bytes)}", end=end, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _cut_short(cases: Sequence[Case], number: int) -> str:
+    return f"cut short: {number - 1} of {len(cases)} cases were measured"
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:

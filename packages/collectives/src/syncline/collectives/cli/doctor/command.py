@@ -20,7 +20,7 @@ from ...group import ProcessGroup
 from ...health.monitor import END_STATUS
 from ...startup.backend_choice import BackendChoice, choose_backend
 from ...startup.launch import detect_launch
-from ...startup.registry import what_is_missing
+from ...startup.registry import backend_names, what_is_missing
 from ...startup.settings import load_settings
 from ...startup.uncaught_errors import is_first, started_s
 from ...transports.cuda_awareness import try_cuda_awareness
@@ -37,7 +37,7 @@ _CUDA_TIMEOUT_S = 45.0  # ranks without a GPU wait meanwhile, for no longer than
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--backend", help="check this backend rather than the one that would be chosen")
+    parser.add_argument("--backend", help="check this backend instead of the one that init_process_group would choose")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     with suppress(SynclineError):
         choice = _choice(arguments.backend)
     observation = observe(os.environ, f"{ended}: look at /dev/shm below, and at what the library says above")
-    findings = diagnose([observation], choice, ended)
+    findings = diagnose([observation], choice, ended, backends=backend_names())
     print(in_text(findings), flush=True)
     return 1
 
@@ -106,7 +106,7 @@ def _examine(arguments: argparse.Namespace) -> int:
         lack = group.missing_for_shrink()
     except SynclineError as error:
         problem = str(error)
-    findings = diagnose(ranks or [_observe_alone()], choice, problem, lack)
+    findings = diagnose(ranks or [_observe_alone()], choice, problem, lack, backends=backend_names())
     if _speaks(is_connected=bool(ranks)):
         print(in_text(findings), flush=True)
     destroy_process_group()

@@ -17,7 +17,12 @@ Observations = Sequence[Observation]
 
 
 def diagnose(
-    ranks: Observations, choice: BackendChoice | None, problem: str | None, shrink_lack: str | None = None
+    ranks: Observations,
+    choice: BackendChoice | None,
+    problem: str | None,
+    shrink_lack: str | None = None,
+    *,
+    backends: Sequence[str],
 ) -> list[Finding]:
     """Judge what every rank of the job observed.
 
@@ -26,15 +31,17 @@ def diagnose(
         choice: the backend that would be chosen, or None if that failed.
         problem: why the ranks could not be connected or did not compute the right sum, or None.
         shrink_lack: what keeps the group from going on without a rank, or None.
+        backends: the names of those that are installed.
     """
     return [
         software(ranks),
         launcher(ranks),
+        site_file(ranks),
         *mpi(ranks),
         *([unseen(ranks)] if len(ranks) < (ranks[0].launch_world_size or 1) else [nodes(ranks), cores(ranks)]),
         *memory(ranks),
         *gpus(ranks),
-        backend(choice),
+        backend(choice, backends),
         connection(len(ranks), problem),
         *(
             []
@@ -127,10 +134,24 @@ def gpus(ranks: Observations) -> list[Finding]:
     ]
 
 
-def backend(choice: BackendChoice | None) -> Finding:
+def site_file(ranks: Observations) -> Finding:
+    """Which site file is read, and what it changes."""
+    name = "site file"
+    found = [rank.site_file for rank in ranks]
+    if len(set(found)) > 1:
+        return Finding(name, Status.WARN, _differing(found), "give every node the same site file")
+    problem = ranks[0].site_problem
+    return ok(name, found[0]) if problem is None else Finding(name, Status.WRONG, found[0], problem)
+
+
+def backend(choice: BackendChoice | None, known: Sequence[str]) -> Finding:
     """Which backend would be chosen, and why."""
     if choice is None:
-        return Finding("backend", Status.WRONG, "none could be chosen", "see what is wrong above and below")
+        return Finding("backend", Status.WRONG, "none could be chosen", "mend what the line about the connection names")
+    unknown = [name for name in _backends_in(choice.name) if name not in known]
+    if unknown:
+        remedy = f"name one of {', '.join(known)}, or install the package that offers '{unknown[0]}'"
+        return Finding("backend", Status.WRONG, f"no backend '{unknown[0]}' is installed ({choice.reason})", remedy)
     found = f"{choice.name} ({choice.reason})"
     if "MPI cannot be used" in choice.reason:
         return Finding("backend", Status.WARN, found, "mend MPI: between the ranks of a node Gloo is several times slower")
@@ -141,7 +162,12 @@ def connection(size: int, problem: str | None) -> Finding:
     """Did the ranks connect and compute the right sum?"""
     if problem is None:
         return ok("connection", f"{size} rank(s) connected, and an all_reduce gave the right sum")
-    return Finding("connection", Status.WRONG, problem, "see the message, and the findings above")
+    return Finding("connection", Status.WRONG, problem, "mend what is WRONG above, if anything is, then run this command again")
+
+
+def _backends_in(name: str) -> list[str]:
+    """Those of "gloo", or of "cpu:mpi,cuda:nccl"."""
+    return [part.rpartition(":")[2].strip() for part in name.split(",")]
 
 
 def _mpi_not_loaded(rank: Observation) -> Finding:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ...errors import LaunchError
+from ...errors import LaunchError, SynclineError
 from ...startup.launch import Launch, detect_launch, tolerates_faults
 from ...startup.nodes import HostIdentity, host_identity
+from ...startup.settings import SITE_VARIABLE, load_settings, site_path
 from ...transports.shared_memory.memory_limit import Limit, memory_limits
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -65,6 +66,8 @@ class Observation:
         cupy, nccl: CuPy's version and that of the NCCL it finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
         tolerates_faults: whether mpirun was told to leave the other ranks alone when one is lost (`--with-ft ulfm`).
+        site_file: which file is read, and which keys it changes, in words.
+        site_problem: why it cannot be read, with the remedy, or None.
     """
 
     host: HostIdentity
@@ -87,6 +90,8 @@ class Observation:
     cuda_aware: str | None = None
     launch_is_mpi: bool = True
     tolerates_faults: bool = False
+    site_file: str = "none"
+    site_problem: str | None = None
 
 
 def observe(
@@ -96,6 +101,7 @@ def observe(
     launch, problem = _launch(environ)
     shm_total, shm_free = _shared_memory()
     cupy, nccl = _cupy()
+    site, site_problem = _site_file(environ)
     return Observation(
         host=host_identity(),
         software=_software(),
@@ -117,6 +123,8 @@ def observe(
         nccl=nccl,
         cuda_aware=cuda_aware,
         tolerates_faults=tolerates_faults(environ),
+        site_file=site,
+        site_problem=site_problem,
     )
 
 
@@ -134,6 +142,18 @@ def _software() -> tuple[tuple[str, str], ...]:
         ("torch", torch.__version__),
         ("Python", platform.python_version()),
     )
+
+
+def _site_file(environ: Mapping[str, str]) -> tuple[str, str | None]:
+    path = site_path(environ)
+    try:
+        settings = load_settings({SITE_VARIABLE: environ.get(SITE_VARIABLE, "")})
+    except SynclineError as error:
+        return str(path), str(error)
+    if settings.path is None:
+        return f"none: there is no {path}", None
+    keys = settings.changed()
+    return f"{path} changes {', '.join(keys) if keys else 'nothing'}", None
 
 
 def _launch(environ: Mapping[str, str]) -> tuple[Launch | None, str | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import InvalidArgumentError
 from .reader import ReportReader, html_of, load_readers
 
-HELP = "show what the ranks of a job have left in a folder: traces of its steps, records of a failure"
+HELP = "show the traces and failure reports in a folder"
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -30,7 +30,7 @@ td:first-child, th:first-child {{ text-align: left; }}</style>
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The folder, where to write a page, and the options of the readers."""
-    parser.add_argument("folder", type=Path, help="what SYNCLINE_TRACE named, or the folder that an error named")
+    parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE or an error names")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that needs no other file")
     for reader in load_readers():
         reader.add_arguments(parser)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ...health.exit_status import as_status, set_exit_status
-from ...startup.uncaught_errors import handle_uncaught_elsewhere, is_first, started_s
+from ...startup.uncaught_errors import also_failed, handle_uncaught_elsewhere, in_text, is_first, started_s
 from .ranks import Job, end_mpi
 
 _FAILURE = 1  # the tag of notices
@@ -66,11 +66,11 @@ class Ending:
             raise SystemExit(status)
         first = self._failed_first()
         if first is None:
-            sys.excepthook(type(error), error, error.__traceback__)
+            _print(error)
             if self._job.size > 1:
                 _say(f"{self._job.who()} failed and ends the job")
         else:
-            _say(f"{self._job.who()} failed, too: {_in_a_line(error)}; {first}")
+            _say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
         if self._has_mpi():
             if first is not None:
                 time.sleep(_PATIENCE_S)  # that one ends the job
@@ -173,9 +173,13 @@ def _flush() -> None:
             pass  # it is closed, or nobody reads it
 
 
-def _in_a_line(error: BaseException) -> str:
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    return line if len(line) <= 200 else f"{line[:197]}..."
+def _print(error: BaseException) -> None:
+    """As Python does, but without the frames inside Syncline and torch, unless the script has a hook of its own."""
+    if sys.excepthook is sys.__excepthook__:
+        _flush()
+        sys.stderr.write(in_text(error, error.__traceback__))
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _say(text: str) -> None:

@@ -47,7 +47,7 @@ from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity
 from ...health.monitor import call_now_and_then
-from ...startup.uncaught_errors import are_handled_elsewhere, in_text
+from ...startup.uncaught_errors import are_handled_elsewhere, last_words
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .leave_notices import LeaveNotices
 from .library import no_more_mpi, while_mpi_runs
@@ -57,6 +57,8 @@ from .library import no_more_mpi, while_mpi_runs
 FINALIZE_S = 15.0
 # Ranks that leave at about the same time need no notices.
 NOTICE_AFTER_S = 0.1
+# A rank that points to another one gives that one so long to end the job.
+_PATIENCE_S = 10.0
 # mpiexec passes on what ranks print in its own time; what it has not read when the job is aborted is lost (MPICH 5.0).
 _FORWARDING_S = 0.3
 
@@ -78,7 +80,11 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
     if is_interactive() or MPI.Is_finalized() or generation() != _generation:
         _previous_hook[-1](kind, error, trace)
         return
-    _say(f"{_who()} failed and ends the job:\n{in_text(error, trace)}")
+    words = last_words(_who(), "failed and ends the job", error, trace)
+    _say(words.text)
+    if not words.is_all:
+        with suppress(KeyboardInterrupt):
+            time.sleep(_PATIENCE_S)  # the rank that says why ends the job
     _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
@@ -243,5 +249,5 @@ def _say(text: str) -> None:
     """Write to the stream that the process began with: torch.distributed lends its excepthook another, to print it later."""
     sys.stdout.flush()
     stream = sys.__stderr__ or sys.stderr
-    stream.write(text + "\n")
+    stream.write(text.rstrip("\n") + "\n")
     stream.flush()

@@ -129,7 +129,7 @@ class TimeoutReport:
             words.append(f"{ranks_in_words(sorted(said.untold))} wait in other calls")
         silent = [rank for rank in range(self._size) if rank not in said.heard]
         if silent:
-            words.append(f"{ranks_in_words(silent)} said nothing (dead, gone, or still computing)")
+            words.append(f"{ranks_in_words(silent)} said nothing")
         return "; ".join(words) or "no other rank takes part"
 
 
