@@ -65,7 +65,7 @@ collectives.all_reduce(ones)
         r"CollectiveTimeout: .*rank\(s\) 1 \(pid \d+ on .*\) stands still, stopped by a signal; let it go on",
     ),
     "an unused parameter": (
-        "model(skips=rank == 1)(torch.ones(2, 4)).sum().backward()",
+        "net = model(skips=rank == 1); net(torch.ones(2, 4)).sum().backward()",
         r"MisuseError: backward ended on rank 1 of 4.*got no gradient in it: 'second\.weight', 'second\.bias'\. Freeze them",
     ),
     "another model": (

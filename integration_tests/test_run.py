@@ -286,9 +286,8 @@ def test_ranks_that_fail_together_print_one_traceback(run_job, backend: str) -> 
     assert job.status == 1
     assert job.output.count("Traceback (most recent call last)") == 1, job.output
     (speaker,) = re.findall(r"\[syncline\] rank (\d) of 3 .* failed and ends the job", job.output)
-    followers = re.findall(
-        r"\[syncline\] rank \d of 3 .* failed, too: KeyError: 'no such setting'; rank (\d) failed first", job.output
-    )
+    too = r"\[syncline\] rank \d of 3 .* failed, too, at script.py:2: KeyError: 'no such setting'; rank (\d) failed first"
+    followers = re.findall(too, job.output)
     assert followers == [speaker] * 2, job.output
 
 

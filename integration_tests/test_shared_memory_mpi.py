@@ -532,7 +532,7 @@ def test_planned_calls_that_differ_are_told_apart(numel: int) -> None:
         for op in (ReduceOp.SUM, ReduceOp.AVG):
             group.all_reduce(torch.ones(numel), op)
         others = ranks_in_words(range(1, group.size))
-        calls = rf"\(rank 0: all_reduce\(float32\[{numel}\], op=AVG\); {others}: all_reduce\(float32\[{numel}\], op=SUM\)\)"
+        calls = rf"\n  rank 0: all_reduce\(float32\[{numel}\], op=AVG\)\n  {others}: all_reduce\(float32\[{numel}\], op=SUM\)"
         with pytest.raises(DisagreementError, match=calls):
             group.all_reduce(torch.ones(numel), ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
         group.abort()
@@ -659,7 +659,7 @@ def test_calls_that_differ_are_told_apart(numel: int) -> None:
         return
     window = group.allocate(numel, torch.float32)
     others = ranks_in_words(range(1, group.size))
-    calls = rf"\(rank 0: all_reduce\(float32\[{numel}\], op=AVG\); {others}: all_reduce\(float32\[{numel}\], op=SUM\)\)"
+    calls = rf"\n  rank 0: all_reduce\(float32\[{numel}\], op=AVG\)\n  {others}: all_reduce\(float32\[{numel}\], op=SUM\)"
     with pytest.raises(DisagreementError, match=calls):
         group.all_reduce(window, ReduceOp.AVG if group.rank == 0 else ReduceOp.SUM)
     group.abort()

@@ -54,7 +54,7 @@ def test_large_calls_that_differ_are_told_apart_on_every_rank() -> None:
         return
     numel = PRESYNC_MIN_BYTES // 4
     others = ranks_in_words(range(1, group.size))
-    calls = rf"\(rank 0: all_reduce\(float32\[{numel}\], op=SUM\); {others}: all_reduce\(float32\[{numel + 1}\], op=SUM\)\)"
+    calls = rf"\n  rank 0: all_reduce\(float32\[{numel}\], op=SUM\)\n  {others}: all_reduce\(float32\[{numel + 1}\], op=SUM\)"
     with pytest.raises(DisagreementError, match=calls):
         group.all_reduce(torch.ones(numel if group.rank == 0 else numel + 1))
     group.abort()

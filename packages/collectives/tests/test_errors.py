@@ -72,3 +72,22 @@ def test_other_words_keep_type_attributes_and_cause() -> None:
     assert (type(other), str(other), other.code, other.__cause__) == (TwoArgumentsError, "in other words", 3, cause)
     assert RankLostError("gone", [2]).reworded("lost").ranks == (2,)
     assert str(CollectiveTimeout("late").reworded("later")) == "later"
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "second"),
+    [
+        ("short: do this", "short: do this", ""),
+        ("a" * 150 + ". " + "b" * 100, "a" * 150 + ".", "b" * 100),
+        ("a" * 100 + "; " + "b" * 50 + ": " + "c" * 100, "a" * 100 + ";", "b" * 50 + ": " + "c" * 100),
+        ("a. " + "b" * 150 + ": " + "c" * 100, "a. " + "b" * 150 + ":", "c" * 100),
+        ("word " * 60, ("word " * 40)[:-1], ("word " * 20)),
+        ("a" * 300, "a" * 300, ""),  # such as a path: nowhere to break it
+    ],
+)
+def test_a_first_line_has_200_characters(text: str, first: str, second: str) -> None:
+    rest = f"\n  {second}" if second else ""
+    assert str(MisuseError(f"{text}\n  a detail")) == f"{first}{rest}\n  a detail"
+    assert str(MisuseError("x").reworded(text)) == f"{first}{rest}"
+    again = MisuseError(text)
+    assert str(pickle.loads(pickle.dumps(again))) == str(again)

@@ -55,6 +55,65 @@ def test_doctor_names_what_is_wrong(syncline, tmp_path: Path) -> None:
     assert "->" in done.stdout
 
 
+def test_doctor_shows_the_site_file(syncline, tmp_path: Path) -> None:
+    (tmp_path / "site.toml").write_text('timeout_s = 600\nreport_dir = "/scratch"\n')
+    done = syncline("doctor", SYNCLINE_SITE=str(tmp_path / "site.toml"))
+    assert 'site.toml changes timeout_s = 600, report_dir = "/scratch"' in " ".join(done.stdout.split())
+
+
+def test_doctor_knows_no_such_backend(syncline) -> None:
+    done = syncline("doctor", "--backend", "foo")
+    assert done.returncode == 1
+    assert "WRONG  backend" in done.stdout
+    assert "no backend 'foo' is installed (given as argument)" in done.stdout
+
+
+def test_no_command_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    for name in ("bench", "doctor", "report", "run"):
+        assert re.search(rf"^ +{name} ", said, re.MULTILINE), said
+
+
+def test_help_shows_defaults_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: all_reduce)" in said
+    assert "['" not in said
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
+def test_bench_refuses_a_time_that_is_none(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", f"--seconds={seconds}"])
+    assert "expected a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_bench_says_what_it_measures_and_shows_what_it_has_when_it_is_cut_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from syncline.collectives.cli.bench import command
+
+    measured = []
+
+    def measure(case, *others):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(case)
+        return real(case, *others)
+
+    real = command.measure
+    monkeypatch.setattr(command, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        main(["bench", "--sizes", "4", "64", "--seconds", "0.01", "--backends", "in_process"])
+    out, err = capsys.readouterr()
+    assert "measuring 1 of 3: all_reduce float32 4\n" in err
+    assert "measuring 2 of 3: all_reduce float32 16\n" in err
+    assert "all_reduce" in out
+    assert "cut short: 1 of 3 cases were measured" in out
+
+
 def test_doctor_on_contradicting_launchers(syncline) -> None:
     variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2"}
     # Not to be started as a process of a job that does not exist.

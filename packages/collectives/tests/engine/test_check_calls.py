@@ -53,7 +53,7 @@ def test_both_calls_are_named(second: str) -> None:
     def body(group: ProcessGroup) -> None:
         with pytest.raises(DisagreementError) as caught:
             CALLS[(first, second)[group.rank]](group)
-        assert f"(rank 0: {first}; rank 1: {second})" in str(caught.value)
+        assert f"\n  rank 0: {first}\n  rank 1: {second}" in str(caught.value)
         group.abort()
 
     on_two_ranks(body)
@@ -75,7 +75,7 @@ def test_equal_calls_go_through_also_in_subgroups() -> None:
         assert part is not None
         part.broadcast(tensor)
         assert tensor.tolist() == [3.0] * 3
-        with pytest.raises(DisagreementError, match=r"rank 0: reduce\(float32\[3\], op=SUM, root=0\); rank 1: barrier\(\)"):
+        with pytest.raises(DisagreementError, match=r"rank 0: reduce\(float32\[3\], op=SUM, root=0\)\n  rank 1: barrier\(\)"):
             part.reduce(tensor) if group.rank == 0 else part.barrier()
         part.abort()
         group.close()

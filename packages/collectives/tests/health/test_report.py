@@ -11,6 +11,7 @@ import torch
 from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
 from syncline.collectives.engine.call import DONE, Call, Signature
+from syncline.collectives.health import report
 from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.health.report import Reporter, merged, read_reports
 
@@ -116,6 +117,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "group 'default' of ranks 0, 1, 2" in said
     assert "the threads of rank 2, which reported because of: a test" in said
+
+
+def test_a_rank_without_report_has_no_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = reports_of(tmp_path, ["ab", "ab", "ab"], written_by=[0, 2])
+    assert main(["report", str(made), "--stacks", "1"]) == 2
+    assert "--stacks 1: that rank wrote no report" in capsys.readouterr().err
+
+
+def test_what_a_rank_without_report_called_is_not_known(tmp_path: Path) -> None:
+    said = merged(read_reports(reports_of(tmp_path, ["ab", "ab", "ab"], unfinished=True, written_by=[0, 2])))
+    assert "all that reported (ranks 0, 2) made the same calls; ranks 0, 2 did not finish broadcast" in said
+    assert said.endswith("; what rank 1 called is not known")
+
+
+def test_the_first_report_says_why(tmp_path: Path) -> None:
+    assert "rank 0 reported first: a test" in merged(read_reports(reports_of(tmp_path, ["a", "a"])))
+
+
+def test_the_site_names_the_folder_and_the_variable_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SYNCLINE_REPORT_DIR", raising=False)
+    monkeypatch.setattr(report, "_site_folder", None)
+    assert report.report_folder() == "."
+    report.set_report_folder(str(tmp_path / "site"))
+    assert Reporter("today", 0, 1).write("a test") == tmp_path / "site" / "syncline-report-today"
+    monkeypatch.setenv("SYNCLINE_REPORT_DIR", str(tmp_path / "own"))
+    assert Reporter("today", 0, 1).write("a test") == tmp_path / "own" / "syncline-report-today"
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"groups": 3}', '{"groups": []}', "[]"])

@@ -31,6 +31,7 @@ from syncline.collectives.startup.settings import (
         ("spin_s = inf", Settings(spin_s=math.inf, path="f")),
         ("stall_warning_s = 0", Settings(stall_warning_s=0, path="f")),
         ('interface = "ib0"', Settings(interface="ib0", path="f")),
+        ('report_dir = ""\nfull_tracebacks = true', Settings(report_dir="", full_tracebacks=True, path="f")),
         ("window_bytes = 65536\nstaged_bytes = 1", Settings(window_bytes=65536, staged_bytes=1, path="f")),
         (
             'backend = "cpu:mpi,cuda:nccl"\ntimeout_s = 7\nreproducible = false',
@@ -86,6 +87,8 @@ def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
         "stall_warning_s",
         "interface",
         "spin_s",
+        "full_tracebacks",
+        "report_dir",
     ]
     assert [entry.name for entry in keys] == settings
     assert all(entry.metadata["doc"] for entry in keys)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import pytest
+import torch
 
-from syncline.collectives import LaunchError
+from syncline.collectives import LaunchError, RankLostError, SynclineError, TransportError
+from syncline.collectives.health import liveness
 from syncline.collectives.startup import launch, uncaught_errors
-from syncline.collectives.startup.uncaught_errors import FRESH_S, in_text, is_first, started_s
+from syncline.collectives.startup.uncaught_errors import FRESH_S, in_text, is_first, last_words, spoke_before, started_s
 
 
 def test_one_of_those_that_fail_alike_speaks(tmp_path: Path) -> None:
@@ -91,6 +95,114 @@ def test_other_errors_are_shown_as_ever() -> None:
     error = ValueError("the user's")
     error.__cause__ = OSError("its cause")
     assert "its cause" in in_text(error, None)
+
+
+def through(call, *arguments) -> tuple[Exception, TracebackType | None]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call(*arguments)
+    return caught.value, caught.tb
+
+
+class Failing(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"the user's, of {x.numel()}")
+
+
+def test_frames_of_torch_are_left_out_and_a_setting_brings_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    error, trace = through(Failing(), torch.ones(3))
+    said = in_text(error, trace)
+    assert "raise ValueError(f" in said
+    assert "_call_impl" not in said
+    assert "SYNCLINE_FULL_TRACEBACKS=1 shows them" in said
+    monkeypatch.setattr(uncaught_errors, "_shows_all_frames", True)
+    assert "_call_impl" in in_text(error, trace)
+    monkeypatch.setenv("SYNCLINE_FULL_TRACEBACKS", "0")
+    assert "_call_impl" not in in_text(error, trace)
+    monkeypatch.setattr(uncaught_errors, "_shows_all_frames", False)
+    monkeypatch.setenv("SYNCLINE_FULL_TRACEBACKS", "1")
+    assert "_call_impl" in in_text(error, trace)
+
+
+def test_where_torch_refused_something_is_shown() -> None:
+    said = in_text(*through(torch.nn.Linear(2, 2), torch.ones(3)))
+    assert "shapes cannot be multiplied" in said
+    assert "F.linear" in said
+
+
+def test_a_bug_of_syncline_is_shown_with_all_frames() -> None:
+    error, trace = through(launch.detect_launch, None)  # an AttributeError or a TypeError inside
+    assert not isinstance(error, SynclineError)
+    assert f"{os.sep}launch.py" in in_text(error, trace)
+
+
+def test_what_the_users_code_raised_before_is_kept() -> None:
+    def call() -> None:
+        try:
+            raise ValueError("the user's own")
+        finally:
+            launch.detect_launch({"WORLD_SIZE": "2"})
+
+    said = in_text(*through(call))
+    assert "ValueError: the user's own" in said
+    assert "LaunchError" in said
+
+
+def test_our_own_errors_are_not_chained_to_each_other() -> None:
+    def call() -> None:
+        try:
+            raise TransportError("the first one")
+        except TransportError as error:
+            raise RankLostError("the second one", [1]) from error
+
+    said = in_text(*through(call))
+    assert "the second one" in said
+    assert "the first one" not in said
+
+
+@pytest.fixture
+def run_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """Lets this process be a rank of a run."""
+    monkeypatch.setattr(uncaught_errors, "private_folder", lambda _: tmp_path)
+    monkeypatch.setattr(uncaught_errors, "started_s", lambda: 0.0)
+    monkeypatch.setattr(uncaught_errors, "_VAGUE_S", 0.2)
+
+    def be(rank: int) -> None:
+        monkeypatch.setattr(liveness, "_run", liveness.Run("today", rank, 4, os.getpid()))
+
+    return be
+
+
+def test_one_rank_says_all_and_others_point_to_it(run_of: Callable[[int], None]) -> None:
+    run_of(2)
+    first = last_words("rank 2 of 4", "failed", *raised())
+    assert first.is_all
+    assert first.text.startswith("rank 2 of 4 failed:\nTraceback")
+    run_of(0)
+    error, trace = raised()
+    second = last_words("rank 0 of 4", "failed", error, trace)
+    assert not second.is_all
+    assert second.text.startswith("rank 0 of 4 failed, too, at test_uncaught_errors.py:")
+    assert second.text.endswith(": LaunchError; rank 2 failed first, and its traceback says why\n")
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_rank_that_only_lost_a_connection_waits_for_one_that_knows_why(run_of: Callable[[int], None], knows: bool) -> None:
+    run_of(0)
+    with ThreadPoolExecutor(1) as threads:
+        vague = threads.submit(last_words, "rank 0", "failed", TransportError("connection closed"), None)
+        if knows:
+            spoke_before("failed-today", 0.0, "rank 3", None)
+    assert vague.result().is_all is not knows
+
+
+def test_a_lock_that_nobody_gives_back_keeps_nobody_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uncaught_errors, "_LOCK_S", 0.1)
+    tmp_path.chmod(0o700)
+    with (tmp_path / "spoken").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        start_s = time.monotonic()
+        assert is_first("this", time.time() - 1.0, tmp_path)
+    assert time.monotonic() - start_s < 5.0
 
 
 FAILING = "from syncline.collectives import init_process_group; init_process_group('nosuchbackend')"

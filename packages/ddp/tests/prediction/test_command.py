@@ -9,6 +9,7 @@ import pytest
 from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
 from syncline.ddp.prediction.command import parse_ranks
+from syncline.ddp.tracing import rendering
 from syncline.ddp.prediction.replay import Gradient
 from syncline.ddp.prediction.workload_of_trace import workload_of
 from syncline.ddp.tracing.events import BucketEvent, BucketLayout, StepEvent
@@ -136,3 +137,10 @@ def test_a_trace_of_one_step_is_too_short(folder: Path, capsys: pytest.CaptureFi
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     assert main(["predict", str(folder), "--network", NETWORK]) == 2
     assert "SYNCLINE_TRACE_STEPS=10-20" in capsys.readouterr().err
+
+
+def test_a_cell_of_a_wide_table_is_one_line() -> None:
+    wide = rendering.table("Wide", [f"best, {number}:\nMiB, ms, times" for number in range(8)])
+    wide.add_row(*["traced, 12345.67, 1.00"] * 8)
+    (row,) = [line for line in rendering.printed(wide).splitlines() if "traced" in line]
+    assert row.count("traced, 12345.67, 1.00") == 8

@@ -38,14 +38,16 @@ FINE = Observation(
 )
 GPU = replace(FINE, gpus=("H200",), cuda_aware="yes: MPI moved and reduced CUDA memory correctly", cupy="14.0", nccl="2.27.3")
 MPI_CHOSEN = BackendChoice("mpi", "launched by Open MPI")
+BACKENDS = ("gloo", "mpi", "nccl")
 
 
 def test_a_healthy_job() -> None:
-    findings = diagnose([FINE, FINE], MPI_CHOSEN, None)
+    findings = diagnose([FINE, FINE], MPI_CHOSEN, None, backends=BACKENDS)
     assert [finding.name for finding in findings] == [
         *(
             "software",
             "launcher",
+            "site file",
             "MPI",
             "MPI threads",
             "nodes",
@@ -216,14 +218,32 @@ ROWS = {
     ),
     "no CuPy": (lambda: d.gpus([replace(GPU, cupy=None)]), Status.WARN, "CuPy is not installed", "[nccl-cuda12]"),
     "no NCCL": (lambda: d.gpus([replace(GPU, nccl=None)]), Status.WARN, "CuPy 14.0 finds no NCCL", "nvidia-nccl"),
-    "no backend": (lambda: d.backend(None), Status.WRONG, "none could be chosen", "above"),
+    "no backend": (lambda: d.backend(None, BACKENDS), Status.WRONG, "none could be chosen", "the line about the connection"),
+    "a backend that nobody offers": (
+        lambda: d.backend(BackendChoice("cpu:mpi,cuda:foo", "given as argument"), BACKENDS),
+        Status.WRONG,
+        "no backend 'foo' is installed (given as argument)",
+        "name one of gloo, mpi, nccl",
+    ),
+    "other site files": (
+        lambda: d.site_file([FINE, replace(FINE, site_file="/etc/x changes timeout_s = 9")]),
+        Status.WARN,
+        "ranks 0: none; ranks 1: /etc/x changes timeout_s = 9",
+        "the same site file",
+    ),
+    "a broken site file": (
+        lambda: d.site_file([replace(FINE, site_file="/etc/x", site_problem="/etc/x: unknown key 'a'")]),
+        Status.WRONG,
+        "/etc/x",
+        "unknown key 'a'",
+    ),
     "Gloo for want of MPI": (
-        lambda: d.backend(BackendChoice("gloo", "launched by Slurm, but MPI cannot be used: no mpi4py")),
+        lambda: d.backend(BackendChoice("gloo", "launched by Slurm, but MPI cannot be used: no mpi4py"), BACKENDS),
         Status.WARN,
         "no mpi4py",
         "mend MPI",
     ),
-    "no connection": (lambda: d.connection(2, "rank 1 is gone"), Status.WRONG, "rank 1 is gone", "message"),
+    "no connection": (lambda: d.connection(2, "rank 1 is gone"), Status.WRONG, "rank 1 is gone", "run this command again"),
 }
 
 
@@ -305,13 +325,13 @@ def test_abi(file_name: str, abi: str) -> None:
 def test_torchrun_beside_an_installed_mpi_is_healthy() -> None:
     """The library sees one process in each, for torchrun does not start MPI programs."""
     rank = replace(FINE, launcher="torchrun", launch_is_mpi=False, mpi=replace(MPICH, world_size=1))
-    assert {finding.status for finding in diagnose([rank, rank], MPI_CHOSEN, None)} == {Status.OK}
+    assert {finding.status for finding in diagnose([rank, rank], MPI_CHOSEN, None, backends=BACKENDS)} == {Status.OK}
     lacks = replace(rank, mpi=None, mpi_lack="install mpi4py")
     assert {finding.status for finding in d.mpi([lacks, lacks])} == {Status.WARN}
 
 
 def test_ranks_that_did_not_connect_are_not_taken_for_one_rank() -> None:
-    findings = diagnose([replace(FINE, mpi=None, mpi_lack="install mpi4py")], None, "no way to meet")
+    findings = diagnose([replace(FINE, mpi=None, mpi_lack="install mpi4py")], None, "no way to meet", backends=BACKENDS)
     (found,) = [finding for finding in findings if finding.name in ("nodes", "cores")]
     assert found.status is Status.WARN
     assert found.found.startswith("1 of 2 ranks looked at")

@@ -119,7 +119,8 @@ def _load_file(environ: Mapping[str, str], default_path: Path) -> Settings:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = f"{SITE_VARIABLE} names it; correct or unset the variable" if named else "make it readable, or remove it"
-        raise SiteFileError(f"cannot read the site file {path}: {error}. {why}") from error
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise SiteFileError(f"cannot read the site file {path}: {said}. {why}") from error
     return parse_settings(text, str(path))
 
 

@@ -180,7 +180,8 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
     All is shown where a setting asks for it, to those who log at DEBUG, and of what may be a bug of Syncline.
     """
     told = traceback.TracebackException(type(error), error, trace, compact=True)
-    shows_all = _shows_all_frames or os.environ.get(TRACEBACKS_VARIABLE, "") not in ("", "0")
+    said = os.environ.get(TRACEBACKS_VARIABLE, "")
+    shows_all = said != "0" if said else _shows_all_frames
     if not (shows_all or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)) and _shorten(told, error):
         note = f"(Frames inside Syncline and torch are left out; {TRACEBACKS_VARIABLE}=1 shows them.)\n"
     else:

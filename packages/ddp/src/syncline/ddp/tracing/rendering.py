@@ -46,7 +46,7 @@ def printed(*parts: str | Table) -> str:
     console = Console(file=text, width=_WIDTH)
     # A cell is one line, whatever it holds: a wide table makes wide lines.
     wide = console.options.update(width=_WIDEST)
-    needed = [Measurement.get(console, wide, part).minimum for part in parts if not isinstance(part, str)]
+    needed = [Measurement.get(console, wide, part).maximum for part in parts if not isinstance(part, str)]
     console = Console(file=text, width=max(_WIDTH, *needed, 0))
     for part in parts:
         if isinstance(part, str):
