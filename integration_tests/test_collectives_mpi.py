@@ -192,7 +192,9 @@ def test_small_calls_are_compared_where_asked_for(mpi_group: ProcessGroup, backe
     group = load_backend(backend).connect(request)
     if group.size > 1:
         others = ranks_in_words(range(1, group.size))
-        with pytest.raises(DisagreementError, match=rf"\n  rank 0: all_reduce\(float32\[2\], op=SUM\)\n  {others}: barrier\(\)"):
+        with pytest.raises(
+            DisagreementError, match=rf"\n  rank 0: all_reduce\(float32\[2\], op=SUM\)\n  {others}: barrier\(\)"
+        ):
             group.all_reduce(torch.ones(2)) if group.rank == 0 else group.barrier()
     mpi_group.barrier()
     group.abort()

@@ -54,7 +54,10 @@ FAILURES = {
         "collectives.all_reduce(torch.ones(5 if rank == 3 else 4))",
         r"DisagreementError: .*\n  ranks 0, 1, 2: all_reduce\(float32\[4\].*\n  rank 3: all_reduce\(float32\[5\]",
     ),
-    "a rank that ends early": ("if rank == 1: sys.exit(0)", r"RankLostError: .*rank\(s\) 1 of the job left without taking part"),
+    "a rank that ends early": (
+        "if rank == 1: sys.exit(0)",
+        r"RankLostError: .*rank\(s\) 1 of the job left without taking part",
+    ),
     "a stopped rank": (
         """
 if rank == 1:

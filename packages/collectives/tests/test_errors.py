@@ -85,9 +85,8 @@ def test_other_words_keep_type_attributes_and_cause() -> None:
         ("a" * 300, "a" * 300, ""),  # such as a path: nowhere to break it
     ],
 )
-def test_a_first_line_has_200_characters(text: str, first: str, second: str) -> None:
+def test_a_first_line_is_printed_with_200_characters(text: str, first: str, second: str) -> None:
     rest = f"\n  {second}" if second else ""
-    assert str(MisuseError(f"{text}\n  a detail")) == f"{first}{rest}\n  a detail"
-    assert str(MisuseError("x").reworded(text)) == f"{first}{rest}"
-    again = MisuseError(text)
-    assert str(pickle.loads(pickle.dumps(again))) == str(again)
+    assert errors.fitted(f"{text}\n  a detail") == f"{first}{rest}\n  a detail"
+    assert errors.fitted(text) == f"{first}{rest}"
+    assert errors.fitted(errors.fitted(text)) == errors.fitted(text)

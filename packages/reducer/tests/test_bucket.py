@@ -149,7 +149,7 @@ def test_vectors_come_and_go_like_other_shapes(as_view: bool, missing: bool) -> 
     [
         pytest.param(
             torch.eye(2).double(),
-            r"(?s)gradient of torch\.float32 for parameter 'p1' on rank 0 of 1.*found torch\.float64.*before it is wrapped",
+            r"gradient of torch\.float32 for parameter 'p1' on rank 0 of 1.*found torch\.float64.*before it is wrapped",
             id="dtype",
         ),
         pytest.param(torch.eye(2).to_sparse(), r"parameter 'p1' on rank 0 of 1.*found layout torch\.sparse_coo", id="sparse"),
@@ -190,7 +190,7 @@ def test_accept_takes_another_tensor_and_skips_its_own() -> None:
 def test_accept_refuses_another_size(numel: int) -> None:
     bucket = make_bucket(torch.zeros(2), torch.zeros(2))
 
-    with pytest.raises(MisuseError, match=rf"(?s)a bucket of 4 elements and returned {numel};.*Parameters in it: p0, p1"):
+    with pytest.raises(MisuseError, match=rf"a bucket of 4 elements and returned {numel};.*Parameters in it: p0, p1"):
         bucket.accept(torch.zeros(numel))
 
 
@@ -226,6 +226,6 @@ def test_grad_bucket_shows_the_bucket_and_can_show_another_buffer() -> None:
 def test_accept_refuses_another_dtype_than_the_hook_was_given() -> None:
     bucket = make_bucket(torch.zeros(2))
     with pytest.raises(
-        MisuseError, match=r"(?s)given a bucket of torch\.float32.*returned one of torch\.float16.*convert in the hook.*p0"
+        MisuseError, match=r"given a bucket of torch\.float32.*returned one of torch\.float16.*convert in the hook.*p0"
     ):
         bucket.accept(torch.zeros(2, dtype=torch.float16))

@@ -691,7 +691,7 @@ def test_a_hook_that_never_finishes_ends_in_an_error_that_names_the_parameters()
     parameters = make_parameters((3,), (2,))
     reducer = Reducer(parameters, group)
     reducer.set_hook(lambda _state, _bucket: torch.futures.Future())
-    with pytest.raises(CollectiveTimeout, match=r"(?s)bucket 0 did not finish within 0\.05 s.*rank 0.*'p1', 'p0'"):
+    with pytest.raises(CollectiveTimeout, match=r"bucket 0 did not finish within 0\.05 s.*rank 0.*'p1', 'p0'"):
         backward(reducer, lambda: linear_loss(parameters, 0))
     group.close()
 
@@ -760,7 +760,7 @@ def test_a_hook_that_breaks_its_contract(hook: Any, error: type[Exception], comp
         parameters = make_parameters((3,))
         reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
         reducer.set_hook(hook)
-        with pytest.raises(error, match=f"(?s){complaint}"):
+        with pytest.raises(error, match=complaint):
             backward(reducer, lambda: linear_loss(parameters, group.rank))
         assert_refuses_to_go_on(reducer)
 
@@ -768,7 +768,7 @@ def test_a_hook_that_breaks_its_contract(hook: Any, error: type[Exception], comp
 
 
 def assert_refuses_to_go_on(reducer: Reducer) -> None:
-    with pytest.raises(MisuseError, match=r"(?s)prepare_for_backward on rank \d of \d.*never ended.*anew"):
+    with pytest.raises(MisuseError, match=r"prepare_for_backward on rank \d of \d.*never ended.*anew"):
         reducer.prepare_for_backward()
     with pytest.raises(MisuseError, match=r"set_hook on rank \d of \d"):
         reducer.set_hook(raise_in_hook)
@@ -781,7 +781,7 @@ def test_parameters_that_got_no_gradient_are_named() -> None:
     def body(group: ProcessGroup) -> None:
         parameters = make_parameters((3,), (2,), (1,), (4,))
         reducer = Reducer(parameters, group, bucket_cap_bytes=ONE_EACH)
-        with pytest.raises(MisuseError, match=rf"(?s)rank {group.rank} of 2.*these parameters got no gradient in it: 'p0', 'p2'\."):
+        with pytest.raises(MisuseError, match=rf"rank {group.rank} of 2.*these parameters got no gradient in it: 'p0', 'p2'\."):
             backward(reducer, lambda: linear_loss(parameters, group.rank, arrival=[3, 1]))
         assert_refuses_to_go_on(reducer)
 
@@ -800,7 +800,7 @@ def test_a_gradient_that_is_ready_twice_is_named() -> None:
         for _ in range(2):
             hidden = checkpoint(layer, hidden, use_reentrant=True)
         with pytest.raises(
-            MisuseError, match=rf"(?s)'layer\.(weight|bias)' became ready twice.*rank {group.rank} of 2.*checkpoint"
+            MisuseError, match=rf"'layer\.(weight|bias)' became ready twice.*rank {group.rank} of 2.*checkpoint"
         ):
             head(hidden).sum().backward()
         assert_refuses_to_go_on(reducer)
@@ -813,7 +813,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         table = torch.nn.Embedding(5, 3, sparse=True)
         reducer = Reducer([(f"table.{name}", parameter) for name, parameter in table.named_parameters()], group)
         with pytest.raises(
-            MisuseError, match=r"(?s)dense gradient for parameter 'table\.weight' on rank .*found layout torch\.sparse_coo"
+            MisuseError, match=r"dense gradient for parameter 'table\.weight' on rank .*found layout torch\.sparse_coo"
         ):
             backward(reducer, lambda: table(torch.tensor([1, 2])).sum())
 

@@ -149,7 +149,7 @@ def test_what_only_an_unsynchronised_backward_uses_is_refused_in_it(as_view: boo
         reducer.prepare_for_backward()
         a.sum().backward()
         reducer.prepare_for_backward(synchronizes=False)
-        with pytest.raises(MisuseError, match=r"(?s)'b' on rank .*had none in the first backward.*find_unused_parameters=True"):
+        with pytest.raises(MisuseError, match=r"'b' on rank .*had none in the first backward.*find_unused_parameters=True"):
             (a.sum() + (b * (group.rank + 1)).sum()).backward()
 
     run_ranks(2, body)
@@ -271,7 +271,7 @@ def test_a_gradient_that_was_undefined_in_the_first_backward_is_refused_by_name(
             assert a.grad.tolist() == [1.5, 1.5]
             assert b.grad is None
         is_undefined[0] = False
-        with pytest.raises(MisuseError, match=r"(?s)gradient of parameter 'b'.*had none in the first backward"):
+        with pytest.raises(MisuseError, match=r"gradient of parameter 'b'.*had none in the first backward"):
             backward()
 
     run_ranks(2, body)

@@ -194,10 +194,3 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"syncline-collectives {version('syncline-collectives')}\n"
-
-
-def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 2
-    assert "command" in capsys.readouterr().err

@@ -189,9 +189,11 @@ def test_failures_are_told_in_the_groups_words() -> None:
         raise TransportError("the wire was cut")
 
     transport.on_run = fail
-    with pytest.raises(TransportError, match=r"(?s)all_reduce\(float32\[2, 3\], op=SUM\), number 1 on rank 0 .*the wire was cut"):
+    with pytest.raises(TransportError, match=r"all_reduce\(float32\[2, 3\], op=SUM\), number 1 on rank 0 .*the wire was cut"):
         group.all_reduce(torch.ones(2, 3))
-    with pytest.raises(TransportError, match=r"(?s)number 2 on .*was not started because the group had failed before:\n.*was cut"):
+    with pytest.raises(
+        TransportError, match=r"(?s)number 2 on .*was not started because the group had failed before:\n.*was cut"
+    ):
         group.all_reduce(torch.ones(2, 3))
     assert transport.log == ["made", "run", "run"]
 
@@ -205,7 +207,9 @@ def test_the_time_limit_holds() -> None:
             scope.check("nobody came")
 
     transport.on_run = hang
-    with pytest.raises(CollectiveTimeout, match=r"(?s)number 1 on .* did not finish within 0\.05 s; look for a rank that died.*\n  nobody came"):
+    with pytest.raises(
+        CollectiveTimeout, match=r"(?s)number 1 on .* did not finish within 0\.05 s; look for a rank that died.*\n  nobody came"
+    ):
         group.all_reduce(torch.ones(3))
 
 

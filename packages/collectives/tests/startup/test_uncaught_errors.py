@@ -147,6 +147,11 @@ def test_what_the_users_code_raised_before_is_kept() -> None:
     assert "LaunchError" in said
 
 
+def test_the_first_line_of_an_error_of_ours_is_short() -> None:
+    said = in_text(RankLostError(f"{'a' * 150}; {'b' * 100}", [1]), None)
+    assert said.endswith(f"RankLostError: {'a' * 150};\n  {'b' * 100}\n")
+
+
 def test_our_own_errors_are_not_chained_to_each_other() -> None:
     def call() -> None:
         try:

@@ -83,7 +83,7 @@ def test_the_bandwidth_is_compared_with_the_floor(folder: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{}", "is no file of `syncline bench --json`"), (measured(("mpi", 8, 1.0)), "found none")],
+    [("{}", "is no file of `syncline bench --json`"), (measured(("mpi", 8, 1.0)), "found none; measure with")],
 )
 def test_a_file_without_a_floor_is_refused(text: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = folder / "bench.json"

@@ -20,8 +20,8 @@
             ├── StoreUnavailableError      it cannot be opened: a port in use, an unwritable path
             └── StoreAuthenticationError   client and server do not hold the same secret
 
-The first line of a message says what happened, where (rank, group, collective, parameter names), and what to do, in at most 200
-characters. Details follow, each on a line of its own.
+The first line of a message says what happened, where (rank, group, collective, parameter names), and what to do. Details follow,
+each on a line of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def with_details(headline: str, *details: str) -> str:
 
 
 def fitted(text: str) -> str:
-    """A text whose first line has `HEADLINE_CHARACTERS` at most; the rest of that line becomes the second. A pure function.
+    """As it is printed: the first line has `HEADLINE_CHARACTERS` at most, the rest of it becomes the second. A pure function.
 
     Names, calls and paths in an error have any length. The first line ends with a sentence if it can, else with a word.
     """
@@ -65,16 +65,11 @@ def headline(error: BaseException) -> str:
 class SynclineError(RuntimeError):
     """Base class of every error raised by a Syncline package. A RuntimeError: scripts written for torch catch that."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        if len(args) == 1 and isinstance(args[0], str):
-            self.args = (fitted(args[0]),)
-
     def reworded(self, message: str) -> Self:
         """The same error with another message: of the same type, with the same attributes and cause."""
         made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # Python knows two kinds of their memory
         other: Self = made_by.__new__(type(self), message)  # not __init__: who knows what a third party's takes
-        other.args = (fitted(message),)
+        other.args = (message,)
         other.__dict__.update(self.__dict__)
         other.__cause__ = self.__cause__
         return other

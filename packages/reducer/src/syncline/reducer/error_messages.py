@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -188,7 +189,7 @@ def _told(error: Exception) -> SynclineError | None:
         return None
     kind = known[match[1]]
     # Of one with attributes only the text is left.
-    return kind(match[2]) if kind.__init__ is SynclineError.__init__ else TransportError(match[2])
+    return TransportError(match[2]) if inspect.isfunction(kind.__init__) else kind(match[2])
 
 
 def _family(kind: type[SynclineError]) -> Iterator[type[SynclineError]]:

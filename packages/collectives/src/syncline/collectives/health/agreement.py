@@ -295,7 +295,8 @@ def options_in_words(options: Mapping[str, object]) -> str:
 def different_options(said: Statements) -> str:
     """What is wrong, in words; `said` has each rank's options."""
     return with_details(
-        "the ranks were given different options; pass the same to init_process_group on all, and in the site file", *said.lines()
+        "the ranks were given different options; pass the same to init_process_group on all, and in the site file",
+        *said.lines(),
     )
 
 

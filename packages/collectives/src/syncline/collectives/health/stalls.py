@@ -78,7 +78,6 @@ class StallWatch:
     def __init__(self, recorder: Recorder, status_post: StatusPost, limit_s: float) -> None:
         self.limit_s = limit_s
         self.period_s = limit_s / _LOOKS_IN_LIMIT
-        self._gather_s = (status_post.hops + 1) * self.period_s
         self._recorder = recorder
         self._post = status_post
         self._lock = threading.Lock()
@@ -89,6 +88,11 @@ class StallWatch:
         self._heard: dict[int, Waiting | None] = {}
         self._noticed: int | None = None
         self._log_at_s: float | None = None
+
+    @property
+    def _gather_s(self) -> float:
+        """How long rank 0 waits for the lines of others."""
+        return (self._post.hops + 1) * self.period_s
 
     def stop(self) -> None:
         """There will be no other look."""

@@ -30,7 +30,16 @@ from types import TracebackType
 from typing import IO
 from zlib import crc32
 
-from ..errors import CollectiveTimeout, LaunchError, RankGivenUpError, RankLostError, StoreError, SynclineError, TransportError
+from ..errors import (
+    CollectiveTimeout,
+    LaunchError,
+    RankGivenUpError,
+    RankLostError,
+    StoreError,
+    SynclineError,
+    TransportError,
+    fitted,
+)
 from ..health.liveness import Run, current_run, own_identity
 from .user_secret import private_folder
 
@@ -179,7 +188,8 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 
     All is shown where a setting asks for it, to those who log at DEBUG, and of what may be a bug of Syncline.
     """
-    told = traceback.TracebackException(type(error), error, trace, compact=True)
+    shown = error.reworded(fitted(str(error))) if isinstance(error, SynclineError) else error
+    told = traceback.TracebackException(type(error), shown, trace, compact=True)
     said = os.environ.get(TRACEBACKS_VARIABLE, "")
     shows_all = said != "0" if said else _shows_all_frames
     if not (shows_all or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)) and _shorten(told, error):

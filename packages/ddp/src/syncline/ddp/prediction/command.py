@@ -27,31 +27,33 @@ _MOST_RANKS = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The trace, the network, and the numbers of ranks."""
-    parser.add_argument("trace", type=Path, help="the folder that SYNCLINE_TRACE named")
+    parser.add_argument("trace", type=Path, help="the folder that SYNCLINE_TRACE names")
     parser.add_argument(
         "--network",
         required=True,
         metavar="BENCH.json|latency_us=..,bandwidth_gbps=..",
-        help="between nodes: what `syncline bench --json` has measured with one rank on each, or microseconds and Gbit/s",
+        help="the network between nodes: a file of `syncline bench --json` with one rank on each node, or microseconds and Gbit/s",
     )
-    parser.add_argument("--backend", help="which one of BENCH.json (default: the first that is no baseline)")
+    parser.add_argument("--backend", help="which backend of BENCH.json (default: the first backend that is not a baseline)")
     parser.add_argument(
-        "--ranks", default="2..1024", metavar="FROM..TO", help="powers of two between, or a list such as 2,6,12"
+        "--ranks", default="2..1024", metavar="FROM..TO", help="the powers of two from FROM to TO, or a list such as 2,6,12"
     )
     parser.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks on each node")
-    parser.add_argument("--within", default=_WITHIN, metavar="latency_us=..,bandwidth_gbps=..", help="between ranks of a node")
+    parser.add_argument(
+        "--within", default=_WITHIN, metavar="latency_us=..,bandwidth_gbps=..", help="the network between the ranks of a node"
+    )
     parser.add_argument(
         "--ring-bytes",
         type=int,
         default=AlgorithmThresholds.ring_bytes,
-        help="nodes reduce in a ring from so many bytes for each node on; 0: always, as Gloo and NCCL mostly do",
+        help="from this size on (bytes for each node) nodes reduce in a ring; 0: always, as Gloo and NCCL mostly do",
     )
     parser.add_argument(
         "--speed",
         action="append",
         default=[],
         metavar="HOOK=GB_PER_S",
-        help="how fast bf16 or powersgd-4 compress, in 10**9 bytes of gradients a second; without it measured here, on the CPU",
+        help="how fast a hook (bf16, powersgd-4) compresses, in 10**9 bytes of gradients a second (default: measured here)",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots (needs the extra [report])")
 

@@ -9,19 +9,19 @@ from syncline.collectives import InvalidArgumentError
 
 from .trace_file import TRACE_NAME, write_trace
 
-HELP = "merge what the ranks have traced (SYNCLINE_TRACE=FOLDER) into one file that ui.perfetto.dev opens"
+HELP = "merge the traces of all ranks (SYNCLINE_TRACE=FOLDER) into one file for ui.perfetto.dev"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The folder, and what else shall be in the file."""
-    parser.add_argument("folder", type=Path, help="what SYNCLINE_TRACE named; the files of all ranks must be there")
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"where to (default: {TRACE_NAME} in the folder)")
+    parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE names; it must hold the files of all ranks")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"the merged file (default: {TRACE_NAME} in the folder)")
     parser.add_argument(
         "--profile",
         action="append",
         default=[],
         metavar="RANK=FILE",
-        help="also merge what torch.profiler exported on this rank; may be given several times",
+        help="also merge the file that torch.profiler exported on this rank; can be given several times",
     )
 
 

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--floor",
         type=Path,
         metavar="BENCH.json",
-        help="of a trace, compare the bandwidth with the floor that `syncline bench --backends floor --json` has measured",
+        help="compare the bandwidth of a trace with a file of `syncline bench --backends floor --json`",
     )
 
 

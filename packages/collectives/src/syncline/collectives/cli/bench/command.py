@@ -39,25 +39,33 @@ Judge = Callable[[Sequence[Measurement]], Sequence[str]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--collective", nargs="+", choices=sorted(KINDS), default=["all_reduce"], help="what to measure")
+    parser.add_argument(
+        "--collective",
+        nargs="+",
+        choices=sorted(KINDS),
+        metavar="NAME",
+        default=["all_reduce"],
+        help=f"what to measure, of {', '.join(sorted(KINDS))}",
+    )
     parser.add_argument(
         "--sizes",
         nargs=2,
         metavar=("SMALLEST", "LARGEST"),
-        help="bytes of the collective's larger side (default: 4 64M, and 25M, which is a bucket of DDP)",
+        help="bytes of the collective's larger side (default: from 4 to 64M, and 25M, the size of a bucket of DDP)",
     )
     parser.add_argument("--factor", type=int, default=4, help="ratio between two successive sizes")
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="such as float32 bfloat16")
+    parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["float32"], help="such as float32 bfloat16")
     parser.add_argument(
         "--backends",
         nargs="+",
+        metavar="NAME",
         help="backends, baselines and limits. mpi-in-window is mpi on memory that the group allocates; raw-mpi is mpi4py's "
         "blocking calls; torch-gloo is torch's own group; floor is what the memory allows. Ratios are to the first",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie (default: cpu)")
     parser.add_argument("--seconds", type=_seconds, default=0.3, help="seconds for each size on each backend")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw them into this file (needs the extra [bench])")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this file (needs the extra [bench])")
 
 
 def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:

@@ -31,14 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", dest="ranks", type=_at_least_one, metavar="N", help="how many ranks to start on this machine, without mpirun")
     add("-m", dest="is_module", action="store_true", help="the script is a module, as in `python -m`")
     add("--backend", default="auto", metavar="|".join(BACKENDS), help="; ".join(f"{n}: {m}" for n, m in BACKENDS.items()))
-    add("--ddp", default="torch", metavar="torch|syncline", help="whose DistributedDataParallel the script gets")
-    add("--timeout", type=_seconds, metavar="S", help="time limit of collectives in seconds, where the script gives none")
-    add("--trace", metavar="FOLDER", help="record the steps of Syncline's DistributedDataParallel there")
-    add("--report-dir", metavar="FOLDER", help="where ranks write their reports when something fails")
+    add(
+        "--ddp",
+        default="torch",
+        metavar="torch|syncline",
+        help="which DistributedDataParallel the script gets (default: torch)",
+    )
+    add("--timeout", type=_seconds, metavar="S", help="time limit of a collective in seconds, if the script gives none")
+    add("--trace", metavar="FOLDER", help="trace the steps of Syncline's DistributedDataParallel into this folder")
+    add("--report-dir", metavar="FOLDER", help="where the ranks write reports when something fails")
     add("--tag-output", action="store_true", help="put the rank before each line")
-    add("--quiet-others", action="store_true", help="show the standard output of rank 0 alone")
+    add("--quiet-others", action="store_true", help="show the standard output of rank 0 only")
     add("script", help="a file, or with -m a module")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script; the options of this command come before the script")
+    add(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="arguments of the script; the options of this command come before the script",
+    )
 
 
 def main(words: Sequence[str]) -> int:
