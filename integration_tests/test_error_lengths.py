@@ -73,7 +73,7 @@ collectives.all_reduce(ones)
     ),
     "another model": (
         "model(out=5 if rank == 1 else 4)",
-        r"DisagreementError: .*build the same model on every rank\n  parameter 'first\.weight' is .* on rank 0 and .* on rank 1",
+        r"DisagreementError: .*build the same model on every rank\n  parameter 'first\.weight' is .* on rank 0 and .* rank 1",
     ),
 }
 # MPICH's mpiexec ends the job at once, and says so.

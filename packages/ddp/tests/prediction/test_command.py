@@ -9,9 +9,9 @@ import pytest
 from syncline.collectives import InvalidArgumentError
 from syncline.collectives.__main__ import main
 from syncline.ddp.prediction.command import parse_ranks
-from syncline.ddp.tracing import rendering
 from syncline.ddp.prediction.replay import Gradient
 from syncline.ddp.prediction.workload_of_trace import workload_of
+from syncline.ddp.tracing import rendering
 from syncline.ddp.tracing.events import BucketEvent, BucketLayout, StepEvent
 from syncline.ddp.tracing.part import Header, header_line, layout_line, part_path, step_line
 from syncline.ddp.tracing.trace_file import read_timeline

@@ -20,8 +20,8 @@
             ├── StoreUnavailableError      it cannot be opened: a port in use, an unwritable path
             └── StoreAuthenticationError   client and server do not hold the same secret
 
-The first line of a message says what happened, where (rank, group, collective, parameter names), and what to do. Details follow,
-each on a line of its own.
+The first line of a message says what happened, where (rank, group, collective, parameter names), and what to do. Details
+follow, each on a line of its own.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(
     monkeypatch.setattr(command, "what_is_missing", lambda name: None)
     monkeypatch.setattr(command, "try_cuda_awareness", try_it)
     monkeypatch.setattr(command, "init_process_group", connect)
-    monkeypatch.setattr(command, "diagnose", lambda ranks, choice, problem, lack: [])
+    monkeypatch.setattr(command, "diagnose", lambda ranks, choice, problem, lack, backends: [])
     monkeypatch.setattr(command, "_observe_alone", lambda: None)
     assert command.run(argparse.Namespace(backend="gloo")) == 0
     assert [what for what, _ in log] == ["try", "connect"]

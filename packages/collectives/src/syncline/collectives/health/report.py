@@ -244,7 +244,7 @@ class Reporter:
         job: names the run, alike on all ranks.
         rank: of the job.
         size: of the job.
-        folder: where the folder of the run is made, or "" for no reports; by default `report_folder()` when a report is written.
+        folder: where the folder of the run is made, or "" for no reports; by default `report_folder()` at the first report.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
-# A rank leaves its line for rank 0 as many looks before the limit as a line takes to it and rank 0 waits for others. So the warning
+# A rank leaves its line for rank 0 some looks before the limit: as many as a line takes to rank 0, and one. So the warning
 # comes within two looks after the limit if rank 0 waits, too, and else as much later as the line took.
 _LOOKS_IN_LIMIT = 30
 _STOP_S = 1.0

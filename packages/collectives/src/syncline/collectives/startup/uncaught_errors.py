@@ -8,7 +8,7 @@ writes that it speaks. The others print one line that points there.
 The first rank to fail is mostly the cause. But one that only lost a connection knows less than the rank that knows why. So it
 waits for `_VAGUE_S` seconds, for another rank to speak.
 
-Nothing here waits for another rank without limit: the file's lock is tried for `_LOCK_S` seconds. Where the file cannot be used,
+Nothing here waits for another rank without limit: the file's lock is tried for `_LOCK_S` seconds. If the file cannot be used,
 every rank speaks.
 """
 
@@ -188,8 +188,11 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 
     All is shown where a setting asks for it, to those who log at DEBUG, and of what may be a bug of Syncline.
     """
-    shown = error.reworded(fitted(str(error))) if isinstance(error, SynclineError) else error
-    told = traceback.TracebackException(type(error), shown, trace, compact=True)
+    shown = error
+    if isinstance(error, SynclineError):
+        shown = error.reworded(fitted(str(error)))
+        shown.__context__, shown.__suppress_context__ = error.__context__, error.__suppress_context__
+    told = traceback.TracebackException(type(error), shown, trace)
     said = os.environ.get(TRACEBACKS_VARIABLE, "")
     shows_all = said != "0" if said else _shows_all_frames
     if not (shows_all or logger.isEnabledFor(logging.DEBUG) or _is_bug(error, trace)) and _shorten(told, error):
@@ -211,13 +214,14 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
         kept.append(told.stack[-1])  # where torch refused something
     is_shorter = not is_ours and len(kept) < len(told.stack)
     told.stack = traceback.StackSummary.from_list(kept)
-    for name, earlier in (("__cause__", error.__cause__), ("__context__", error.__context__)):
-        chained = getattr(told, name)
-        if chained is None or earlier is None:
-            continue
-        if is_ours and (isinstance(earlier, SynclineError) or not _reached_user(earlier)):
-            setattr(told, name, None)
-        else:
+    for name in ("__cause__", "__context__"):
+        chained, earlier = getattr(told, name), getattr(error, name)
+        # Between an error of ours and one of the user's, which was on its way, may lie some that were caught inside.
+        while is_ours and earlier is not None and (isinstance(earlier, SynclineError) or not _reached_user(earlier)):
+            chained, earlier = getattr(chained, "__context__", None), earlier.__context__
+        setattr(told, name, chained)
+        if chained is not None and earlier is not None:
+            told.__suppress_context__ &= not is_ours
             is_shorter |= _shorten(chained, earlier)
     return is_shorter
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         required=True,
         metavar="BENCH.json|latency_us=..,bandwidth_gbps=..",
-        help="the network between nodes: a file of `syncline bench --json` with one rank on each node, or microseconds and Gbit/s",
+        help="the network between nodes: a file of `syncline bench --json` with one rank on each, or microseconds and Gbit/s",
     )
     parser.add_argument("--backend", help="which backend of BENCH.json (default: the first backend that is not a baseline)")
     parser.add_argument(
