@@ -136,7 +136,8 @@ class StreamWork(Work):
             self._order_current_stream()
         if blocks:
             self._block(scope)
-        # See Note [Memory in flight]: on another stream than the one of the issue, the tensors must be held for longer.
+        # On another stream than the one of the issue, the tensors must be held for longer: Note [Memory in flight] in
+        # `in_flight`.
         if blocks or self._runtime.current_stream(self._device) == self._issued_from:
             self.launch.release()
             self._held = []
