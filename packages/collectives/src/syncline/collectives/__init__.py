@@ -1,14 +1,15 @@
 """Process groups and collectives on torch tensors, over MPI, Gloo, NCCL or threads.
 
-Where to begin reading: the way of a tensor from `all_reduce(tensor)` to shared memory.
+To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
 1. `api.functional` finds the group.
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
 3. `engine.group.HostGroup` makes the `Call` (`engine.call`), runs it in its turn (`engine.queue`), and finds the plan of its
    signature. (`transports.nccl.group` puts calls on a stream instead.)
-4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature; `transports.threads` is the shortest.
-5. Over MPI on one node, `transports.mpi.node.plan` has chosen the algorithm: for large tensors in shared memory that of
-   `transports.mpi.node.window`, where each rank reduces a slice where it lies.
+4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature. `transports.threads` is the shortest
+   transport.
+5. Over MPI on one node, `transports.mpi.node.plan` chooses the algorithm. For large tensors in shared memory it is
+   `transports.mpi.node.window`: each rank reduces a slice directly in the tensors of all ranks.
 """
 
 from importlib import import_module
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public names, and with them torch, when the first one is asked for.
+    """Load the public names, and with them torch, when a program first uses one of them.
 
-    `syncline run` lives in this package and must not load torch: what a script says before it imports torch (OMP_NUM_THREADS,
-    say) has to count.
+    `syncline run` is in this package and must not load torch. Otherwise settings that a script makes before it imports torch
+    (OMP_NUM_THREADS, say) would have no effect.
     """
     value = getattr(import_module(".public", __name__), name, None)
     if value is None:

@@ -2,9 +2,9 @@
 
 Commands come from the group of entry points `syncline.commands`. Each names a module, or an object, with
 
-- `HELP`: what it does, in one line;
-- `add_arguments(parser)`: adds its options to an `argparse.ArgumentParser`;
-- `run(arguments) -> int`: does it, and returns the exit status; a `SynclineError` is printed, with status 2.
+- `HELP`: a description in one line;
+- `add_arguments(parser)`: adds the command's options to an `argparse.ArgumentParser`;
+- `run(arguments) -> int`: runs the command, and returns the exit status. A `SynclineError` is printed, with status 2.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ENTRY_POINT_GROUP = "syncline.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list them; under mpirun every rank does. Returns the exit status."""
+    """Run a command, or list them, and return the exit status. Under mpirun every rank calls it."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["run"]:
-        # It starts whenever a script does. To look through all installed packages for commands takes longer than all of it.
+        # This runs at the start of every script. Searching all installed packages for commands would take longer than the rest.
         from .cli.run import command
 
         return command.main(words[1:])
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default once, as it is typed, and none where there is none."""
+    """Shows a default once, as the user types it, and only if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default == [] or "(default" in (action.help or ""):
@@ -51,7 +51,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _wanted(words: Sequence[str]) -> list[str]:
-    """The command that is asked for, so that a broken one keeps no other from working; or all of them."""
+    """The command that the user named, or all commands. Loading only one keeps it working if another one is broken."""
     from .plugins import plugin_names
 
     names = plugin_names(ENTRY_POINT_GROUP)

@@ -1,4 +1,4 @@
-"""What the author of a backend needs; see "Write a backend" in the documentation."""
+"""Names for the author of a backend; see "Write a backend" in the documentation."""
 
 from .engine.group import HostGroup
 from .engine.transport import Request, Transport

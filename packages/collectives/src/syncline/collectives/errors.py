@@ -1,23 +1,23 @@
-"""Every error that Syncline raises on purpose, in three families. All are RuntimeErrors, as those of torch.distributed are.
+"""Every error that Syncline raises on purpose, in three families. All are RuntimeErrors, like the errors of torch.distributed.
 
     SynclineError
     ├── MisuseError                  this call cannot be right, whatever the other ranks do
     │   ├── InvalidArgumentError     a value that no rank may pass (also a ValueError)
-    │   │   └── InvalidTypeError     what is no function where one is wanted (also a TypeError)
-    │   ├── NotInitializedError      there is no default group yet, or not any more
+    │   │   └── InvalidTypeError     an argument that should be a function is not one (also a TypeError)
+    │   ├── NotInitializedError      there is no default group: not yet, or no longer
     │   ├── GroupClosedError         the group was closed or aborted
     │   ├── UnknownBackendError      no backend of that name is installed
     │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
     │   ├── SiteFileError            the site file is missing, misspelt or of the wrong type
-    │   └── LaunchError              what the launcher says and what was asked for contradict
+    │   └── LaunchError              the launcher and the call, or the launcher and MPI, contradict each other
     ├── DisagreementError            each call may be right alone, but the ranks do not match
     └── TransportError               the machinery between the ranks failed
-        ├── RankLostError            processes of the group ended; says which ranks
-        ├── RankGivenUpError         the others have gone on without this rank, which was silent for too long
-        ├── CollectiveTimeout        a bounded wait ran out (also a TimeoutError)
-        └── StoreError               a store is gone, full or not understood
-            ├── StoreTimeout               a key never came, or nobody answered (also a TimeoutError)
-            ├── StoreUnavailableError      it cannot be opened: a port in use, an unwritable path
+        ├── RankLostError            processes of the group ended; names their ranks
+        ├── RankGivenUpError         this rank was silent for too long, and the others have gone on without it
+        ├── CollectiveTimeout        a collective did not finish within its time limit (also a TimeoutError)
+        └── StoreError               a store is gone or full, or its reply is not understood
+            ├── StoreTimeout               a key was never set, or the store did not answer (also a TimeoutError)
+            ├── StoreUnavailableError      a store cannot be opened: its port is in use, its path not writable
             └── StoreAuthenticationError   client and server do not hold the same secret
 
 The first line of a message says what happened, where (rank, group, collective, parameter names), and what to do. Details
@@ -63,12 +63,12 @@ def headline(error: BaseException) -> str:
 
 
 class SynclineError(RuntimeError):
-    """Base class of every error raised by a Syncline package. A RuntimeError: scripts written for torch catch that."""
+    """Base class of every error raised by a Syncline package. A RuntimeError, because scripts for torch catch that class."""
 
     def reworded(self, message: str) -> Self:
-        """The same error with another message: of the same type, with the same attributes and cause."""
-        made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # Python knows two kinds of their memory
-        other: Self = made_by.__new__(type(self), message)  # not __init__: who knows what a third party's takes
+        """A copy of the error with another message: the same type, attributes and cause."""
+        made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # an OSError has another layout in memory
+        other: Self = made_by.__new__(type(self), message)  # not __init__: a third party's may take other arguments
         other.args = (message,)
         other.__dict__.update(self.__dict__)
         other.__cause__ = self.__cause__
@@ -84,15 +84,15 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument is no function, where torch raises a TypeError."""
+    """An argument that should be a function is not one. Also a TypeError, which torch raises here."""
 
 
 class NotInitializedError(MisuseError):
-    """The default process group was asked for before `init_process_group` or after `destroy_process_group`."""
+    """A call needs the default process group before `init_process_group` or after `destroy_process_group`."""
 
 
 class GroupClosedError(MisuseError):
-    """A collective was called on a group that was closed or aborted, or in a fork of the rank that it belongs to."""
+    """A collective was called on a group that was closed or aborted, or in a process forked from the rank."""
 
 
 class UnknownBackendError(MisuseError):
@@ -135,7 +135,7 @@ class RankLostError(TransportError):
 
 
 class RankGivenUpError(TransportError):
-    """The other ranks took this one for lost and have gone on without it; it ends, and harms nobody."""
+    """The other ranks took this one for lost and have gone on without it. Let its process end; it disturbs no other rank."""
 
 
 class CollectiveTimeout(TransportError, TimeoutError):
@@ -143,15 +143,15 @@ class CollectiveTimeout(TransportError, TimeoutError):
 
 
 class StoreError(TransportError):
-    """A store could not do what was asked: its server is gone, its file system full, its answer not understood."""
+    """A store could not do what was asked: its server is gone, its file system is full, or its reply is not understood."""
 
 
 class StoreTimeout(StoreError, TimeoutError):
-    """A key that somebody should have set never came, or the store itself did not answer in time."""
+    """A key was not set in time, or the store itself did not answer in time."""
 
 
 class StoreUnavailableError(StoreError):
-    """A store cannot be opened: its port is in use, its address not ours, its path unwritable."""
+    """A store cannot be opened: its port is in use, its address is not of this host, or its path is not writable."""
 
 
 class StoreAuthenticationError(StoreError):

@@ -1,18 +1,18 @@
-"""Forks: a child of a rank is not the rank.
+"""Forks: a forked child of a rank is not the rank.
 
 Note [Forks]
 ~~~~~~~~~~~~
-A fork (a worker of torch's DataLoader, a pool, `os.fork`) inherits what its parent had, but only the thread that forked. The
-other ranks know nothing of it. So in a fork
+A forked child (a worker of torch's DataLoader, a pool, `os.fork`) inherits its parent's objects, but only the thread that
+forked. The other ranks do not know about the child. So in a child:
 
-- *groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` stay, for workers ask for
-  them. What was in flight is the parent's, and to wait for it raises the same error. A fork may make groups of its own.
-- *windows* are private: this rank's part is a copy of what it held at the fork, that of the others is zeros.
-- *hooks of reducers* are taken off the parameters: a backward is local.
-- *MPI* is not called, not even to end it: that would be in the parent's name, or wait for a lock that nobody will give back.
+- *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work, because workers
+  read them. Calls in flight belong to the parent, and waiting for them raises the same error. A child may make its own groups.
+- *Windows* are private: this rank's part is a copy made at the fork; the parts of other ranks are zeros.
+- *Hooks of reducers* are removed from the parameters, so a backward is local.
+- *MPI* is not called, not even to end it. A call would act in the parent's name, or wait for a lock that is never released.
 
-What must know of a fork is an `Inherited` that was given to `tell_in_forks`. Nothing is asked in calls, so they cost what they
-did. Python calls the functions below for forks that it makes itself; a process that C code forks runs no Python.
+An object that must know of forks is an `Inherited`, and is given to `tell_in_forks`. Calls do not check for forks, so they cost
+nothing more. Python runs the functions below for forks that it makes itself; a process that C code forks runs no Python.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from .errors import GroupClosedError
 
 logger = logging.getLogger("syncline.collectives")
 
-_lock = threading.RLock()  # of the set, while threads run; reentrant, because the garbage collector may run anything
+_lock = threading.RLock()  # guards the set; reentrant, because the garbage collector may call into this module at any time
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 _generation = 0
 _is_of_rank = False
 
 
 class Inherited(ABC):
-    """What a fork inherits and must not use as it is."""
+    """An object that a forked child inherits, but must not use unchanged."""
 
     def before_fork(self) -> None:  # noqa: B027 - most have nothing to do
-        """Called in the parent, on the thread that forks. Others may be running: change nothing that they use."""
+        """Called in the parent before a fork, on the thread that forks. Change nothing that other threads may be using."""
 
     @abstractmethod
     def in_fork(self) -> None:
-        """Called in the fork, before anything else of it runs. Any lock of the parent's may be held, for ever: take none."""
+        """Called in the child before any other code runs. Take no lock: the parent's locks may be held for ever."""
 
 
 def tell_in_forks(thing: Inherited) -> None:
-    """Let something know of the forks of this process, as long as somebody holds it."""
+    """Call the object's methods at every fork of this process. No reference to the object is kept."""
     with _lock:
         _inherited.add(thing)
 
 
 def in_forks(function: Callable[[], object]) -> None:
-    """Call a function in every fork, before anything else of it runs; for what a module remembers."""
+    """Call a function in every forked child, before any other code runs. For the state of a module."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def generation() -> int:
-    """How many forks lie between this process and the first of its family. What was made in another one is a parent's."""
+    """How many forks are between this process and the first one. An object with another generation belongs to a parent."""
     return _generation
 
 
 def is_fork_of_rank() -> bool:
-    """Whether this process is a fork of one that had a group, or such a fork's."""
+    """Whether this process was forked, directly or indirectly, from a process that had a group."""
     return _is_of_rank
 
 
 def not_the_rank(call: str, place: str) -> GroupClosedError:
-    """The error of a call on a group that was made before the fork.
+    """The error for a call on a group that was made before the fork.
 
     Args:
-        call: its name.
-        place: rank and group, in words.
+        call: the call's name.
+        place: rank and group in words.
     """
     return GroupClosedError(
         f"{call} on {place}: this process (pid {os.getpid()}) is a fork of that rank, and only the rank itself communicates. "
@@ -96,7 +96,7 @@ def _before() -> None:
 
 def _in_fork() -> None:
     global _generation, _is_of_rank, _lock
-    _lock = threading.RLock()  # another thread of the parent may hold it
+    _lock = threading.RLock()  # another thread of the parent may have held the old one at the fork
     _generation += 1
     _is_of_rank = _is_of_rank or len(_inherited) > 0
     _each(list(_inherited), lambda thing: thing.in_fork())

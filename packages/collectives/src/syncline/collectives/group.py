@@ -37,16 +37,16 @@ class ProcessGroup(ABC):
     in flight, and the tensors belong to it until `wait()` returns.
 
     **How tensors are treated.** Any dtype moves; `ReduceOp` says what reductions do. Outputs are written in place, also through
-    strides. Tensors without elements and without dimensions are as good as others. `device_types` says which devices a group
-    serves. An argument that this rank can see is wrong raises before the call is issued, and the group goes on.
+    strides. Tensors without elements or without dimensions are allowed. `device_types` says which devices a group serves. If
+    this rank can see that an argument is wrong, the method raises before the call is issued, and the group goes on.
 
     **Ranks** are those of this group, 0 to size - 1; `ranks` maps them to the ranks of the default group.
 
-    **Errors of all methods**, beside those that are listed: `InvalidArgumentError` (a tensor on a device that the group does
-    not serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, and, from the call or from
-    `wait()` if `async_op`, `CollectiveTimeout`, `TransportError`, `DisagreementError`.
+    **Errors of all methods**, besides the errors that each method lists: `InvalidArgumentError` (a tensor on a device that the
+    group does not serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, `CollectiveTimeout`,
+    `TransportError` and `DisagreementError`. With `async_op` the last three come from the call or from `wait()`.
 
-    A backend implements `_issue`, `_send`, `_recv`, `_split`, `close` and `abort`, and says what it is.
+    A backend implements `_issue`, `_send`, `_recv`, `_split`, `close`, `abort`, and the properties that describe it.
 
     Attributes:
         rank: this process's rank in the group.
@@ -54,8 +54,8 @@ class ProcessGroup(ABC):
         ranks: for each rank of this group its rank in the default group.
         name: how messages call the group.
         timeout_s: how long one collective may take, in seconds.
-        torch_group: the group of torch.distributed that this one stands for; None if it stands for none. It is made anew
-            whenever a torch group is handed in, so this says which of them are the same.
+        torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
+            that a program passes a torch group, a new object of this class is made: compare `torch_group` to recognise it.
     """
 
     torch_group: Any = None
@@ -75,7 +75,7 @@ class ProcessGroup(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} '{self.name}' ({self.describe()}), rank {self.rank} of {self.size}>"
 
-    # ---- what a group says of itself ----
+    # ---- properties of a group ----
 
     @property
     @abstractmethod
@@ -93,7 +93,7 @@ class ProcessGroup(ABC):
 
     @property
     def profiled_as(self) -> str | None:
-        """The first part of the names under which torch's profiler shows the collectives; None if another group shows them."""
+        """The prefix of the names that torch's profiler shows for the collectives; None if another group shows them."""
         return f"syncline-{self.backend_name}"
 
     def place(self) -> str:
@@ -101,7 +101,7 @@ class ProcessGroup(ABC):
         return f"rank {self.rank} of {self.size} in group '{self.name}'"
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long a collective that is issued from now on may take, in seconds."""
+        """Set the time limit, in seconds, of each collective that is issued from now on."""
         self.timeout_s = timeout_s
 
     # ---- one tensor on each rank ----
@@ -113,12 +113,13 @@ class ProcessGroup(ABC):
         Args:
             tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. May be
                 sparse (COO, with different elements present on each rank) for SUM, AVG and `premul_sum`; see `sparse`.
-            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
             async_op: return at once, before the collective has finished.
 
         Raises:
-            InvalidArgumentError: the dtype has no such reduction.
+            InvalidArgumentError: `op` is not defined for the dtype.
         """
+        # Most tensors are plain, and one question lets them through. Every other check is behind it.
         if not checks.is_plain(tensor, self.device_types):
             if getattr(tensor, "layout", None) is torch.sparse_coo:
                 op = checked_reduction(op, tensor.dtype)
@@ -134,7 +135,7 @@ class ProcessGroup(ABC):
         Args:
             tensor: as for `all_reduce`. Overwritten with the result on the root; elsewhere only read.
             root: rank in this group.
-            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
             async_op: return at once, before the collective has finished.
         """
         self._check_root("reduce", root)
@@ -220,7 +221,7 @@ class ProcessGroup(ABC):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Give each rank its tensor of the root's list.
+        """Give each rank its tensor from the root's list.
 
         Args:
             tensor: any shape and dtype, the same on every rank. Overwritten.
@@ -242,9 +243,9 @@ class ProcessGroup(ABC):
 
         Args:
             output: like `inputs[rank]`; a dtype that `op` is defined for. Overwritten.
-            inputs: `size` tensors; number r has the same shape on every rank. Only read. They may differ in shape, also in
-                whether they have elements at all: that costs one `reduce` for each rank.
-            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            inputs: `size` tensors; number r has the same shape on every rank. Only read. The tensors may differ in shape, and
+                some may be empty; different shapes cost one `reduce` for each rank.
+            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
             async_op: return at once, before the collective has finished.
 
         Extra memory: one block as large as all inputs together.
@@ -252,6 +253,7 @@ class ProcessGroup(ABC):
         self._refuse_if("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
         self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
         op = checked_reduction(op, output.dtype)
+        # Backends want equal parts in one block. Unequal parts take one `reduce` for each rank.
         if uneven.is_uneven(inputs):
             self._refuse_if("reduce_scatter", checks.not_one_each_like("input", inputs, output, self.rank, self.size))
             self._refuse_if("reduce_scatter", checks.overlapping((output,), inputs))
@@ -268,7 +270,7 @@ class ProcessGroup(ABC):
         Args:
             output: any shape; a dtype that `op` is defined for. Overwritten; may be this rank's own part of `tensor`.
             tensor: `size` times the elements of `output`, same dtype, any shape. Only read.
-            op: see `ReduceOp` and `premul_sum`; torch's are taken, too.
+            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
@@ -334,6 +336,7 @@ class ProcessGroup(ABC):
             )
         self._refuse_if(name, checks.overlapping((output,), (tensor,)))
         row = math.prod(tensor.shape[1:])
+        # A signature counts elements. Backends know nothing of rows.
         received = tuple(rows * row for rows in self._splits(output, output_split_sizes))
         sent = tuple(rows * row for rows in self._splits(tensor, input_split_sizes))
         signature = self._all_to_all_signature(name, tensor, f", row={list(tensor.shape[1:])}", (received, sent))
@@ -348,8 +351,8 @@ class ProcessGroup(ABC):
         Args:
             tensor: any shape and dtype. Only read; do not write it before the work has finished.
             dst: rank in this group; not this rank.
-            tag: 0 or above, and not 32,000 to 32,767, which are Syncline's own; the receiver asks for the same.
-            async_op: return at once. With False it may or may not wait for the receiver.
+            tag: 0 or above. Syncline reserves the tags 32,000 to 32,767. The receiver must pass the same tag.
+            async_op: return at once. With False, `send` may or may not wait for the receiver.
         """
         self._check_peer("send", dst, tag)
         self._check_tensors("send", reads=(tensor,))
@@ -361,7 +364,7 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: the dtype and number of elements that were sent. Overwritten.
-            src: rank in this group; None receives from any rank, and the work's `source_rank()` says from which.
+            src: rank in this group; None receives from any rank, and the work's `source_rank()` names the sender.
             tag: 0 or above.
             async_op: return at once, before the tensor has arrived.
         """
@@ -381,11 +384,11 @@ class ProcessGroup(ABC):
 
         Args:
             color: 0 or above; None joins no group.
-            key: ranks are ordered by it in the new group, then by their rank here; None keeps the order.
-            timeout_s: the new group's time limit, this group's if None.
+            key: the new group orders its ranks by key, and equal keys by the rank here; None keeps the order.
+            timeout_s: the new group's time limit, in seconds; None takes this group's.
 
         Returns:
-            The new group that this rank is in, or None without a color.
+            The new group that this rank is in; None if `color` is None.
         """
         if color is not None and not (checks.is_integer(color) and 0 <= color < 2**63):
             self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
@@ -394,15 +397,16 @@ class ProcessGroup(ABC):
         return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
-        """Make a group of some ranks of this one, without the others: only the members call it, all of them alike.
+        """Make a new group of some ranks of this one. All members call it, with the same arguments; other ranks do not.
 
         Args:
             members: ranks of this group, this rank among them; the new group has them in the order given.
-            name: the new group's; at any time there is only one of that name.
-            timeout_s: the new group's time limit, this group's if None.
+            name: the new group's name; no other open group may have it.
+            timeout_s: the new group's time limit, in seconds; None takes this group's.
 
         Raises:
-            InvalidArgumentError: a rank twice or outside the group, or not this one; or the backend needs all ranks (`split`).
+            InvalidArgumentError: a rank is listed twice or is outside the group, or this rank is missing; or the backend makes
+                groups only with all ranks together (then use `split`).
         """
         if (
             not checks.is_list_of_integers(members)
@@ -416,7 +420,7 @@ class ProcessGroup(ABC):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Memory from which this group communicates fastest. A collective: all ranks call it with the same arguments.
+        """Allocate memory from which this group communicates fastest. A collective: all ranks pass the same arguments.
 
         Returns:
             A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
@@ -424,35 +428,35 @@ class ProcessGroup(ABC):
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
 
-    # ---- what a group is: questions of those who would otherwise ask for its type ----
+    # ---- what a group can do: callers ask this instead of its type ----
 
     @property
     def has_total_order(self) -> bool:
-        """Whether what a future's callback issues has the same place among this group's collectives on every rank.
+        """Whether a collective issued in a future's callback has the same place in this group's order on every rank.
 
-        If not, only the thread that issues the others may issue a collective that depends on one.
+        If not, do not issue collectives in callbacks: issue them on the thread that issues all other collectives.
         """
         return True
 
     @property
     def can_split(self) -> bool:
-        """Whether `split` makes groups; if not, whoever made this group makes its parts."""
+        """Whether `split` can make groups. If not, make sub-groups with the library that made this group."""
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """The store in which the ranks of this group met, for others that want to meet; None if they met elsewhere."""
+        """The store in which the ranks of this group met; other groups of these ranks can meet there. None if there is none."""
         return None
 
-    # ---- what it does ----
+    # ---- marks, and the comparison of calls ----
 
     @contextmanager
     def marked(self, mark: str) -> Iterator[None]:
-        """A context in which the first call that this thread issues says more of itself than its arguments tell.
+        """A context that adds a mark, such as "backward 1 since forward 12", to the first call that this thread issues.
 
-        The mark must be the same on every rank, as the rest of the call: "backward 1 since forward 12", say. Where calls are
-        compared, marks are compared with them, and errors show them.
+        The mark must be the same on every rank. Where the ranks compare calls, they compare the marks, too; errors show marks.
 
-        Only the first call: what a callback issues may run on this thread on one rank, and on another thread elsewhere.
+        Only the first call gets the mark: a call that a callback issues may run on this thread on one rank, and on another
+        thread on another rank.
 
         Args:
             mark: a few words, without a comma.
@@ -464,13 +468,14 @@ class ProcessGroup(ABC):
             self._marks.pop(get_ident(), None)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
-        """The algorithm that calls of a collective on tensors like this one take on this rank.
+        """The algorithm that this rank uses for a collective on tensors like this one.
 
-        Of calls that differ in reduction or root, which may take others, those are told of whose kind was new last.
+        Calls with another reduction or root may use another algorithm. The answer is for the kind of call whose plan was made
+        last.
 
         Args:
             name: the method's name, such as "all_reduce".
-            tensor: of the same dtype and shape.
+            tensor: a tensor of the dtype and shape in question.
 
         Returns:
             A word or two for logs, such as "window" or "MPI"; None if there was no such call, or the backend does not say.
@@ -480,13 +485,13 @@ class ProcessGroup(ABC):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for those who can
         """Compare with the other ranks which collectives were called since the group was made. A collective.
 
-        A group that compares each call before it runs has nothing to compare, nor has one that does not remember its calls.
+        There is nothing to compare if the group compares each call before it runs, or does not remember its calls.
 
         Returns:
-            None if there is nothing to compare. With `async_op` a work whose `wait` raises what is listed.
+            None if there is nothing to compare. With `async_op` a work, whose `wait` raises the errors listed below.
 
         Raises:
-            DisagreementError: the ranks called different collectives, and results are wrong; on all ranks.
+            DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise it.
         """
         return None
 
@@ -494,14 +499,14 @@ class ProcessGroup(ABC):
         """The older name of `agree_on_calls`.
 
         Raises:
-            MisuseError: always; says the new name.
+            MisuseError: always; the message has the new name.
         """
         raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for those who can
         """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
 
-        Groups that are made of groups, and those of torch, do nothing here: theirs end with the process.
+        Groups made of other groups, and groups of torch, do nothing here: their companions end with the process.
         """
 
     def is_in_callback(self) -> bool:
@@ -511,35 +516,35 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Whether the group writes no report when a rank is lost, because its user goes on without that rank."""
+        """Choose whether the group skips the report when a rank is lost, because its user goes on without that rank."""
 
     def missing_for_shrink(self) -> str | None:
-        """What keeps the survivors of this group from making a new one, with the remedy, in one sentence; None if nothing."""
+        """Why the survivors of this group cannot make a new one, with the remedy, in one sentence; None if they can."""
         return (
             f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
             "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
         )
 
     def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
-        """Make a new group of the ranks that live, after a `TransportError`. A collective of these ranks; aborts this group.
+        """Make a new group of the surviving ranks, after a `TransportError`. A collective of the survivors; aborts this group.
 
-        All survivors get the same members, in the order of their ranks here, also if another rank dies meanwhile. Of this
-        group, its sub-groups and its memory nothing may be used again. What the ranks were about to do is lost on some, and
-        done on others: agree on that in the new group.
+        All survivors get the same members, in the order of their ranks here, also if another rank dies meanwhile. Do not use
+        this group, its sub-groups or its memory again. Calls that were in flight have finished on some ranks and are lost on
+        others: agree in the new group on where to go on.
 
         Args:
             silence_timeout_s: how long to wait for a rank that does not call and is not known to have ended, in seconds.
-                Then it is given up: when it comes back, its `shrink` raises `RankGivenUpError`. MPI gives up no rank that
-                lives: there `shrink` fails then, and may be called again.
+                After this time the survivors give the rank up: if it comes back, its `shrink` raises `RankGivenUpError`. MPI
+                cannot give up a rank that lives: over MPI, `shrink` fails after this time, and may be called again.
 
         Returns:
             The new group, with the name and the time limit of this one, in which ranks count from 0.
 
         Raises:
-            BackendUnavailableError: the group cannot; see `missing_for_shrink`.
-            RankGivenUpError: the others have gone on without this rank. Let it end.
+            BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
+            RankGivenUpError: the others have gone on without this rank. Let its process end.
             CollectiveTimeout: over MPI, a rank that lives does not call.
-            StoreError: the store in which they would meet is lost.
+            StoreError: the store in which the ranks would meet is lost.
         """
         lack = self.missing_for_shrink()
         if lack is not None:
@@ -547,17 +552,17 @@ class ProcessGroup(ABC):
         return self._shrink(silence_timeout_s)
 
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for those who do
-        """Whether the ranks of this group meet in that group of the host, so that `beside` can connect them again."""
+        """Whether the ranks of this group meet through the group `host`, so that `beside` can connect them again."""
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """A new group like this one, whose ranks are those of `host`, and meet there; see `meets_in`. Abort this one before."""
-        raise NotImplementedError  # of a group that meets in none
+        """Make a new group like this one, of the ranks of `host`, which meet through `host`. Abort this group before."""
+        raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
 
     def missing_for_admit(self) -> str | None:
-        """What keeps processes that came later from joining this group, with the remedy, in one sentence; None if nothing."""
+        """Why processes that start later cannot join this group, with the remedy, in one sentence; None if they can."""
         return (
             f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
             "init_method='file:///shared/folder'"
@@ -565,39 +570,40 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """For each rank a number that its process keeps in all groups that `shrink` and `admit` make of this one."""
+        """For each rank a number; its process keeps the number in all groups that `shrink` and `admit` make of this one."""
         return tuple(range(self.size))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this is the group of one of a process that came later, and was not let in yet."""
+        """Whether this is the one-rank group of a process that started later and was not let in yet."""
         return False
 
     def newcomers(self) -> int:
-        """How many processes wait to be let in. Each rank may find another number; cost: some reads of the store."""
+        """How many processes wait to be let in. Ranks may see different numbers. Costs a few reads of the store."""
         return 0
 
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
-        """Make a new group of the members of this one and of those who wait to be let in. A collective; aborts this group.
+        """Make a new group of the members of this one and of the waiting processes. A collective; aborts this group.
 
-        A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`), on which it calls `admit`
-        to be let in. All get the same members, newcomers behind the others. A member that dies meanwhile is left out, as in
-        `shrink`; whether others call `shrink` or `admit` then, they agree. Finish what was issued before; of this group, its
-        sub-groups and its memory nothing may be used again.
+        A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). It calls `admit` on that
+        group to be let in. All ranks get the same members; newcomers come after the others. A member that dies meanwhile is
+        left out, as in `shrink`; the survivors agree, even if some call `shrink` and others `admit`. Wait for all calls before
+        you call `admit`; do not use this group, its sub-groups or its memory afterwards.
 
         Args:
-            silence_timeout_s: for members as in `shrink`; for a newcomer how long it waits to be let in.
-            limit: let in at most so many, those first who came first; the others wait on. None lets all in.
+            silence_timeout_s: for members as in `shrink`; for a newcomer how long it waits to be let in, in seconds.
+            limit: let in at most this many processes, in the order in which they came; the rest goes on waiting. None lets all
+                in.
 
         Returns:
             The new group, with the name and the time limit of this one.
 
         Raises:
-            BackendUnavailableError: the group cannot; see `missing_for_admit`.
+            BackendUnavailableError: this group cannot let processes in; see `missing_for_admit`.
             CollectiveTimeout: nobody let this newcomer in.
-            RankGivenUpError: the others have gone on without this rank. Let it end.
+            RankGivenUpError: the others have gone on without this rank. Let its process end.
             RankLostError: all members that could have let this newcomer in are gone.
-            StoreError: the store in which they would meet is lost.
+            StoreError: the store in which the ranks would meet is lost.
         """
         lack = self.missing_for_admit()
         if lack is not None:
@@ -608,11 +614,11 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was issued, then give up everything the group holds. A second call does nothing. All ranks call it."""
+        """Finish all issued calls, then release everything the group holds. All ranks call it. A second call does nothing."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Give up without waiting for anything in flight; waiters get a `TransportError`. One rank may call it alone."""
+        """End the group without waiting for calls in flight; waiters get a `TransportError`. One rank may call it alone."""
 
     # ---- what a backend implements ----
 
@@ -623,9 +629,9 @@ class ProcessGroup(ABC):
         """Issue one collective whose arguments were checked.
 
         Args:
-            signature: what is to be done.
-            reads: tensors that are only read: `tensor` where the output is another, or one for each rank.
-            writes: tensors that are written. The root of a gather has one for each rank, the other ranks none.
+            signature: which collective.
+            reads: tensors that are only read: the input if the output is another tensor, or one input for each rank.
+            writes: tensors that are written. For a gather, the root passes one for each rank, and the other ranks pass none.
             async_op: return at once.
         """
 
@@ -642,10 +648,10 @@ class ProcessGroup(ABC):
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None: ...
 
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
-        raise NotImplementedError  # of a group for whose shrinking nothing is missing
+        raise NotImplementedError  # only called if `missing_for_shrink` gives None
 
     def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
-        raise NotImplementedError  # of a group for whose newcomers nothing is missing
+        raise NotImplementedError  # only called if `missing_for_admit` gives None
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can
         raise InvalidArgumentError(
@@ -678,7 +684,7 @@ class ProcessGroup(ABC):
             self._refuse_if(collective, f"expected a tag of 0 or above, found {tag!r}")
         if is_reserved(tag):
             self._refuse_if(collective, f"the tags {FIRST_RESERVED} to {LAST_RESERVED} are for Syncline itself, found {tag}")
-        if peer is None and collective == "recv":
+        if peer is None and collective == "recv":  # from any rank
             return
         if not checks.is_integer(peer) or peer == self.rank or not 0 <= peer < self.size:  # type: ignore[operator]
             self._refuse_if(collective, f"expected another rank in 0..{self.size - 1}, found {peer!r}")
@@ -692,6 +698,7 @@ class ProcessGroup(ABC):
                 self._refuse_if(collective, checks.unusable(tensor, served, self.backend_name))
         for tensor in writes:
             self._refuse_if(collective, checks.unwritable(tensor))
+        # `unwritable` has looked at each output alone. Outputs that share memory would overwrite one another.
         if len(writes) > 1:
             self._refuse_if(collective, checks.overlapping(writes))
 

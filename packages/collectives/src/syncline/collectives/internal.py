@@ -1,4 +1,4 @@
-"""What the other layers of Syncline use of this one beyond its public names. Not for other programs: it may change any day."""
+"""Names that only the other layers of Syncline use, beside the public ones. Not for other programs: they may change any day."""
 
 from .api.coalescing import DEFAULT_BUFFER_BYTES
 from .api.default_group import replace_default_group

@@ -15,16 +15,16 @@ def plugin_names(group: str) -> list[str]:
 
 
 def load_plugin(group: str, name: str, attributes: Sequence[str]) -> Any:
-    """Import what a name of the group stands for.
+    """Import the plugin of this name.
 
     Args:
-        group: of entry points, such as "syncline.commands".
-        name: in that group.
-        attributes: what it must have.
+        group: the group of entry points, such as "syncline.commands".
+        name: the plugin's name in the group.
+        attributes: the names that the plugin must define.
 
     Raises:
-        InvalidArgumentError: no installed package offers the name; the message lists those that exist.
-        MisuseError: two packages offer it, or it cannot be imported, or lacks an attribute.
+        InvalidArgumentError: no installed package offers the name; the message lists the names that exist.
+        MisuseError: two packages offer the name, or the plugin cannot be imported, or it lacks an attribute.
     """
     point = _only_entry_point(group, name)
     try:

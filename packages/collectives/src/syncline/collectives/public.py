@@ -1,4 +1,4 @@
-"""The public names of `syncline.collectives`, which loads them when the first one is asked for."""
+"""The public names of `syncline.collectives`. That package loads this module when a program first uses one of them."""
 
 from .api.adasum import adasum_coalesced
 from .api.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced

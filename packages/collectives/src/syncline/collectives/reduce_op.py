@@ -41,18 +41,18 @@ class ReduceOp(enum.Enum):
     BXOR = "bxor"
     PREMUL_SUM = "premul_sum"
 
-    __hash__ = object.__hash__  # enum's own is a Python function, and every call of a reduction looks its op up several times
+    __hash__ = object.__hash__  # enum's own hash is a slow Python function, and every call hashes its op several times
 
 
 @dataclass(frozen=True)
 class PremulSum:
-    """SUM in which each rank's tensor is multiplied by `factor` first; the same factor on every rank."""
+    """SUM that multiplies each rank's tensor by `factor` first. All ranks pass the same factor."""
 
     factor: float
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name in messages."""
         return f"PREMUL_SUM({self.factor:g})"
 
 
@@ -91,12 +91,13 @@ DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
 
 
 EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
-"""The product with 1 / 2, 1 / 4, ... has the bits of the quotient (complex numbers take other ways, integers have none)."""
+"""Multiplying by 1 / 2, 1 / 4, ... gives the same bits as dividing. (torch divides complex numbers in another way.)"""
 
-# What a sum and a product of truth values are: a backend need not know.
+# The sum and the product of bools. They are replaced here, so that no backend has to know about them.
 _ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 
-# For each reduction without a factor, and each of its dtypes, the reduction that a backend carries out. Most calls end here.
+# For each reduction without a factor, and each of its dtypes, the reduction that a backend carries out. It answers most calls
+# with a single look-up.
 _CARRIED_OUT: dict[tuple[ReduceOp, torch.dtype], Reduction] = {
     (op, dtype): _ON_BOOL.get(op, op) if dtype in BOOL else op
     for op, dtypes in DTYPES_OF.items()
@@ -109,7 +110,7 @@ def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
     """Refuse a reduction that is not defined for a dtype.
 
     Raises:
-        InvalidArgumentError: `op` is no reduction of ours, or not one that `dtype` has. The message lists those that exist.
+        InvalidArgumentError: `op` is not a reduction of ours, or is not defined for `dtype`. The message lists valid ones.
     """
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")
@@ -128,20 +129,21 @@ def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
 def divide(total: torch.Tensor, count: int) -> None:
     """Divide in place; integers are rounded towards zero.
 
-    By a power of two floating point is multiplied, which gives the same bits in half the time.
+    If `count` is a power of two, floats are multiplied by its inverse: the same bits in half the time.
     """
     if count == 1:
         return
     if total.dtype in EXACTLY_HALVED and count & (count - 1) == 0:
         total.mul_(1 / count)
     elif total.is_complex() and not total.is_conj():
-        # Divided as complex numbers by torch 2.6, an element's bits depend on where in memory it lies.
+        # torch 2.6 divides complex numbers such that an element's bits depend on its place in memory. Dividing the real view
+        # gives the same bits everywhere.
         torch.view_as_real(total).div_(count)
     else:
         total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)
 
 
-# ---- the reductions of torch.distributed, in our words ----
+# ---- the reductions of torch.distributed ----
 
 _OURS: dict[Any, Reduction] = (
     {getattr(dist.ReduceOp, op.name): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM} if dist.is_available() else {}
@@ -151,10 +153,11 @@ _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_availab
 
 
 def from_torch(op: Any) -> Reduction | None:
-    """Our word for a reduction of torch's, or None if it is none of these."""
-    if not _OURS:
+    """Our reduction for one of torch.distributed; None if `op` is not one."""
+    if not _OURS:  # a torch without torch.distributed
         return None
-    ours = _OURS.get(getattr(op, "op", op))  # an instance of `dist.ReduceOp` is equal to the constants, but not found by them
+    # An instance of `dist.ReduceOp` equals the constant, but has another hash; its attribute `op` is the constant.
+    ours = _OURS.get(getattr(op, "op", op))
     if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
         factor = premul_factor(op)
         return None if factor is None else premul_sum(factor)
@@ -162,10 +165,10 @@ def from_torch(op: Any) -> Reduction | None:
 
 
 def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Ours or torch's, as a backend carries it out: sums and products of bool are BOR and BAND.
+    """The reduction that a backend carries out for `op`, which is ours or torch's. For bool, SUM is BOR and PRODUCT is BAND.
 
     Raises:
-        InvalidArgumentError: it is no reduction, or not one that `dtype` has; see `check_reduction`.
+        InvalidArgumentError: `op` is not a reduction, or is not defined for `dtype`; see `check_reduction`.
     """
     if type(op) is not ReduceOp and not isinstance(op, PremulSum):
         op = from_torch(op) or op
@@ -173,4 +176,4 @@ def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
     if carried_out is not None:
         return carried_out
     check_reduction(op, dtype)
-    return op  # type: ignore[no-any-return]  # it is a PremulSum: anything else was found above, or refused
+    return op  # type: ignore[no-any-return]  # only a PremulSum comes here: everything else was found above or refused

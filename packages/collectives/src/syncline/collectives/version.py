@@ -1,4 +1,4 @@
-"""The version of this layer, as it is installed."""
+"""The installed version of this package."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("syncline-collectives")
-except PackageNotFoundError:  # on the path, but not installed
+except PackageNotFoundError:  # the code is on the path, but not installed
     __version__ = "unknown"

@@ -25,7 +25,8 @@ else:
 Devices: TypeAlias = list[int | str | torch.device] | None
 
 
-#: Called with a question, "is it done?", before a thread blocks: each does what this thread alone can do to bring that about.
+#: A thread calls each of these functions before it blocks, with a function that tells whether the wait is over. Each does the
+#: work that only this thread can do to end the wait, such as running the queue whose callback it is in.
 before_blocking: list[Callable[[Callable[[], bool]], object]] = []
 
 
@@ -35,12 +36,12 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 
 
 class GroupFuture(AnyFuture):
-    """A future that may be waited for in a callback of the group that is to finish it.
+    """A future that a callback of its own group may wait for.
 
-    Its `then` keeps the errors of callbacks as they are: torch's makes a RuntimeError of their text.
+    `then` keeps the errors of callbacks as they are. (torch's `then` makes a RuntimeError of their text.)
 
     Args:
-        devices: the CUDA devices of what it will hold; see `devices_of`.
+        devices: the CUDA devices of the tensors that it will hold; see `devices_of`.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -51,6 +52,7 @@ class GroupFuture(AnyFuture):
     @override
     def wait(self) -> Any:
         if not self.done():
+            # In a fork no thread finishes the future, so waiting would never end. See Note [Forks] in `forks`.
             if self._generation != generation():
                 raise not_the_rank("wait", "a future of a collective")
             _prepare_to_block(self.done)
@@ -70,26 +72,27 @@ class GroupFuture(AnyFuture):
         return following
 
     def _following(self) -> GroupFuture:
-        """What `then` returns."""
+        """The future that `then` returns."""
         return GroupFuture(self._devices)
 
 
 def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
-    """A future for these tensors."""
+    """Make a future for these tensors."""
     return GroupFuture(devices_of(tensors))
 
 
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
-    """Complete a future with an error, whatever the error is.
+    """Complete a future with any error.
 
-    torch refuses an error that is no `Exception`, such as that of Ctrl-C. And a future of CUDA tensors pickles what it gets, to
-    look for tensors in it: an error that cannot be pickled, such as one of a class that was defined in a function, would give
-    way to the pickler's error. In place of such an error the future gets a `TransportError` that names it and has it as cause.
+    Two kinds of errors do not work with torch. torch refuses an error that is not an `Exception`, such as KeyboardInterrupt.
+    A future of CUDA tensors pickles its value, to look for tensors in it; if the error cannot be pickled (its class was defined
+    in a function, say), waiters would see the pickler's error instead. In both cases the future gets a `TransportError` that
+    names the error and has it as its cause.
 
     Args:
-        future: is not complete.
-        error: what its waiters raise.
-        devices: the future's.
+        future: a future that is not complete.
+        error: the error that waiters raise.
+        devices: the future's devices.
     """
     if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
         named = TransportError(f"{type(error).__name__}: {error}")
@@ -107,14 +110,14 @@ def _can_be_pickled(error: Exception) -> bool:
 
 
 def _wait_as_torch_does(future: Any) -> None:
-    """For a future that is done. Ours may note that the program has waited, which it has not."""
+    """Wait for a future that is done, without `wait` of our own class: that notes that the program has waited."""
     (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
-    """A future of `tensors`, there when all these are; it raises the error of the first of them that failed, as it is.
+    """A future of `tensors` that is done when all `futures` are done. If some failed, it raises the error of the first one.
 
-    `torch.futures.collect_all(...).then(...)` would make a RuntimeError of that error's text.
+    The error keeps its class: `torch.futures.collect_all(...).then(...)` would make a RuntimeError of its text.
     """
     joined = new_future(tensors)
     lock = threading.Lock()
@@ -123,7 +126,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
     def settle() -> None:
         try:
             for future in futures:
-                # It is done; on CUDA, the current stream is ordered after it.
+                # The future is done, so this does not block. On CUDA it orders the current stream after the collective.
                 _wait_as_torch_does(future)
         except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
             fail_future(joined, error, devices_of(tensors))
@@ -146,32 +149,33 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
 
 
 def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyFuture:
-    """A future with the outcome of another one, for torch's C++ code, whose errors are errors there, too.
+    """Make a future with the outcome of another one, for torch's C++ code. There, too, an error of `future` is an error.
 
     Note [Futures that fail]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    torch's `Future.set_exception` stores the exception as the value, and lets the Python object raise it. C++ (the reducer of
-    torch's DDP, its communication hooks) sees the value alone: it takes the exception for a list of tensors, reads the first,
-    and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. It fails with a
-    RuntimeError that has the text of what was raised, which names the call, the rank and the group.
+    torch's `Future.set_exception` stores the exception as the value; only the Python object raises it. C++ code (the reducer of
+    torch's DDP, its communication hooks) sees just the value: it takes the exception for a list of tensors, reads the first
+    one, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. Then C++ gets a
+    RuntimeError with the text of the exception, which names the call, the rank and the group.
 
-    Our futures keep the exception itself, which callers of ours catch by its class. So the future is exchanged where it goes
-    to torch: in the works that torch gets of our groups, and in what our hooks return to torch's DDP. A callback that asks a
-    work for its future gets ours, for it may wait for that (see `GroupFuture.wait`); if the callback raises the error, it fails
-    the exchanged future that it was attached to. A callback must not wait for an exchanged future that it did not ask for
-    itself: it waits for the work.
+    Our own futures keep the exception itself, because our callers catch it by its class. So we exchange the future where it
+    goes to torch: in the works of our groups that torch gets, and in the future that our hooks return to torch's DDP.
 
-    Callbacks that were attached before it is done run inside the callback of `future` that is attached here. So a group knows
-    them for callbacks of its collective, as it knows those of `future` (see Note [Late callbacks] in `engine.queue`).
+    A callback that asks a work for its future gets our future, and may wait for it (see `GroupFuture.wait`). If the callback
+    raises the error, the exchanged future that it was attached to fails. A callback must not wait for any other exchanged
+    future: it waits for the work instead.
+
+    Callbacks that are attached to the new future before it is done run inside the callback of `future` that is attached here.
+    So the group knows that they are callbacks of its collective (see Note [Late callbacks] in `engine.queue`).
 
     Args:
-        future: of ours or torch's.
-        tensors: those that `future` will hold.
+        future: a future of ours or of torch.
+        tensors: the tensors that `future` will hold.
     """
     is_over: AnyFuture = AnyFuture(devices=devices_of(tensors))
 
     def outcome(_: object) -> Any:
-        _wait_as_torch_does(future)  # it is done; on CUDA, the current stream is ordered after it
+        _wait_as_torch_does(future)  # does not block, as `future` is done; on CUDA it orders the current stream after it
         return future.value()
 
     given: AnyFuture = is_over.then(outcome)
@@ -180,7 +184,7 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
-    """The CUDA devices of tensors, as a future of torch wants to know them beforehand; None if there are none."""
+    """The CUDA devices of tensors, which a future of torch must be given when it is made; None if there are none."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
     return devices or None
 
@@ -203,7 +207,7 @@ class Work(ABC):
             True, as torch.distributed does.
 
         Raises:
-            CollectiveTimeout: the time ran out. The collective itself goes on.
+            CollectiveTimeout: `timeout` was reached. The collective itself goes on.
             SynclineError: the collective failed.
         """
 
@@ -217,18 +221,18 @@ class Work(ABC):
 
     @abstractmethod
     def result(self) -> list[torch.Tensor]:
-        """The output tensors, which are those that were handed in. Call it after `wait`."""
+        """The output tensors: the same objects that were passed to the call. Call it after `wait`."""
 
     def source_rank(self) -> int | None:
-        """For a receive that has finished: the rank in the group that sent. None for everything else."""
+        """The sender's rank in the group, for a receive that has finished; None for everything else."""
         return None
 
     @abstractmethod
     def get_future(self) -> TensorsFuture:
-        """The same as a `torch.futures.Future` whose value is the list of output tensors.
+        """The outcome of this work as a `torch.futures.Future`, whose value is the list of output tensors.
 
-        Callbacks that are attached before the collective has finished run on the thread that finishes it; later ones at
-        once on the caller's. A collective in a callback runs inside the callback, before its successors.
+        A callback that is attached before the collective has finished runs on the thread that finishes the collective. A later
+        one runs at once, on the caller's thread. A collective in a callback runs inside the callback, before its successors.
         """
 
     def __bool__(self) -> NoReturn:
@@ -254,7 +258,7 @@ class FinishedWork(Work):
         return True
 
     def exception(self) -> BaseException | None:
-        """Always None: a collective that failed on the caller's thread raised there."""
+        """Always None: if such a collective fails, the call itself raises."""
         return None
 
     @override
@@ -269,7 +273,7 @@ class FinishedWork(Work):
 
 
 class PendingWork(Work):
-    """A collective that another thread will finish, by calling `succeed` or `fail`; the first call counts."""
+    """A collective that another thread finishes by calling `succeed` or `fail`. The first of these calls counts."""
 
     __slots__ = ("_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
 
@@ -283,29 +287,30 @@ class PendingWork(Work):
         self._future: TensorsFuture | None = None
 
     def leave_to_parent(self, error: BaseException) -> None:
-        """In a fork, where no thread finishes it: to wait for it raises `error`."""
-        # See Note [Forks] in `forks`.
+        """In a forked child, where no thread finishes this work: let every `wait` raise `error`."""
+        # The parent's threads may have held the old lock when it forked. See Note [Forks] in `forks`.
         self._lock = threading.Lock()
         self._waiting = None
         self._error = error
         self._is_done = True
 
     def succeed(self) -> None:
-        """Finish well: wake the waiters, then run the future's callbacks on this thread."""
+        """Finish without an error: wake the waiters, then run the future's callbacks on this thread."""
         self._finish(None)
 
     def fail(self, error: BaseException) -> None:
-        """Finish badly: every waiter raises `error`, and so does the future."""
+        """Finish with an error: every waiter raises `error`, and so does the future."""
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        """The first call counts: an abort may be faster than the thread that it gives up on."""
+        """Set the outcome. The first call counts: an abort may come before the thread that runs the call is back."""
         with self._lock:
             if self._is_done:
                 return
             self._error = error
             self._is_done = True
             future, waiting = self._future, self._waiting
+        # Outside of the lock, because callbacks run here, and a callback may ask this work for its future.
         if waiting is not None:
             waiting.set()
         if future is not None:
@@ -331,7 +336,7 @@ class PendingWork(Work):
 
     def _wait_until_done(self, timeout_s: float | None) -> bool:
         with self._lock:
-            if self._is_done:
+            if self._is_done:  # it finished after the caller looked: nobody would set the event any more
                 return True
             if self._waiting is None:
                 self._waiting = threading.Event()
@@ -357,7 +362,7 @@ class PendingWork(Work):
                 return self._future
             future = self._future = self._new_future()
             already_done = self._is_done
-        if already_done:
+        if already_done:  # `_finish` saw no future, so nobody else completes it
             self._settle(future)
         return future
 
@@ -366,12 +371,12 @@ class PendingWork(Work):
 
 
 class FutureWork(Work):
-    """What a future stands for, seen as a work: several collectives as one, or a collective with something after it.
+    """A future seen as a work: several collectives as one, or a collective with a step after it.
 
     Args:
         future: its value is the list of output tensors.
-        tensors: those tensors.
-        describe: says in words what is waited for.
+        tensors: the output tensors.
+        describe: returns the name of the work for error messages.
     """
 
     def __init__(self, future: TensorsFuture, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
@@ -383,6 +388,7 @@ class FutureWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if timeout is not None:
             timeout_s = seconds(timeout)
+            # A future of torch has no time limit, so an event of our own waits first.
             _prepare_to_block(self._future.done)
             done = threading.Event()
             self._future.add_done_callback(lambda _: done.set())
@@ -392,11 +398,11 @@ class FutureWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the future is there."""
+        """Whether the future is done."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """The error of the future, if it has one."""
+        """The error of the future; None if it has none or is not done."""
         if not self._future.done():
             return None
         try:

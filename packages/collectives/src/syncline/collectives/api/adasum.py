@@ -1,4 +1,4 @@
-"""Adasum: adds up the gradients of all ranks so far as they point into different directions."""
+"""Adasum: adds up the gradients of all ranks where they point in different directions, and averages them where they agree."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from .default_group import resolve_group
 
 
 def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None) -> None:
-    """Combine the tensors of all ranks in place, each tensor by itself, by the rule of Adasum.
+    """Combine the tensors of all ranks in place by the rule of Adasum. Each tensor is combined separately.
 
-    Of two ranks' tensors a and b the result is
+    For the tensors a and b of two ranks, the result is
 
         (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-    the sum if they are orthogonal, the mean if they are equal. More ranks are combined in pairs, then pairs of pairs, ...; the
-    first ranks take in what a power of two leaves over. (S. Maleki et al., "Scaling Distributed Training with Adaptive
-    Summation", MLSys 2021.) The learning rate of one process fits any number of ranks.
+    This is the sum if they are orthogonal, and the mean if they are equal. More ranks are combined in pairs, then in pairs of
+    pairs, and so on. If the number of ranks is not a power of two, each surplus rank is first combined with one of the first
+    ranks. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.) You can keep the learning
+    rate of one process for any number of ranks.
 
     Args:
-        tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten, bitwise alike on every rank.
+        tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten with the same bits everywhere.
         group: the default group if None.
 
-    Cost, for p ranks: log2(p) exchanges of all tensors between two ranks, and two more if p is no power of two; a copy of all
-    tensors. Products are added up in float64.
+    Cost, for p ranks: log2(p) exchanges of all tensors between two ranks, two more exchanges if p is not a power of two, and a
+    copy of all tensors. Products are added up in float64.
 
     Raises:
-        InvalidArgumentError: a tensor is of integers or complex, or they differ in dtype or device.
+        InvalidArgumentError: tensors are not floating point, or differ in dtype or device.
     """
     chosen = resolve_group(group)
     if not tensors:
@@ -49,12 +50,14 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
 
 
 def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> None:
-    """In place; every rank takes part in every exchange, because an exchange is a collective."""
+    """Combine in place. Every rank takes part in every exchange, because an exchange is a collective."""
     rank, power = group.rank, 1
     while power * 2 <= group.size:
         power *= 2
     surplus = group.size - power
     theirs = torch.empty_like(flat)
+    # The ranks from `power` on have no partner in the pairs. Each hands its tensors to one of the first ranks, and gets the
+    # result back from that rank at the end.
     if surplus:
         if rank >= power:
             _exchange(flat, None, send_to=rank - power, group=group)
@@ -88,7 +91,7 @@ def _exchange(
     receive_from: int | None = None,
     group: ProcessGroup,
 ) -> None:
-    """Send to one rank at most, and receive from one at most. A collective."""
+    """Send to at most one rank, and receive from at most one rank. A collective."""
     sends = [mine.numel() if rank == send_to else 0 for rank in range(group.size)]
     receives = [mine.numel() if rank == receive_from else 0 for rank in range(group.size)]
     source = mine if send_to is not None else mine[:0]
@@ -97,12 +100,12 @@ def _exchange(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, sizes: list[int]) -> None:
-    """Leave in `a` what Adasum makes of both, part by part."""
+    """Combine `a` and `b` by the rule of Adasum, part by part, into `a`."""
     for part, other in zip(torch.split(a, sizes), torch.split(b, sizes), strict=True):
         wide, other_wide = part.double(), other.double()
         product = torch.dot(wide, other_wide)
         norm, other_norm = torch.dot(wide, wide), torch.dot(other_wide, other_wide)
-        # A tensor of zeros has no direction: the other one counts as a whole.
+        # A tensor of zeros has no direction, so the other tensor is taken unchanged.
         share = torch.where(norm > 0, 1 - product / (2 * norm), 1.0)
         other_share = torch.where(other_norm > 0, 1 - product / (2 * other_norm), 1.0)
         part.copy_(share * wide + other_share * other_wide)

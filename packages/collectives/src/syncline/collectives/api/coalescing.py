@@ -21,9 +21,9 @@ from .default_group import resolve_group
 
 DEFAULT_BUFFER_BYTES = 250 * 1024 * 1024
 _IN_FLIGHT = 2
-# Up to this size in all, with one buffer for each dtype and device, the broadcasts run one after the other. To hand a broadcast
-# to another thread takes longer than it saves
-# (36 buffers of batch normalisation, two ranks: 1.1 ms in flight, 0.7 ms one after the other).
+# Up to this total size, if one buffer for each dtype and device is enough, the broadcasts run one after the other. Handing a
+# broadcast to another thread costs more than it saves (36 buffers of batch normalisation, two ranks: 1.1 ms in flight, 0.7 ms
+# one after the other).
 _BLOCKING_BYTES = 1 << 20
 
 
@@ -32,11 +32,11 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
 
     Args:
         nbytes: size of each tensor in bytes.
-        kinds: what must be equal within a buffer, such as (dtype, device).
-        buffer_size_bytes: a buffer is closed before it would exceed this; a larger tensor has one to itself.
+        kinds: the kind of each tensor, such as (dtype, device). A buffer holds tensors of one kind only.
+        buffer_size_bytes: no buffer exceeds this size. A larger tensor gets a buffer of its own.
 
     Returns:
-        Lists of indices; within a list ascending, and the lists by their first index.
+        Lists of indices. Each list is ascending, and the lists are ordered by their first index.
     """
     buffers: list[list[int]] = []
     filling: dict[object, tuple[list[int], int]] = {}
@@ -62,10 +62,10 @@ def broadcast_coalesced(
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten elsewhere.
         group: the group, the default one if None; all its ranks call.
-        root: rank in the group whose values win.
-        buffer_size_bytes: largest flat buffer.
+        root: rank in the group whose tensors are copied.
+        buffer_size_bytes: the largest flat buffer, in bytes.
 
-    Extra memory: two buffers. Bytes on the wire: those of `broadcast` of all the tensors.
+    Extra memory: two buffers. Bytes on the wire: as many as for a `broadcast` of all tensors.
 
     Raises:
         InvalidArgumentError: the buffer size is not positive, or a tensor cannot be used (see `ProcessGroup`).
@@ -74,7 +74,7 @@ def broadcast_coalesced(
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
     is_root = chosen.rank == root
-    # On the root, too: a tensor that one rank cannot write is refused on all.
+    # The root checks this, too: if a tensor cannot be written on the other ranks, all ranks refuse it.
     tensors, are_fake = _checked("broadcast_coalesced", tensors, chosen, are_written=chosen.size > 1)
     if are_fake:
         return
@@ -106,7 +106,7 @@ def all_reduce_coalesced(
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Overwritten.
-        op: a reduction that every dtype among them has.
+        op: a reduction that is defined for every dtype among the tensors.
         group: the group, the default one if None.
         async_op: return a `Work` at once.
 
@@ -164,19 +164,19 @@ def all_gather_coalesced(
 
 @dataclass
 class _Pending:
-    """A collective on a flat buffer, and the tensors that the buffer is copied to when it ends, in their order in it."""
+    """A collective on a flat buffer. When it ends, the buffer is copied to the destinations, in their order in the buffer."""
 
     work: Work
     memory: torch.Tensor | list[torch.Tensor]
     destinations: list[torch.Tensor]
 
     def wait_and_copy_back(self) -> None:
-        """Wait, then copy back."""
+        """Wait for the collective, then copy the buffer to the destinations."""
         self.work.wait()
         _copy_back(self.memory, self.destinations)
 
     def copied_back(self) -> TensorsFuture:
-        """A future of the copied-back tensors."""
+        """A future of the destinations, which is done when the buffer has been copied to them."""
 
         def copy_back(done: Any) -> list[torch.Tensor]:
             done.value()
@@ -230,7 +230,7 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """The tensors, as a collective can use them, and whether they do not exist. All are looked at before the first is sent.
+    """Check all tensors before the first collective. Returns them resolved, and whether they are FakeTensors.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """

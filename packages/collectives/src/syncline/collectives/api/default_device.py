@@ -1,4 +1,4 @@
-"""Which device each rank of a group should compute on."""
+"""Choose the device on which each rank of a group should compute."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .object_exchange import exchange_objects
 def default_device(group: ProcessGroup | None = None) -> torch.device:
     """The device that this rank should compute on. A collective: every rank of the group calls it.
 
-    It is the CPU where no rank of the node sees a CUDA device. Otherwise each rank of a node takes the first device that it
-    sees and that no rank before it took: the device with its local rank where all see all, `cuda:0` where the launcher shows
-    each rank a device of its own (`srun --gpus-per-task=1`).
+    If no rank of the node sees a CUDA device, it is the CPU. Otherwise each rank of a node takes the first device that it sees
+    and that no lower rank has taken. So if all ranks see all devices, each takes the device with the number of its local rank.
+    If the launcher shows each rank a device of its own (`srun --gpus-per-task=1`), each takes `cuda:0`.
 
     Args:
         group: the default group if None.
 
     Raises:
-        LaunchError: a node has fewer devices than ranks, or shows some ranks none. Raised on every rank of that node.
+        LaunchError: a node has fewer devices than ranks, or some ranks see no device. Every rank of the node raises it.
     """
     chosen = resolve_group(group)
     seen = exchange_objects((host_identity(), _visible_devices()), group=chosen)
@@ -36,17 +36,17 @@ def default_device(group: ProcessGroup | None = None) -> torch.device:
 
 
 def assign_devices(visible: dict[int, Sequence[str]], hostname: str) -> dict[int, int | None]:
-    """Which of its visible devices each rank of a node takes. A pure function.
+    """Choose one of the visible devices for each rank of a node. A pure function.
 
     Args:
-        visible: for each rank of one node the ids of the devices that it sees, in its order.
-        hostname: the node, for messages.
+        visible: for each rank of the node the ids of the devices that it sees, in the rank's order.
+        hostname: the node's name in messages.
 
     Returns:
-        For each rank an index into its devices, or None for all of them if none sees a device.
+        For each rank an index into its devices. None for every rank if no rank sees a device.
 
     Raises:
-        LaunchError: a rank finds no device that is left.
+        LaunchError: no device is left for a rank.
     """
     if not any(visible.values()):
         return dict.fromkeys(visible)
@@ -73,7 +73,7 @@ def _no_device_left(rank: int, devices: Sequence[str], visible: dict[int, Sequen
 
 
 def _visible_devices() -> list[str]:
-    """An id for each CUDA device that this process sees; the same device has the same id in every process of the node."""
+    """The ids of the CUDA devices that this process sees. A device has the same id in every process of the node."""
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

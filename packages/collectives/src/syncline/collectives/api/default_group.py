@@ -1,4 +1,4 @@
-"""The default group: the one place that remembers something between calls."""
+"""The default group. This module remembers it between calls."""
 
 from __future__ import annotations
 
@@ -57,35 +57,36 @@ def init_process_group(
 ) -> ProcessGroup:
     """Connect all ranks of the job and make their group the default. Every rank calls it once.
 
-    Started by mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
+    Under mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
 
-    A process with SYNCLINE_JOIN=1 in its environment joins a job that runs already, over Gloo with the `init_method` ("file://")
-    or the store of that job; `rank`, `world_size` and the launcher's are ignored. It gets a group of its own, until it and the
-    members of the job call `admit`.
+    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo, with the `init_method` ("file://") or the
+    store of this job. `rank`, `world_size` and the launcher's values are ignored. The process has a group of its own, until it
+    and the members of the job call `admit`.
 
     Args:
-        backend: a name from `backend_names()`; None chooses: `SYNCLINE_BACKEND`, else the site file's, else MPI under an MPI
-            launcher, else Gloo under another launcher, else a group of one; and NCCL beside it where there are GPUs and CuPy.
+        backend: a name from `backend_names()`. None takes `SYNCLINE_BACKEND`, else the site file's backend, else MPI under an
+            MPI launcher, else Gloo under another launcher, else a group of one rank. If there are GPUs and CuPy, NCCL is used
+            for CUDA tensors.
         init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
-            `rendezvous.store_at`. "mpi://" is backend "mpi".
-        timeout: seconds or a timedelta: how long one collective may take. By default the site file's, else 30 minutes.
-        world_size: number of ranks; -1 takes the launcher's, another value must agree with it.
-        rank: this process's rank; -1 takes the launcher's, another value must agree with it.
-        store: what the ranks of Gloo meet in, instead of an `init_method`: one of `stores`, or a `torch.distributed.Store`.
-            It must hold nothing of an earlier run.
-        communicator: of mpi4py; its ranks are the group's, and only they call. For jobs in which other ranks of MPI serve data,
-            simulate or do inference.
-        reproducible: reductions give the same bits in every run, at the price that the backend states. By default the site
-            file's, else False. (Every rank of one run has the same bits always.)
-        check_calls: before each collective the ranks compare what they are about to do (not for sends and receives), so that a
-            mistake in a script is a `DisagreementError` that names both calls. It costs a small all_gather; for debugging.
+            `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
+        timeout: the time limit of each collective, in seconds or as a timedelta. Default: the site file's, else 30 minutes.
+        world_size: number of ranks; -1 takes the launcher's number. Another value must agree with the launcher.
+        rank: this process's rank; -1 takes the launcher's rank. Another value must agree with the launcher.
+        store: the store in which the ranks of Gloo meet, instead of an `init_method`: one of `stores`, or a
+            `torch.distributed.Store`. It must not contain keys of an earlier run.
+        communicator: an mpi4py communicator. Its ranks become the group's ranks, and only they call. Use it if other ranks of
+            the MPI job serve data, simulate or do inference.
+        reproducible: reductions give the same bits in every run; the backend's documentation states the cost. Default: the site
+            file's, else False. (Within one run, all ranks always get the same bits.)
+        check_calls: the ranks compare their calls before each collective (not before sends and receives). If a script is
+            wrong, a `DisagreementError` names both calls. Costs a small all_gather for each collective; for debugging.
 
     Returns:
         The default group, which `get_default_group()` returns from now on.
 
     Raises:
         MisuseError: there is a default group already.
-        InvalidArgumentError: the `init_method` is of an unknown kind, or a store was given beside it.
+        InvalidArgumentError: the `init_method` is of an unknown kind, or both an `init_method` and a store were given.
         SiteFileError, UnknownBackendError, BackendUnavailableError, LaunchError: see `errors`.
     """
     global _default
@@ -141,7 +142,7 @@ def init_process_group(
                 )
             _default = chosen.connect(request)
     except Exception:
-        # What is wrong before the launcher is known may be the launcher's.
+        # An error before the launcher is known may be the launcher's fault, so assume that other ranks fail, too.
         print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
@@ -183,10 +184,10 @@ def _load(choice: BackendChoice) -> Backend:
 
 
 def destroy_process_group() -> None:
-    """Finish what is in flight and close the default group. Every rank calls it; without a default group it does nothing.
+    """Finish all calls in flight and close the default group. Every rank calls it. Without a default group it does nothing.
 
-    While an exception is being handled (a `finally:` around the training), the group is aborted instead. The other ranks may
-    wait for this rank in a collective that it will not start, and to finish the group would hide the exception.
+    While an exception is being handled (in a `finally:` around the training), the group is aborted instead. The other ranks may
+    wait for this rank in a collective that it will never start; closing the group would then wait, and hide the exception.
     """
     global _default
     with _lock:
@@ -200,7 +201,7 @@ def destroy_process_group() -> None:
 
 
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
-    """Let `new` be the default group if `old` is; whether it was."""
+    """Make `new` the default group if `old` is the default group. Returns whether it was."""
     global _default
     with _lock:
         if _default is not old:
@@ -218,7 +219,7 @@ def get_default_group() -> ProcessGroup:
     """The default group.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: there is no default group.
     """
     return resolve_group(None)
 
@@ -242,10 +243,10 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """The rank in a group that a pair of arguments such as `src` (a rank of the default group) and `group_src` means.
+    """The rank in a group for a pair of arguments such as `src` (a rank of the default group) and `group_src`.
 
     Raises:
-        InvalidArgumentError: both or (without a default) none were given, or `rank` is not in the group.
+        InvalidArgumentError: both were given, or none was given and there is no default, or `rank` is not in the group.
     """
     if rank is not None and group_rank is not None:
         raise InvalidArgumentError(f"expected a rank or a rank in the group, found both ({rank} and {group_rank})")

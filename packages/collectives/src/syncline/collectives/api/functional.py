@@ -1,8 +1,8 @@
 """The collectives as functions on the default group, with torch.distributed's names, argument order and defaults.
 
-Each has the shapes, dtypes and errors of the `ProcessGroup` method of the same name. `group=None` is the default group
-(`NotInitializedError` if there is none). `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of
-the group itself. With `async_op=True` a function returns a `Work`, otherwise None.
+Each function has the shapes, dtypes and errors of the `ProcessGroup` method of the same name. `group=None` means the default
+group (`NotInitializedError` if there is none). `src` and `dst` are ranks of the default group; `group_src` and `group_dst` are
+ranks of the group itself. With `async_op=True` a function returns a `Work`, otherwise None.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Combine the tensors of all ranks on one.
+    """Combine the tensors of all ranks on one rank.
 
     See [`ProcessGroup.reduce`][syncline.collectives.ProcessGroup.reduce].
     """
@@ -76,7 +76,7 @@ def all_gather(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Fill one tensor with those of all ranks.
+    """Fill one tensor with the tensors of all ranks.
 
     See [`ProcessGroup.all_gather_into_tensor`][syncline.collectives.ProcessGroup.all_gather_into_tensor].
     """
@@ -110,7 +110,7 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Give each rank its tensor of one rank's list.
+    """Give each rank its tensor from one rank's list.
 
     See [`ProcessGroup.scatter`][syncline.collectives.ProcessGroup.scatter].
     """
@@ -156,7 +156,7 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send a tensor to each rank and receive one from each.
+    """Send a tensor to each rank, and receive a tensor from each rank.
 
     See [`ProcessGroup.all_to_all`][syncline.collectives.ProcessGroup.all_to_all].
     """
@@ -172,7 +172,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send rows to each rank and receive rows from each.
+    """Send rows to each rank, and receive rows from each rank.
 
     See [`ProcessGroup.all_to_all_single`][syncline.collectives.ProcessGroup.all_to_all_single].
     """
@@ -187,7 +187,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
 
 
     Raises:
-        InvalidArgumentError: `device_ids` was given: torch guesses a GPU by it, a group of ours knows its device.
+        InvalidArgumentError: `device_ids` was given. (torch needs it to guess a GPU; our groups know their device.)
     """
     if device_ids is not None:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""A barrier that names the ranks that do not come."""
+"""A barrier whose time-out names the missing ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NO_QUESTION = 0
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return on any rank only after all have called it; on a time-out, rank 0 names the missing ranks, in torch's words.
+    """Return on any rank only after all ranks have called it. On a time-out, rank 0 names the missing ranks, in torch's words.
 
-    Rank 0 waits for a message of each rank in turn, asks each whether it still waits, then lets all go: four times `size` - 1
-    messages of 16 bytes, one by one. Meant for finding faults, not for every step. After a time-out it may be called again,
-    by all ranks or by some: a rank that has come meanwhile counts, and one that has given up does not. Over Gloo it may not,
-    for there a time-out ends the connections.
+    Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
+    4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step. After a time-out all or some
+    ranks may call it again. A rank that has come meanwhile counts; a rank that has given up does not. Over Gloo it may not be
+    called again, because a time-out ends the connections.
 
     Args:
         group: the group, the default one if None.
@@ -34,7 +34,8 @@ def monitored_barrier(
         wait_all_ranks: name all missing ranks, rather than the first.
 
     Raises:
-        CollectiveTimeout: on rank 0 it names the missing ranks; on the others it says that rank 0 did not answer.
+        CollectiveTimeout: not all ranks came. On rank 0 the message names the missing ranks; on other ranks it says that rank 0
+            did not answer.
     """
     chosen = resolve_group(group)
     scope = CancelScope(seconds(timeout, chosen.timeout_s))
@@ -47,23 +48,23 @@ def monitored_barrier(
 
 
 class _Messages:
-    """Between rank 0 and the others of one group; what one barrier leaves for the next.
+    """The messages between rank 0 and the other ranks of one group, and the state that one barrier leaves for the next.
 
     Note [Messages of the monitored barrier]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Each rank counts its calls. A message is two numbers: a call of the rank that is not rank 0, and a question.
+    Each rank counts its calls. A message is two numbers: the number of a call of the other rank (not rank 0), and a question.
 
-    1. A rank comes: (its call, no question).
-    2. When all have come, rank 0 asks each whether it still waits: (that call, the call of rank 0).
-    3. A rank that waits in that call sends the same back. One that has given up says nothing; if it calls again, it comes with
-       another number, and rank 0 asks anew.
-    4. When all have said so, rank 0 lets each go: (that call, no question).
+    1. A rank comes, and sends (its call, no question).
+    2. When all ranks have come, rank 0 asks each rank whether it still waits: (the rank's call, the call of rank 0).
+    3. A rank that still waits in this call sends the same numbers back. A rank that has given up sends nothing. If it calls
+       again, it comes with another number, and rank 0 asks again.
+    4. When all ranks have answered, rank 0 lets each go: (the rank's call, no question).
 
     Messages about other calls are left over from barriers that timed out, and are ignored.
 
     Attributes:
         call: how many barriers this rank has called.
-        came: on rank 0, for each rank that has come and was not let go, in which of its calls it came last.
+        came: on rank 0, for each rank that has come and was not let go, the number of its latest call.
     """
 
     def __init__(self) -> None:
@@ -72,14 +73,14 @@ class _Messages:
         self._receives: dict[int, tuple[Work, torch.Tensor]] = {}
 
     def post(self, group: ProcessGroup, peer: int) -> Work:
-        """The receive of this rank's next message. One that timed out is used again: it takes the next message in any case."""
+        """The receive of the peer's next message. A receive that timed out is used again: it takes the next message anyway."""
         if peer not in self._receives:
             message = torch.zeros(2, dtype=torch.int64)
             self._receives[peer] = group.recv(message, peer, MONITORED_BARRIER, async_op=True), message
         return self._receives[peer][0]
 
     def receive(self, group: ProcessGroup, peer: int, scope: CancelScope) -> tuple[int, int]:
-        """This rank's next message."""
+        """Wait for the peer's next message."""
         self.post(group, peer).wait(max(scope.remaining_s(), 1e-3))
         call, question = self._receives.pop(peer)[1].tolist()
         return call, question
@@ -89,7 +90,7 @@ _messages: WeakKeyDictionary[ProcessGroup, _Messages] = WeakKeyDictionary()
 
 
 def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_all_ranks: bool) -> None:
-    """Rank 0's part."""
+    """Do the steps of rank 0."""
     others = range(1, group.size)
     sent: list[Work] = []
 
@@ -142,12 +143,12 @@ def _missing(group: ProcessGroup, missing: Iterable[int], scope: CancelScope, wa
 
 
 def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> None:
-    """The part of any other rank."""
+    """Do the steps of every other rank."""
     sent = [_send(group, 0, messages.call, _NO_QUESTION)]
     try:
         while True:
             call, question = messages.receive(group, 0, scope)
-            if call != messages.call:
+            if call != messages.call:  # left over from a barrier that timed out
                 continue
             if question == _NO_QUESTION:
                 break
@@ -163,5 +164,5 @@ def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> Non
 
 
 def _send(group: ProcessGroup, peer: int, call: int, question: int) -> Work:
-    """To be kept until the barrier is over: over Gloo, a send whose work is dropped may never leave."""
+    """Send a message. Keep the work until the barrier is over: over Gloo, a send whose work is dropped may never be sent."""
     return group.send(torch.tensor([call, question]), peer, MONITORED_BARRIER, async_op=True)

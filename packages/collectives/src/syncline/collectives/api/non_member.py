@@ -1,4 +1,4 @@
-"""What a rank gets in place of a group that it is not in."""
+"""The object that a rank gets in place of a group that it is not in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import MisuseError
 
 
 class NonMember:
-    """What `new_group` returns on a rank that is not in the new group. Using it as a group is an error that says so."""
+    """The result of `new_group` on a rank that is not in the new group. Using it as a group raises an error that says so."""
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -24,6 +24,6 @@ class NonMember:
         )
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):
+        if attribute.startswith("__"):  # Python itself asks for these, to copy or pickle, say
             raise AttributeError(attribute)
         raise MisuseError(f"{attribute}: {self.error_message()}")

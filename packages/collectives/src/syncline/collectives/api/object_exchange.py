@@ -1,4 +1,4 @@
-"""Python objects between ranks, as pickles: use them only between ranks that you trust."""
+"""Send Python objects between ranks, as pickles. Use it only between ranks that you trust."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..tensors.layout import contents
 
 
 def are_same_on_all_ranks(payload: bytes, *, group: ProcessGroup) -> bool:
-    """Whether all ranks give the same bytes, as far as 62 bits of their SHA-256 tell.
+    """Whether all ranks give the same bytes. Compares 62 bits of the bytes' SHA-256.
 
-    Cost: an all_reduce of 16 bytes, however long the payloads are: the largest digest is then also the smallest.
+    Cost: an all_reduce of 16 bytes, for payloads of any length.
     """
     digest = int.from_bytes(hashlib.sha256(payload).digest()[:8], "big") >> 2
+    # The MAX of the digests and of their negatives gives the largest and the smallest digest, in one reduction.
     numbers = torch.tensor([digest, -digest], dtype=torch.int64, device=_device_of(group))
     group.all_reduce(numbers, ReduceOp.MAX)
     largest, negative = numbers.tolist()
@@ -28,7 +29,7 @@ def are_same_on_all_ranks(payload: bytes, *, group: ProcessGroup) -> bool:
 def all_gather_bytes(payload: bytes, *, group: ProcessGroup) -> list[bytes]:
     """Give every rank the bytes of all ranks, by rank. The lengths may differ.
 
-    Two all-gathers: one of the lengths, one of the payloads padded to the longest.
+    Cost: two all-gathers: one of the lengths, and one of the payloads, padded to the longest.
     """
     return [bytes(contents(block)[:length]) for block, length in _gathered(payload, group)]
 
@@ -39,7 +40,7 @@ def exchange_objects(payload: Any, *, group: ProcessGroup) -> list[Any]:
 
 
 def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
-    """Give every rank the root's object; what the others pass is ignored."""
+    """Give every rank the root's object. The objects of the other ranks are ignored."""
     data = pickle.dumps(payload) if group.rank == root else b""
     device = _device_of(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -51,7 +52,7 @@ def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
 
 
 def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, int]]:
-    """For each rank its bytes, on the CPU and padded, and how many they are."""
+    """For each rank its padded bytes, on the CPU, and their number without the padding."""
     device = _device_of(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size)]
@@ -64,7 +65,7 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
 
 
 def _device_of(group: ProcessGroup) -> torch.device:
-    """Where the bytes travel: on the CPU if the group serves it, else on the GPU that this process has chosen."""
+    """The device of the collective's tensors: the CPU if the group serves it, else this process's current GPU."""
     return torch.device("cpu") if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
 
 

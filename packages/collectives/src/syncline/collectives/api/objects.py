@@ -1,6 +1,6 @@
-"""Collectives on Python objects, which travel as pickles: use them only between ranks that you trust.
+"""Collectives on Python objects, which are sent as pickles. Use them only between ranks that you trust.
 
-The functions named as in torch.distributed have its arguments; `exchange_objects` is what they are made of.
+Functions with a name from torch.distributed have its arguments, too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .object_exchange import broadcast_object
 
 
 def exchange_objects(payload: Any, *, group: ProcessGroup | None = None) -> list[Any]:
-    """Give every rank the objects of all ranks, by rank; in the default group if none is given.
+    """Give every rank the objects of all ranks, by rank. `group=None` means the default group.
 
-    Two all-gathers: one of the lengths, one of the pickles padded to the longest.
+    Cost: two all-gathers: one of the lengths, and one of the pickles, padded to the longest.
     """
     return object_exchange.exchange_objects(payload, group=resolve_group(group))
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
-    """Fill `object_list` (one place for each rank) with the objects of all ranks."""
+    """Fill `object_list`, which has one entry for each rank, with the objects of all ranks."""
     chosen = resolve_group(group)
     if len(object_list) != chosen.size:
         raise InvalidArgumentError(
@@ -41,7 +41,7 @@ def gather_object(
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
 ) -> None:
-    """Fill the root's `object_gather_list` with the objects of all ranks; the others pass None."""
+    """Fill the root's `object_gather_list` with the objects of all ranks. Other ranks pass None."""
     chosen = resolve_group(group)
     root = rank_in(chosen, dst, group_dst, default=0)
     if (chosen.rank == root) != (object_gather_list is not None):
@@ -58,7 +58,7 @@ def broadcast_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Overwrite `object_list` with the root's; all lists are of one length."""
+    """Overwrite `object_list` with the root's list. All ranks pass lists of the same length."""
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
     received = broadcast_object(list(object_list), root, group=chosen)
@@ -77,7 +77,7 @@ def scatter_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Put this rank's entry of the root's list into `scatter_object_output_list[0]`; the others pass no input."""
+    """Put this rank's entry of the root's list into `scatter_object_output_list[0]`. Only the root passes an input list."""
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
     if not scatter_object_output_list:

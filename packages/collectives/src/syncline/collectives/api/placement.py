@@ -1,7 +1,7 @@
-"""Where the ranks of a group are: which of them share a node.
+"""Find out which ranks of a group share a node.
 
-The ranks ask one another. Variables such as LOCAL_RANK are the launcher's view of the job; a group may be a part
-of the job, may mix launchers, and is right also where none set anything.
+The ranks ask each other, and do not read variables such as LOCAL_RANK. These are the launcher's view of the whole job; a group
+may be a part of the job, may mix launchers, or may have no launcher.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .object_exchange import exchange_objects
 def placement_of(group: ProcessGroup | None = None) -> Placement:
     """Find out which ranks of a group share a node. A collective: every rank of the group calls it.
 
-    Cost: an `exchange_objects` of some hundred bytes. Nothing is remembered; keep the result.
+    Cost: an `exchange_objects` of a few hundred bytes at each call. Keep the result if you need it again.
 
     Args:
         group: the default group if None.
@@ -29,7 +29,7 @@ def placement_of(group: ProcessGroup | None = None) -> Placement:
 def get_local_rank(group: ProcessGroup | None = None) -> int:
     """This process's number among the ranks of the group on its node, from 0.
 
-    A collective when it is called for a group for the first time: every rank of the group calls it. Then it is remembered.
+    The first call for a group is a collective: every rank of the group calls it. Later calls return the remembered number.
 
     Args:
         group: the default group if None.
@@ -38,7 +38,7 @@ def get_local_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """How many ranks of the group are on this process's node; otherwise as `get_local_rank`.
+    """How many ranks of the group are on this process's node. A collective at the first call, as `get_local_rank`.
 
     Args:
         group: the default group if None.
@@ -49,7 +49,7 @@ def get_local_size(group: ProcessGroup | None = None) -> int:
 def get_node_rank(group: ProcessGroup | None = None) -> int:
     """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
 
-    A collective when it (or `get_local_rank`) is called for a group for the first time: every rank of the group calls it.
+    The first call for a group, of this function or of `get_local_rank`, is a collective: every rank of the group calls it.
 
     Args:
         group: the default group if None.

@@ -1,4 +1,4 @@
-"""Between two ranks, as functions on the default group; names, arguments and defaults are torch.distributed's."""
+"""Sends and receives as functions on the default group, with torch.distributed's names, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Begin to receive a tensor, from any rank if none is given.
+    """Begin to receive a tensor, from any rank if no source is given.
 
     See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
@@ -65,7 +65,7 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive a tensor, from any rank if none is given; returns the sender's rank in the default group."""
+    """Receive a tensor, from any rank if no source is given. Returns the sender's rank in the default group."""
     chosen = resolve_group(group)
     work = irecv(tensor, src, group, tag, group_src)
     work.wait(chosen.timeout_s)
@@ -76,7 +76,7 @@ def recv(
 
 @dataclass
 class P2POp:
-    """One transfer of `batch_isend_irecv`: `op` is `isend` or `irecv`, the rest their arguments."""
+    """One transfer of `batch_isend_irecv`: `op` is `isend` or `irecv`, and the other fields are its arguments."""
 
     op: Callable[..., Work]
     tensor: torch.Tensor
@@ -91,10 +91,10 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Begin several transfers; one `Work` for each, in the same order.
+    """Begin several transfers. Returns one `Work` for each, in the same order.
 
     Raises:
-        InvalidArgumentError: the list is empty, or names several groups.
+        InvalidArgumentError: the list is empty, or its entries are for different groups.
     """
     if not p2p_op_list:
         raise InvalidArgumentError("expected at least one P2POp, found none")

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to make the same groups."""
+"""Check that all ranks ask for the same new groups."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _MOST_BYTES = 1024
 
 
 def verify_request(group: ProcessGroup, request: str) -> None:
-    """Compare what the ranks of a group ask for. A collective of the group.
+    """Compare the requests of the ranks of a group. A collective of the group.
 
-    Cost: an all_reduce of 16 bytes; only if the texts differ, two all-gathers, of the first 1024 bytes of each. (A request may
-    name all ranks: what each rank gathered would grow as the square of their number.)
+    Cost: an all_reduce of 16 bytes. Only if the requests differ, also two all-gathers of the first 1024 bytes of each. (A
+    request may name all ranks. Without a limit, the gathered bytes would grow with the square of the number of ranks.)
 
     Args:
-        group: whose ranks compare.
+        group: the group.
         request: the same text on every rank, such as "new_group([0, 1])".
 
     Raises:
-        DisagreementError: the texts differ; on all ranks.
+        DisagreementError: the requests differ. All ranks raise it.
     """
     if are_same_on_all_ranks(request.encode(), group=group):
         return
@@ -32,11 +32,11 @@ def verify_request(group: ProcessGroup, request: str) -> None:
 
 
 def different_requests(requests: Sequence[str], place: str) -> str:
-    """What is wrong, in words. A pure function.
+    """The message for requests that differ. A pure function.
 
     Args:
-        requests: of each rank, by rank.
-        place: this rank and the group.
+        requests: the request of each rank, by rank.
+        place: this rank and the group in words.
     """
     said = Statements.of(requests).in_words()
     return f"{place}: the ranks ask for different groups ({said}); let every rank name the same members, in the same order"

@@ -1,21 +1,21 @@
-"""Collectives that return what they make: inputs stay, sizes may differ between ranks, and autograd goes through them.
+"""Collectives that return new tensors. Inputs stay unchanged, sizes may differ between ranks, and autograd works.
 
-The functional forms with torch's names write into tensors that the caller has made, so every rank must know all sizes before
-the call. These forms tell the sizes to one another first, and return new tensors.
+The functions with torch's names write into tensors that the caller has made, so every rank must know all sizes before the call.
+With the functions here, the ranks first exchange the sizes, and then return new tensors.
 
 =============================  ================================  ==============================================
 function                       what every rank gets              gradient (of the sum of all ranks' losses)
 =============================  ================================  ==============================================
 `all_reduce_copy`              the reduced tensor                reduced the same way (SUM and AVG only)
-`all_gather_rows`              the rows of all ranks             added up, each rank gets that of its rows
+`all_gather_rows`              the rows of all ranks             added up; each rank gets its rows' part
 `reduce_scatter_rows`          its share of the reduced rows     gathered (SUM and AVG only)
 `broadcast_copy`               the root's tensor                 added up on the root, zeros elsewhere
-`all_to_all_rows`              the rows that others sent to it   sent back
+`all_to_all_rows`              the rows sent to it               sent back
 `broadcast_object`             the root's object                 none
 =============================  ================================  ==============================================
 
-The forms that end in `_coalesced` take a list, whose tensors travel together. With `async_op=True` a form returns a
-`PendingResult`, through which no gradient goes.
+The functions that end in `_coalesced` take a list, and send its tensors together. With `async_op=True` a function returns a
+`PendingResult`; autograd does not work through it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class PendingResult(Generic[T]):
-    """A collective in flight, and what it will return. Not safe to be waited for by two threads at once."""
+    """A collective in flight, and its future result. Only one thread at a time may wait for it."""
 
     _result: T
 
@@ -54,14 +54,14 @@ class PendingResult(Generic[T]):
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> T:
-        """Wait for the collective, and return its result; each time the same objects.
+        """Wait for the collective, and return its result. Every call returns the same objects.
 
         Raises:
             CollectiveTimeout, TransportError, DisagreementError: as `Work.wait`.
         """
         for work in self._works:
             work.wait()
-        if self._finish is not None:  # on the caller's thread: an error there is the caller's, not the group's
+        if self._finish is not None:  # on the caller's thread, so that an error does not fail the group
             self._result, self._finish, self._works = self._finish(), None, ()
         return self._result
 
@@ -85,9 +85,9 @@ def all_reduce_copy(
         op: see `ReduceOp` and `premul_sum`.
         group: the default group if None.
         async_op: return a `PendingResult` of the tensor.
-        prescale: each rank's tensor is multiplied by it before. Integers are multiplied in float64 and rounded towards zero,
-            halves in float32.
-        postscale: the result is multiplied by it.
+        prescale: each rank's tensor is multiplied by this factor first. Integers are multiplied in float64 and rounded towards
+            zero; float16 and bfloat16 are multiplied in float32.
+        postscale: the result is multiplied by this factor.
 
     Returns:
         A contiguous tensor like `tensor`, bitwise the same on every rank.
@@ -106,7 +106,7 @@ def all_reduce_copy_coalesced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """`all_reduce_copy` of several tensors, in one all_reduce for each dtype; returns a list."""
+    """`all_reduce_copy` of several tensors, with one all_reduce for each dtype. Returns a list."""
     chosen = resolve_group(group)
     if not async_op and _needs_gradients(tensors):
         return list(_AllReduce.apply(chosen, op, prescale, postscale, *tensors))  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ def all_reduce_copy_coalesced(
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """A contiguous copy times a factor, in the tensor's dtype: of integers rounded towards zero."""
+    """A contiguous copy times a factor, in the tensor's dtype. Integers are rounded towards zero."""
     if factor == 1.0:
         return tensor.clone(memory_format=torch.contiguous_format)
     if tensor.dtype in _HALVES:
@@ -153,21 +153,22 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Put the rows of all ranks one after the other; the ranks may have different numbers of them.
+    """Concatenate the rows of all ranks. The ranks may have different numbers of rows.
 
     Args:
-        tensor: at least one dimension. The first may differ between ranks, also be 0; the others and the dtype are the same.
+        tensor: at least one dimension. The first dimension may differ between ranks, and may be 0. The other dimensions and the
+            dtype are the same on every rank.
         group: the default group if None.
         async_op: return a `PendingResult` of the tensor. The numbers of rows are exchanged before it returns.
 
     Returns:
-        The rows of rank 0, those of rank 1, ...; the same on every rank.
+        The rows of rank 0, then the rows of rank 1, and so on. The same on every rank.
 
-    Cost: an all-gather of 16 bytes from each rank, then one of the rows, each rank's padded to the longest.
+    Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
 
     Raises:
         InvalidArgumentError: the tensor has no dimension.
-        DisagreementError: on every rank: dtypes or further dimensions differ.
+        DisagreementError: dtypes or other dimensions differ. Every rank raises it.
     """
     return _first(all_gather_rows_coalesced([tensor], group, async_op), async_op=async_op)
 
@@ -175,7 +176,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 def all_gather_rows_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_gather_rows` of several tensors, in one all-gather for each dtype; returns a list."""
+    """`all_gather_rows` of several tensors, with one all-gather for each dtype. Returns a list."""
     chosen = resolve_group(group)
     if not async_op and _needs_gradients(tensors):
         return list(_AllGatherRows.apply(chosen, *tensors))  # type: ignore[no-untyped-call]
@@ -236,7 +237,7 @@ class _AllGatherRows(torch.autograd.Function):
 
 
 def row_shares(rows: int, size: int) -> list[int]:
-    """How many of `rows` each of `size` ranks gets: as equal as can be, the first ranks one more. A pure function."""
+    """How many of `rows` each of `size` ranks gets. The first `rows % size` ranks get one row more. A pure function."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
@@ -249,7 +250,7 @@ def reduce_scatter_rows(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Combine the tensors of all ranks and give each rank its share of the rows.
+    """Combine the tensors of all ranks, and give each rank its share of the rows.
 
     Args:
         tensor: at least one dimension; the same shape on every rank; only read.
@@ -260,8 +261,8 @@ def reduce_scatter_rows(
         postscale: as in `all_reduce_copy`.
 
     Returns:
-        This rank's rows. The shares are as equal as can be; the first ranks get one row more if they must differ, which
-        costs one `reduce` for each rank.
+        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more; this costs one `reduce` for
+        each rank.
     """
     return _first(
         reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
@@ -277,7 +278,7 @@ def reduce_scatter_rows_coalesced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """`reduce_scatter_rows` of several tensors, in one reduce_scatter for each dtype; returns a list."""
+    """`reduce_scatter_rows` of several tensors, with one reduce_scatter for each dtype. Returns a list."""
     chosen = resolve_group(group)
     if not async_op and _needs_gradients(tensors):
         return list(_ReduceScatterRows.apply(chosen, op, prescale, postscale, *tensors))  # type: ignore[no-untyped-call]
@@ -325,7 +326,7 @@ def broadcast_copy(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Return one rank's tensor on every rank; the others' tensors say shape and dtype, and stay as they are.
+    """Return one rank's tensor on every rank. Other ranks pass a tensor of the same shape and dtype, which is not changed.
 
     Args:
         tensor: any shape, the same on every rank; only read.
@@ -367,19 +368,19 @@ def all_to_all_rows(
     """Send rows to each rank, and return the rows that come; only the sender has to know how many they are.
 
     Args:
-        tensor: at least one dimension; all but the first, and the dtype, are the same on every rank. Only read.
+        tensor: at least one dimension. The dtype and all dimensions but the first are the same on every rank. Only read.
         splits: how many rows go to each rank; None sends the same number to each.
         group: the default group if None.
-        async_op: return a `PendingResult`. The numbers are exchanged before it returns.
+        async_op: return a `PendingResult`. The numbers of rows are exchanged before it returns.
 
     Returns:
-        The rows in the order of the ranks that sent them, and how many came from each.
+        The rows in the order of the ranks that sent them, and how many rows came from each rank.
 
-    Cost: an all-to-all of 16 bytes for each pair of ranks, then one of the rows.
+    Cost: an all-to-all of 16 bytes for each pair of ranks, then an all-to-all of the rows.
 
     Raises:
         InvalidArgumentError: the splits do not fit the rows.
-        DisagreementError: on every rank: dtypes or further dimensions differ.
+        DisagreementError: dtypes or other dimensions differ. Every rank raises it.
     """
     chosen = resolve_group(group)
     _check_has_rows("all_to_all_rows", tensor, chosen)
@@ -434,11 +435,11 @@ class _AllToAllRows(torch.autograd.Function):
 
 
 def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | None = None, group_src: int | None = None) -> Any:
-    """Return one rank's object on every rank; it travels as a pickle, and what the others pass is ignored.
+    """Return one rank's object on every rank. It is sent as a pickle. The objects of the other ranks are ignored.
 
     Args:
-        obj: the root's object; can be pickled.
-        src: the root, a rank of the default group; 0 of the group if neither is given.
+        obj: the root's object, which must be picklable.
+        src: the root, a rank of the default group. Without `src` and `group_src`, the root is rank 0 of the group.
         group: the default group if None.
         group_src: the root, a rank of the group.
     """
@@ -446,16 +447,16 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
     return object_exchange.broadcast_object(obj, rank_in(chosen, src, group_src, default=0), group=chosen)
 
 
-# ---- what they share ----
+# ---- shared by the functions above ----
 
 
 def _first(results: Any, *, async_op: bool) -> Any:
-    """What a form of one tensor makes of the list that the coalesced form gave it."""
+    """Turn the result of a coalesced function with one tensor into the result of the plain function."""
     return _FirstOf(results) if async_op else results[0]
 
 
 class _FirstOf(PendingResult[Any]):
-    """The first of a pending list."""
+    """The first entry of a pending list."""
 
     def __init__(self, results: PendingResult[list[Any]]) -> None:
         super().__init__((), lambda: results.wait()[0])
@@ -470,7 +471,7 @@ def _needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors that can travel in one, in the same order on every rank."""
+    """The indices of tensors that can be joined into one, by dtype and device, in the same order on every rank."""
     kinds: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
@@ -478,12 +479,12 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _width(tensor: torch.Tensor) -> int:
-    """The elements of a row."""
+    """The number of elements of a row."""
     return math.prod(tensor.shape[1:])
 
 
 def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
-    """For each rank how many rows its tensors have. A collective, in which the ranks also compare dtypes and rows."""
+    """For each rank the numbers of rows of its tensors. A collective, which also compares dtypes and the shapes of rows."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
     device = _control_device(tensors[0], group)

@@ -1,4 +1,4 @@
-"""Groups of some of the ranks. Every rank of the parent calls, also those that will not be in any new group."""
+"""Make groups of some ranks. Every rank of the parent group calls, also ranks that will not be in a new group."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .request_verification import verify_request
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None) -> ProcessGroup | NonMember:
-    """A group of some ranks of the default group.
+    """Make a group of some ranks of the default group.
 
     Args:
         ranks: ranks of the default group, each once; None takes all. The new group has them in ascending order, as in torch.
-        timeout: seconds or a timedelta; None takes the default group's.
+        timeout: the time limit of a collective, in seconds or as a timedelta; None takes the default group's.
 
     Returns:
-        The group; on a rank that is not in it, a `NonMember`, whose use is an error.
+        The group. A rank that is not in it gets a `NonMember`, which raises an error when it is used.
 
     Raises:
-        InvalidArgumentError: no rank, a rank twice, or one that the default group does not have.
-        DisagreementError: the ranks name different members; on all ranks, and no group is made.
+        InvalidArgumentError: no rank is given, a rank is given twice, or the default group does not have a rank.
+        DisagreementError: the ranks name different members. All ranks raise it, and no group is made.
     """
     world = get_default_group()
     chosen = sorted(range(world.size) if ranks is None else ranks)
@@ -41,12 +41,12 @@ def new_subgroups(
     """Divide a group into groups of `group_size` consecutive ranks.
 
     Returns:
-        The group that this rank is in, and the ranks (of the default group) of all of them. (torch returns handles of all;
-        a handle of a group that this rank is not in has no use.)
+        The group that this rank is in, and for each new group its ranks in the default group. (torch returns handles of all
+        groups, but a handle of a group that this rank is not in is of no use.)
 
     Raises:
         InvalidArgumentError: the size does not divide the number of ranks.
-        DisagreementError: the ranks give different sizes; on all ranks, and no group is made.
+        DisagreementError: the ranks give different sizes. All ranks raise it, and no group is made.
     """
     parent = resolve_group(group)
     if group_size < 1 or parent.size % group_size != 0:
@@ -63,14 +63,14 @@ def new_subgroups(
 def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: Sequence[Sequence[int]], timeout: timedelta | float | None = None
 ) -> tuple[ProcessGroup | NonMember, list[list[int]]]:
-    """Make one group for each list of ranks of the default group; no rank may be in two.
+    """Make one group for each list of ranks of the default group. No rank may be in two lists.
 
     Returns:
-        The group that this rank is in (a `NonMember` if none), and the lists.
+        The group that this rank is in (a `NonMember` if it is in none), and the lists.
 
     Raises:
         InvalidArgumentError: a rank is in two lists, or does not exist.
-        DisagreementError: the ranks give different lists; on all ranks, and no group is made.
+        DisagreementError: the ranks give different lists. All ranks raise it, and no group is made.
     """
     world = get_default_group()
     lists = [sorted(entry) for entry in ranks_per_subgroup_list]

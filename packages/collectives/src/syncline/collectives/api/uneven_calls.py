@@ -1,4 +1,4 @@
-"""UnevenCalls: ranks that are out of work before the others, in a loop of plain collectives."""
+"""UnevenCalls lets ranks finish a loop of plain collectives before the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .returned import PendingResult, all_reduce_copy_coalesced
 
 
 class _Entry(IntEnum):
-    """What a rank says in a roll call."""
+    """A rank's answer in a roll call."""
 
     JOINED = 0
     CALL = 1
@@ -26,7 +26,7 @@ class _Entry(IntEnum):
 
 
 class UnevenCalls:
-    """Lets each rank leave a loop of collectives when it has no work left; the others go on, and it adds zeros.
+    """Lets each rank leave a loop of collectives when it has no work left. The others go on, and the rank adds zeros.
 
         calls = UnevenCalls(group)           rank with work left            rank without
         for batch in batches:
@@ -35,11 +35,11 @@ class UnevenCalls:
             all_reduce(...)                  all_reduce                ◄──► all_reduce of zeros
         last = calls.join()                  roll call: joined         ◄──► roll call: joined
 
-    Every rank announces each of its collectives, by one of the methods, right before it. Without a joined rank this costs an
-    all-gather of 16 bytes from each rank.
+    Every rank announces each of its collectives, with one of the methods, right before the collective. If no rank has joined,
+    this costs an all-gather of 16 bytes from each rank.
 
     Args:
-        group: whose ranks call; all make their `UnevenCalls` of it at the same place.
+        group: the group. All its ranks make their `UnevenCalls` at the same point of their programs.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -48,22 +48,22 @@ class UnevenCalls:
         self._steps: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def add_step(self, shadow: Callable[[], None]) -> int:
-        """Add a kind of step, several collectives that are announced as one. Every rank adds the same in the same order.
+        """Add a kind of step: several collectives that are announced together. All ranks add the same steps in the same order.
 
         Args:
-            shadow: a method that takes part in a step of the others, adding nothing. Its object is not kept alive.
+            shadow: a method that takes part in the other ranks' step with zeros. Its object is not kept alive.
 
         Returns:
-            The number to announce it by.
+            The step's number, for `announce_step`.
         """
         self._steps.append(weakref.WeakMethod(shadow))
         return len(self._steps) - 1
 
     def announce_all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduction) -> None:
-        """Before an `all_reduce_copy_coalesced` of these tensors. Joined ranks take part with zeros.
+        """Announce an `all_reduce_copy_coalesced` of these tensors. Joined ranks take part with zeros.
 
         Raises:
-            MisuseError: a rank has joined, and zeros mean something to `op`. On all ranks that have not joined.
+            MisuseError: a rank has joined, and zeros would change the result of `op`. All ranks that have not joined raise it.
             DisagreementError: another rank announced something else.
         """
         if op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -73,10 +73,10 @@ class UnevenCalls:
             self._tell(([(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in tensors], op))
 
     def announce_complete(self, what: str) -> None:
-        """Before a collective that needs all ranks.
+        """Announce a collective that needs all ranks.
 
         Raises:
-            MisuseError: a rank has joined. On all ranks that have not joined.
+            MisuseError: a rank has joined. All ranks that have not joined raise it.
             DisagreementError: another rank announced something else.
         """
         if self._call_roll():
@@ -87,18 +87,18 @@ class UnevenCalls:
             )
 
     def announce_step(self, number: int) -> PendingResult[None]:
-        """Before a step: issue the roll call. The step may begin at once; wait for the result at its end.
+        """Announce a step: issue the roll call. The step may begin at once; wait for the result at the end of the step.
 
-        Its `wait` raises a `DisagreementError` if another rank announced something else.
+        The result's `wait` raises a `DisagreementError` if another rank announced something else.
         """
         work, heard = self._issue(_Entry.STEP, number)
         return PendingResult([work], lambda: self._note(*self._hear(work, heard)))
 
     def join(self) -> int:
-        """This rank has no work left: take part in what the others announce, until all have joined.
+        """Join when this rank has no work left: take part in the calls that others announce, until all ranks have joined.
 
         Returns:
-            A rank that was among the last to have work, the same on every rank; the largest of these.
+            The largest of the ranks that had work last. The same on every rank.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
@@ -124,13 +124,13 @@ class UnevenCalls:
         return self._group.all_gather_into_tensor(all_entries, mine, async_op=not is_blocking), all_entries
 
     def _hear(self, work: Work, heard: torch.Tensor) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ranks that have not joined, and what each rank said."""
+        """The ranks that have not joined, and the answer of each rank."""
         work.wait()
         entries = [(entry, number) for entry, number in heard.tolist()]
         return [rank for rank, (entry, _) in enumerate(entries) if entry != _Entry.JOINED], entries
 
     def _call_roll(self) -> bool:
-        """Announce one call; whether a rank has joined."""
+        """Announce one call. Returns whether a rank has joined."""
         present, entries = self._hear(*self._issue(_Entry.CALL, 0))
         self._note(present, entries)
         self._first = present[0]
@@ -140,7 +140,7 @@ class UnevenCalls:
         broadcast_object(described, self._first, group=self._group)
 
     def _note(self, present: Sequence[int], entries: Sequence[tuple[int, int]]) -> None:
-        """Remember who has work; these ranks must have announced the same."""
+        """Remember the largest rank that has work, and check that all ranks with work have announced the same."""
         self._last_rank = present[-1]
         announced = {entries[rank] for rank in present}
         if len(announced) > 1:

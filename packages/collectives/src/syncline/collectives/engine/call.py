@@ -1,4 +1,4 @@
-"""A call: its signature says what it is, its record is what is told of it."""
+"""One call of a collective: its signature, its state, and the record of it that reports and other ranks get."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .cancel_scope import CancelScope
 
 
 class Signature(NamedTuple):
-    """What one call of a collective does, without its tensors. Hashable.
+    """What one call of a collective does, without its tensors. Hashable: a group looks up its plans by signature.
 
-    A tuple, because every call makes one and looks up its plan by it; a frozen dataclass costs four times as much.
+    It is a tuple because every call makes one: a frozen dataclass costs four times as much.
 
     Attributes:
         name: the method's name, such as "all_reduce".
         op: the reduction; None if there is none.
         root: the root's rank in the group; None if there is none.
-        dtype: of the tensor that stands for the call; None if no tensor does.
-        shape: of that tensor.
+        dtype: the dtype of the call's main tensor (the argument `tensor` or `output`); None if the call has none.
+        shape: the shape of the main tensor.
         device_type: where the call's tensors are, such as "cpu".
-        detail: what else the ranks must agree on, such as "dtype=torch.int8"; empty if nothing.
-        splits: for an all-to-all, how many elements this rank gets from and sends to each rank. Each rank has its own.
+        detail: other facts that the ranks must agree on, such as "dtype=torch.int8"; empty if there are none.
+        splits: for an all-to-all, how many elements this rank gets from and sends to each rank. Ranks may have other splits.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Signature(NamedTuple):
     def of(
         cls, name: str, tensor: torch.Tensor, op: Reduction | None = None, root: int | None = None, detail: str = ""
     ) -> Signature:
-        """The signature of a call for which this tensor stands."""
+        """The signature of a call whose main tensor is `tensor`."""
         return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
-    # What follows is for those who know that the collective has one.
+    # Use the next three only for a collective that has a reduction, a root, or a tensor.
 
     @property
     def reduction(self) -> Reduction:
@@ -73,18 +73,18 @@ class Signature(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements of the tensor that stands for the call."""
+        """The number of elements of the main tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of that tensor; 0 if there is none."""
+        """The number of bytes of the main tensor; 0 if there is none."""
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     def digest(self) -> int:
-        """32 bits of what must be the same on all ranks, so that no rank gets wrong results.
+        """A checksum of 32 bits over everything that must be the same on all ranks; if it differs, results would be wrong.
 
-        Of a tensor, the dtype and the number of elements count. Shapes may differ, as in torch.distributed; only `check_calls`
+        It covers a tensor's dtype and number of elements. Shapes may differ, as in torch.distributed; only `check_calls`
         compares them, too.
         """
         return _digest(self)
@@ -102,7 +102,7 @@ class Signature(NamedTuple):
 
 def device_type_of(tensor: torch.Tensor) -> str:
     """Where the tensor is, such as "cpu"."""
-    return "cpu" if tensor.is_cpu else tensor.device.type  # the first question costs a third of the second
+    return "cpu" if tensor.is_cpu else tensor.device.type  # `is_cpu` costs a third of `device.type`
 
 
 @functools.lru_cache(maxsize=4096)
@@ -124,23 +124,23 @@ def tensor_in_words(tensor: torch.Tensor) -> str:
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 
-# Modules whose frames are not the user's program.
+# Frames of these modules are not the user's program: `Call.where` skips them.
 _LIBRARIES = ("syncline.", "torch.")
 
 
 class Call:
     """One issue of a collective on this rank.
 
-    The group makes it, its thread runs it, the recorder keeps it, and the monitor looks at its scope. It holds its tensors only
-    until it is over, so that the record keeps no memory alive.
+    The group makes it, the group's thread runs it, the recorder keeps it, and the monitor looks at its scope. It holds its
+    tensors only until it is over, so that the recorder keeps no memory alive.
 
     Args:
-        signature: what is called.
+        signature: which collective is called.
         number: the count of calls that this rank has issued; None if not all ranks of the group issue this one.
         reads: tensors that are only read.
         writes: tensors that are written, or read and written.
-        mark: what the call says of itself beyond its signature; see `ProcessGroup.marked`. No part of the signature, because a
-            call with a mark has the same plan as one without.
+        mark: extra words for the comparison and for errors; see `ProcessGroup.marked`. The mark is not in the signature,
+            because a call with a mark uses the same plan as a call without.
 
     Attributes:
         position: the call's place in the group's total order, from 0; None while it has not begun.
@@ -178,29 +178,29 @@ class Call:
         self.number = number
         self.reads = reads
         self.writes = writes
-        self.scope: CancelScope = scope  # type: ignore[assignment]  # whoever runs the call sets it first
+        self.scope: CancelScope = scope  # type: ignore[assignment]  # the code that runs the call sets it before
         self.position: int | None = None
         self.state = QUEUED
         self.issued_at = time.time()
         self._code, self._instruction = _users_line()
 
     def is_over(self, state: str) -> None:
-        """The call has ended in this state. It lets go of its tensors."""
+        """Set the state in which the call ended, and release its tensors."""
         self.state = state
         self.reads = self.writes = ()
 
     def release(self) -> None:
-        """Let go of the tensors; the call may go on, on the stream of a device that keeps their memory until it is over."""
+        """Release the tensors. The call may still run on a device: the device's stream keeps their memory until it is over."""
         self.reads = self.writes = ()
 
     def digest(self) -> int:
-        """32 bits of what must be the same on all ranks: of the signature, and of the mark if there is one."""
+        """A checksum of 32 bits over everything that must be the same on all ranks: the signature, and the mark if any."""
         digest = self.signature.digest()
         return digest if self.mark is None else crc32(self.mark.encode(), digest)
 
     @property
     def words(self) -> str:
-        """What is called: "all_reduce(float32[10, 3], op=SUM)", with the mark at the end if there is one."""
+        """The signature in words, with the mark at the end if there is one: "all_reduce(float32[10, 3], op=SUM)"."""
         words = str(self.signature)
         if self.mark is None:
             return words
@@ -211,7 +211,7 @@ class Call:
         return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
-        """What is told of the call."""
+        """The record of this call for reports and other ranks."""
         signature = self.signature
         return CallRecord(
             self.number,
@@ -230,13 +230,14 @@ class Call:
         code = self._code
         if code is None:
             return "?"
+        # Most calls are never asked, so the line number is worked out here and not when the call is made.
         spans = code.co_lines()
         line = next((line for start, stop, line in spans if start <= self._instruction < stop and line is not None), None)
         return f"{Path(code.co_filename).name}:{code.co_firstlineno if line is None else line}"  # paths differ between hosts
 
 
 def _users_line() -> tuple[CodeType | None, int]:
-    """The innermost function of the user's program, and the instruction where it is: less work than a line number."""
+    """The innermost function of the user's program, and its current instruction. Cheaper than a line number."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
@@ -247,14 +248,14 @@ def _users_line() -> tuple[CodeType | None, int]:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call of one rank, as other ranks and reports are told of it.
+    """One call of one rank, as reports and other ranks see it.
 
     Attributes:
         number: as `Call.number`.
         position: as `Call.position`.
         name: the method's name, such as "all_reduce".
-        words: the signature in words.
-        digest: what must be the same on all ranks; see `Call.digest`.
+        words: as `Call.words`.
+        digest: as `Call.digest`.
         state: as `Call.state`.
         issued_at: as `Call.issued_at`.
         where: file and line of the program, such as "train.py:88".
@@ -280,9 +281,9 @@ class CallRecord:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CallRecord:
-        """What `as_dict` gave, after JSON.
+        """The record whose `as_dict` went through JSON.
 
         Raises:
-            KeyError, TypeError: it is something else.
+            KeyError, TypeError: `content` is something else.
         """
         return cls(**{name: content[name] for name in cls.__dataclass_fields__})

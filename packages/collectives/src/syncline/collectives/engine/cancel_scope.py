@@ -1,4 +1,4 @@
-"""CancelScope: ends the waits of a call; and DetachedCall, for a call of a library that nobody can end. Without torch."""
+"""CancelScope ends the waits of a call. DetachedCall runs a library's call that cannot be stopped. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from ..errors import InvalidArgumentError
 
 DEFAULT_TIMEOUT_S = 1800.0
-# The thread that waits asks `ask` for the first time after _PATIENCE_S, then every _ASK_S: most calls end before that.
+# The waiting thread calls `ask` for the first time after _PATIENCE_S, because most calls end sooner; then every _ASK_S.
 _PATIENCE_S = 0.05
 _ASK_S = 0.01
 
@@ -27,7 +27,7 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
     """Convert a public `timeout` argument (a timedelta as in torch, or seconds) to seconds.
 
     Raises:
-        InvalidArgumentError: it is zero, negative or not a number.
+        InvalidArgumentError: `timeout` is zero, negative or not a number.
     """
     if timeout is None:
         return default_s
@@ -38,21 +38,21 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
 
 
 class CancelScope:
-    """Ends a wait: after `timeout_s` seconds, or when somebody cancels it with a reason.
+    """Ends a wait after `timeout_s` seconds, or when a thread cancels the scope with a reason.
 
-    The thread that waits calls `check` between two looks. Any thread may call `cancel`.
+    The thread that waits calls `check` regularly. Any thread may call `cancel`.
 
     Args:
         timeout_s: seconds from now.
-        ask: returns the reason why the wait is in vain, or None. The waiting thread asks it now and then.
+        ask: returns the reason why waiting is useless, or None. The waiting thread calls it now and then.
 
     Attributes:
-        ask: as given; whoever keeps the scope when the wait is over sets it to None.
+        ask: as given. Code that keeps the scope after the wait sets it to None.
         reason: the exception that `check` raises; None while nobody has cancelled the scope.
-        was_noticed: whether `check` has raised. The monitor leaves such a call alone for longer.
+        was_noticed: whether `check` has raised. The monitor then gives the call more time to end by itself.
     """
 
-    # Every call makes one, and most calls end before anybody checks: the defaults stand in the class.
+    # Every call makes a scope, and most calls end before any check. Defaults in the class make this cheap.
     __slots__ = ("__dict__", "_end_s", "ask", "timeout_s")
     reason: BaseException | None = None
     was_noticed = False
@@ -81,11 +81,11 @@ class CancelScope:
         """Return if the scope goes on.
 
         Args:
-            what: the text of the `TimeoutError`: what is known of the other ranks.
+            what: the text of the `TimeoutError`; it says what is known of the other ranks.
 
         Raises:
             TimeoutError: the time limit was reached.
-            BaseException: the reason with which somebody has cancelled the scope, or that `ask` has given.
+            BaseException: the reason that was given to `cancel` or returned by `ask`.
         """
         now_s = monotonic()
         if self._next_ask_s is None:
@@ -103,19 +103,19 @@ class CancelScope:
 
 
 class DetachedCall(Generic[T]):
-    """Calls a function once, on a thread of its own, which is left behind if the function never returns.
+    """Calls a function once, on a thread of its own. If the function never returns, the thread is left behind.
 
-    For libraries that block in C code and cannot be asked to stop. `wait` is how a thread blocks but ends when its scope ends.
-    At the end of the process such threads get a few seconds to come back: a thread that is inside torch when the interpreter is
-    taken down crashes the process.
+    Use it for libraries that block in C code and cannot be stopped: `wait` blocks, but ends when its scope ends. At the end of
+    the process these threads get a few seconds to come back, because a thread that is inside torch when the interpreter shuts
+    down crashes the process.
 
     Args:
-        function: what is called. It is not held after the call.
-        name: of the thread, a daemon.
-        context: is entered around the call, on its thread.
+        function: the function. No reference to it is kept after the call.
+        name: the name of the thread, which is a daemon.
+        context: makes a context that the thread enters around the call.
 
     Attributes:
-        done: is set when the function has returned or raised.
+        done: set when the function has returned or raised.
     """
 
     def __init__(
@@ -132,19 +132,19 @@ class DetachedCall(Generic[T]):
         """Block until the function has returned, and return its result; end when the scope ends.
 
         Args:
-            scope: is checked every `look_s` seconds.
-            look_s: seconds.
+            scope: checked every `look_s` seconds.
+            look_s: the time between two checks, in seconds.
             what: as for `CancelScope.check`.
 
         Raises:
-            BaseException: what the function raised, or what `CancelScope.check` raises.
+            BaseException: the function's error, or the error that `CancelScope.check` raises.
         """
         while not self.done.wait(min(look_s, max(scope.remaining_s(), 1e-3))):
             scope.check(what)
         return self.result()
 
     def result(self) -> T:
-        """What the function returned; raises what it raised. Call it when `done` is set."""
+        """Return the function's result, or raise its error. Call it when `done` is set."""
         if self._error is not None:
             raise self._error
         return self._result[0]
@@ -153,7 +153,7 @@ class DetachedCall(Generic[T]):
         try:
             with context():
                 self._result.append(function())
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - `result` raises it
             self._error = error
         self.done.set()
 
@@ -164,12 +164,12 @@ _detached: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _finish_detached() -> None:
-    """Wait for all of them, together no longer than `_EXIT_S` seconds."""
+    """Wait for all these threads, no longer than `_EXIT_S` seconds in total."""
     scope = CancelScope(_EXIT_S)
     for thread in list(_detached):
         if thread.is_alive():
             thread.join(scope.remaining_s())
 
 
-if hasattr(os, "register_at_fork"):  # the parent's threads do not run in a forked child
+if hasattr(os, "register_at_fork"):  # the parent's threads do not run in a forked child, which must not wait for them
     os.register_at_fork(after_in_child=_detached.clear)

@@ -1,4 +1,4 @@
-"""Groups made of groups: by device ("cpu:mpi,cuda:nccl"), and several in turn."""
+"""Groups made of other groups: one group for each type of device ("cpu:mpi,cuda:nccl"), or several groups in turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DelegatingGroup(ProcessGroup):
     """Hands every call to one of several groups of the same ranks.
 
     Args:
-        groups: at least one; of the same ranks, in the same order.
+        groups: at least one group; all have the same ranks in the same order.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
@@ -38,11 +38,11 @@ class DelegatingGroup(ProcessGroup):
 
     @abstractmethod
     def _choose(self, device_type: str) -> ProcessGroup:
-        """The group for a call on tensors of that type of device."""
+        """The group that carries out a call on tensors of this type of device."""
 
     @property
     def profiled_as(self) -> None:
-        """None: the groups that carry out the calls show them."""
+        """None: the groups that carry out the calls show them in the profile."""
 
     @override
     def set_timeout(self, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class DelegatingGroup(ProcessGroup):
 
     @override
     def close(self) -> None:
-        """Close each in turn, the last one first, also after one that raises."""
+        """Close all groups, the last one first. If one raises, the others are still closed."""
         with ExitStack() as closing:
             for group in self._all:
                 closing.callback(group.close)
@@ -93,7 +93,7 @@ class DelegatingGroup(ProcessGroup):
         return shown(group, signature.name, [*writes, *reads], issue, is_async=async_op)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        """What a sparse reduction issues from callbacks stays in the one group that was chosen."""
+        """Choose one group for the whole reduction, so that the calls it issues from callbacks go to the same group."""
         return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
@@ -105,7 +105,7 @@ class DelegatingGroup(ProcessGroup):
         return shown(group, "recv", [tensor], partial(group._recv, tensor, src, tag, async_op), is_async=async_op)
 
     def _together(self, works: Iterable[Work], name: str, async_op: bool) -> Work:
-        """The works of several groups as one."""
+        """Join the works of several groups into one."""
         future = join_futures([work.get_future() for work in works], [])
         together = FutureWork(future, [], lambda: f"{name} on {self.place()}")
         if not async_op:
@@ -114,12 +114,12 @@ class DelegatingGroup(ProcessGroup):
 
 
 class PerDeviceGroup(DelegatingGroup):
-    """One group for each type of device; a barrier is that of the first.
+    """One group for each type of device. A barrier runs on the first group.
 
-    Each of the groups has its own total order. Calls on tensors of different devices are not ordered with one another.
+    Each group has its own total order. Calls on tensors of different devices are not ordered with one another.
 
     Args:
-        groups: from device type ("cpu", "cuda") to a group with the same ranks.
+        groups: for each device type ("cpu", "cuda") its group. All groups have the same ranks.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
@@ -132,12 +132,12 @@ class PerDeviceGroup(DelegatingGroup):
 
     @property
     def backend_name(self) -> str:
-        """The spelling by which it was asked for."""
+        """The backend as the program spells it, such as "cpu:mpi,cuda:nccl"."""
         return ",".join(f"{device_type}:{group.backend_name}" for device_type, group in self.groups.items())
 
     @property
     def device_types(self) -> frozenset[str]:
-        """Those that have a group."""
+        """The device types that have a group."""
         return frozenset(self.groups)
 
     @property
@@ -150,21 +150,21 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def describe(self) -> str:
-        """What each group says."""
+        """The descriptions of all groups."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Memory of the group for that device."""
+        """Memory from the group for this device."""
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """What the group for the tensor's device says."""
+        """The answer of the group for the tensor's device."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         works = [work for group in self._all if (work := group.agree_on_calls(async_op=async_op)) is not None]
-        return works[0] if works else None  # only groups of the host compare later, and there is one
+        return works[0] if works else None  # at most one: only the host's group compares calls later
 
     def _choose(self, device_type: str) -> ProcessGroup:
         return self.groups[device_type]
@@ -173,7 +173,7 @@ class PerDeviceGroup(DelegatingGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
-        if signature.name == "barrier":  # it has no tensor that would say where
+        if signature.name == "barrier":  # it has no tensor, so no device that would choose the group
             return self._all[0].barrier(async_op=async_op)
         return super()._issue(signature, reads, writes, async_op)
 
@@ -188,7 +188,7 @@ class PerDeviceGroup(DelegatingGroup):
         )
         return PerDeviceGroup(dict(parts))
 
-    # ---- after a loss: the group of the host finds out who is left, and the others meet in it ----
+    # ---- after a loss: the group for host memory finds out which ranks are left; the other groups meet through it ----
 
     @override
     def missing_for_shrink(self) -> str | None:
@@ -220,16 +220,16 @@ class PerDeviceGroup(DelegatingGroup):
 
 
 class RoundRobinGroup(DelegatingGroup):
-    """Hands the n-th call to group n modulo their number, so that several collectives run at once.
+    """Hands calls to its groups in turn, so that several collectives run at once.
 
-    Each group keeps its own total order; between the groups there is none. Therefore a call must not be issued from a future's
-    callback here, for whose turn it is would depend on the schedule of threads: a `MisuseError`. Issue it on one of `groups`.
+    Each group keeps its own total order; there is no order between the groups. Do not issue a call from a future's callback
+    here: the turn would depend on how threads are scheduled, so the call raises a `MisuseError`. Issue it on one of `groups`.
 
     Args:
-        groups: at least one; of the same ranks, in the same order.
+        groups: at least one group; all have the same ranks in the same order.
 
     Raises:
-        InvalidArgumentError: no group, or groups of different ranks.
+        InvalidArgumentError: there is no group, or the groups have different ranks.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
@@ -252,16 +252,16 @@ class RoundRobinGroup(DelegatingGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """What all of them serve."""
+        """The device types that all groups serve."""
         return frozenset.intersection(*(group.device_types for group in self.groups))
 
     def describe(self) -> str:
-        """How many, and of what kind."""
+        """The number of groups, and a description of the first one."""
         return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """In each of the groups: each has an order of its own."""
+        """Compare the calls of each group, because each has its own order."""
         works = [work for group in self.groups if (work := group.agree_on_calls(async_op=True)) is not None]
         return self._together(works, "agree_on_calls", async_op) if works else None
 
@@ -278,7 +278,8 @@ class RoundRobinGroup(DelegatingGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
-        if signature.name == "barrier":  # over when all ranks are here in each of the groups; compares the calls of each
+        # A barrier is over when all ranks have entered it in every group. Each group compares its calls there.
+        if signature.name == "barrier":
             return self._together([group.barrier(async_op=True) for group in self.groups], "barrier", async_op)
         return super()._issue(signature, reads, writes, async_op)
 

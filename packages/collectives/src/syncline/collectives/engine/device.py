@@ -1,4 +1,4 @@
-"""DeviceRuntime: streams, events and copies of one type of accelerator. Abstract, so that a test can run without one."""
+"""DeviceRuntime: streams, events and copies of one type of accelerator. Abstract, so that tests need no accelerator."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Event(ABC):
 
     @abstractmethod
     def order_current_stream(self) -> None:
-        """Let the current stream of the calling thread go on only after this event. Does not block the CPU."""
+        """Make the calling thread's current stream wait for this event. Does not block the CPU."""
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the device has passed it. Not to be asked while the stream is being captured.
+        """Whether the device has passed this event. Do not call it while the stream is being captured.
 
         Raises:
             RuntimeError: the device has faulted.
@@ -28,11 +28,11 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """A stream of a group's, on which its calls run one after the other.
+    """A stream of a group, on which its calls run one after the other.
 
     Attributes:
-        device: whose stream it is.
-        handle: what a library takes as the stream.
+        device: the stream's device.
+        handle: the value that a library takes as the stream.
     """
 
     device: torch.device
@@ -40,21 +40,21 @@ class Stream(ABC):
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Let what comes on this stream start after an event of another one. Does not block the CPU."""
+        """Make all later operations of this stream wait for an event of another stream. Does not block the CPU."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """A context in which this stream is the calling thread's current one: operations and their memory belong to it."""
+        """A context in which this is the calling thread's current stream: operations run on it, and it owns their memory."""
 
     @abstractmethod
     def record(self) -> Event:
-        """After all that the stream holds."""
+        """Record an event after all operations that the stream holds now."""
 
     def run(self, body: Callable[[], None], after: Event) -> Event:
-        """Put on the stream what `body` issues, to start after an event of another stream.
+        """Run `body` so that its operations go on this stream, and start after an event of another stream.
 
         Returns:
-            The event at which all of it is done.
+            The event after the last of these operations.
         """
         self.wait_for(after)
         with self.current():
@@ -63,14 +63,14 @@ class Stream(ABC):
 
     @abstractmethod
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete a future for the CPU; its waiters and callbacks run, on their streams, after `done`.
+        """Complete a future on the CPU at once. On the device, its waiters' and callbacks' streams are ordered after `done`.
 
         Args:
-            future: is given `tensors`.
+            future: gets `tensors` as its value.
             tensors: the outputs.
             done: an event of this stream.
-            captured: whether it is part of a captured graph. A stream that enters the capture must be joined again, so none may
-                be added to those that the caller knows of.
+            captured: whether `done` is part of a captured graph. Then no other stream may be used: a stream that enters a
+                capture must be joined again, and the caller joins only the streams that it knows.
         """
 
 
@@ -94,17 +94,17 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def stream(self, device: torch.device, *, is_own: bool) -> Stream:
-        """A stream.
+        """Get a stream.
 
         Args:
-            device: whose.
-            is_own: nobody else has it, and it has a high priority, so that it need not queue behind computation. Else it may be
-                one that others use, too.
+            device: the stream's device.
+            is_own: True gives a stream that nobody else uses, with a high priority, so that it does not wait behind
+                computation. False may give a stream that others use, too.
         """
 
     @abstractmethod
     def now(self, device: torch.device) -> Event:
-        """After all that the calling thread's current stream holds."""
+        """Record an event after all operations that the calling thread's current stream holds now."""
 
     @abstractmethod
     def current_stream(self, device: torch.device) -> int:
@@ -116,10 +116,10 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Do not give the tensor's memory away before this stream has done with what it holds now."""
+        """Keep the tensor's memory from reuse until this stream has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """The place of a collective on the host on these tensors, all of this type, among the work of their devices."""
+        """The order between a collective on the host and the devices of its tensors, which are all of this device type."""
         return StreamOrder(self, [(tensor, self._stream_of(tensor.device)) for tensor in tensors])
 
     def _stream_of(self, device: torch.device) -> Stream:
@@ -131,58 +131,60 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def current_device(self) -> torch.device:
-        """The one that the calling thread has chosen."""
+        """The calling thread's current device."""
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context for a thread of a group's own: the device is its current one, and captures of other threads go on.
+        """A context for a group's own thread: `device` is its current device, and it does not break captures of other threads.
 
-        Without the first, what the thread asks the driver for takes memory on device 0.
+        Without a current device, the thread's calls of the driver would take memory on device 0.
         """
 
     @abstractmethod
     def pci_id(self, device: torch.device) -> str:
-        """Its place on the bus, the same in every process of the node: "0000:17:00.0"."""
+        """The device's PCI address, such as "0000:17:00.0". It is the same in every process of the node."""
 
     @abstractmethod
     def future(self, device: torch.device) -> TensorsFuture:
-        """A future of tensors of that device."""
+        """Make a future for tensors on this device."""
 
     # ---- copies, on the current stream ----
 
     @abstractmethod
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory that the device can copy to and from: flat, as many elements as the tensor."""
+        """Make a flat tensor in host memory that the device can copy to and from, with as many elements as `tensor`."""
 
     @abstractmethod
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A flat copy, which is there on return."""
+        """Copy the tensor to host memory, flat. The copy is complete on return."""
 
     @abstractmethod
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy back. On return the caller may drop `host`, but the copy need only be in order on the current stream."""
+        """Copy back to the device, on the current stream. The caller may drop `host` on return, before the copy is complete."""
 
     @abstractmethod
     def finish(self, tensor: torch.Tensor) -> None:
-        """Return when the current stream of the tensor's device has nothing left to do."""
+        """Block until the current stream of the tensor's device has finished all its operations."""
 
 
 class StreamOrder:
-    """The place of one collective on the host among the work that its device has been given.
+    """The order between one collective on the host and the operations of the devices that hold its tensors.
 
     Note [Order on the device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A collective runs on another thread, later than the call. To the device it looks as if it ran where it was issued:
+    A collective runs on another thread, later than the call. For the device, the collective has its place where it was issued:
 
-    1. Construction, on the thread that issues: notes what its current streams have been given so far.
-    2. The begin of `entered`, on the thread that runs the collective: its streams are those of the group; they wait for 1.
-    3. The end of `entered`: notes what the group's streams have been given so far, such as the copy back.
-    4. `join`, on every thread that waits for the work: its current streams wait for 3. The thread itself does not.
-    5. `resumed`: the group's streams once more, for a future that is told the result; its callbacks are ordered after 3.
+    1. Construction, on the thread that issues the call: record events on its current streams.
+    2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for
+       the events of step 1.
+    3. The end of `entered`: record events on the group's streams, after operations such as the copy back.
+    4. `join`, on every thread that waits for the work: its current streams wait for the events of step 3. The thread itself
+       does not wait.
+    5. `resumed`: make the group's streams current again while a future is completed, so its callbacks are ordered after step 3.
 
     Args:
-        device: of the tensors.
-        tensors: all that the collective touches, each with the group's stream for its device.
+        device: the runtime of the tensors' devices.
+        tensors: all tensors that the collective uses, each with the group's stream for its device.
     """
 
     def __init__(self, device: DeviceRuntime, tensors: Sequence[tuple[torch.Tensor, Stream]]) -> None:
@@ -197,16 +199,17 @@ class StreamOrder:
         """Steps 2 and 3: the collective runs inside this context."""
         for stream, event in zip(self._streams, self._issued, strict=True):
             stream.wait_for(event)
+        # The tensors belong to the program's streams. If it drops one, its memory must not be reused before ours are done.
         for tensor, stream in self._tensors:
             self._device.keep(tensor, stream)
         with self.resumed():
             try:
                 yield
-            finally:
+            finally:  # also after an error: copies that were begun may still run
                 self._done = [stream.record() for stream in self._streams]
 
     def join(self) -> None:
-        """Order the calling thread's current streams after the collective, if it ran."""
+        """Order the calling thread's current streams after the collective. Does nothing if the collective did not run."""
         for event in self._done:
             event.order_current_stream()
 

@@ -1,4 +1,4 @@
-"""Who looks at the calls of a group: torch's profiler, which shows a range for each call, and observers in this process."""
+"""Show a group's calls to torch's profiler, as one range for each call, and to observers in this process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..work import FinishedWork, Work
 
 Method = TypeVar("Method", bound=Callable[..., Work])
 
-# The future of a send or receive costs a thread, so nobody is told when one in flight is over.
+# The future of a send or receive costs a thread, so observers do not learn when such a transfer is over.
 _TRANSFERS = ("send", "recv")
 
-# How torch's own backends call the ranges of these methods.
+# torch's own backends use these names for the ranges of these methods.
 _TITLES = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",
@@ -33,7 +33,7 @@ class Group(Protocol):
 
     @property
     def name(self) -> str:
-        """How messages call the group."""
+        """The group's name in messages."""
 
     @property
     def rank(self) -> int:
@@ -45,17 +45,17 @@ class Group(Protocol):
 
     @property
     def profiled_as(self) -> str | None:
-        """The first part of the names of ranges in a profile; None: the group shows none."""
+        """The prefix of the names of ranges in a profile; None if the group shows no ranges."""
 
 
 class ObservedCall:
     """When one call on this rank began and ended, in seconds of `time.perf_counter()`.
 
     Attributes:
-        name: the method's, such as "all_reduce".
-        group: on which it was called.
-        started: when it was called.
-        finished: when it was over; None while it is not, or if that is not known (a send or receive in flight).
+        name: the method's name, such as "all_reduce".
+        group: the group of the call.
+        started: when the method was called.
+        finished: when the call was over; None if it is in flight, or if the end is not known (asynchronous send or receive).
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -67,19 +67,19 @@ class ObservedCall:
         self.finished: float | None = None
 
     def note_end(self, _: object = None) -> None:
-        """It is over."""
+        """Note that the call is over now."""
         self.finished = time.perf_counter()
 
 
 Observer: TypeAlias = Callable[[ObservedCall, torch.Tensor | None], None]
-"""Gets a call, and its first argument that is a tensor. The call does not keep the tensor alive."""
+"""A function that gets a call, and the first of its arguments that is a tensor. The call does not keep the tensor alive."""
 
 observers: list[Observer] = []
-"""Those that are told of calls now; `observe_calls` adds to it."""
+"""The observers that are told of calls now. Use `observe_calls` to add one."""
 
 
 class _Here(threading.local):
-    """Whether this thread is inside a call that is shown: what a call is made of is not shown again."""
+    """Whether this thread is inside a call that is already shown. Calls that such a call makes are not shown again."""
 
     is_profiled = False
     is_observed = False
@@ -91,24 +91,24 @@ _here = _Here()
 def observe_calls(observer: Observer) -> Callable[[], None]:
     """Tell `observer` of each call on any group of this process, on the calling thread, right after it was issued.
 
-    Of calls that calls make, only the outermost is told. The observer must be quick, and must not communicate.
+    If a call makes other calls, the observer is told of the outermost only. It must be quick, and must not communicate.
 
     Returns:
-        What ends it.
+        A function that stops the observation.
     """
     observers.append(observer)
 
     def stop() -> None:
-        with suppress(ValueError):  # it was stopped before
+        with suppress(ValueError):  # already stopped
             observers.remove(observer)
 
     return stop
 
 
 def recorded(method: Method) -> Method:
-    """A decorator of a group's public method: show each call to whoever looks.
+    """A decorator of a group's public method that shows each call to the profiler and to observers.
 
-    Before that, tensors that stand for others are replaced, and a call on tensors that do not exist ends; see Note [Tensors
+    First it replaces tensors that stand for other tensors, and ends a call on tensors that do not exist; see Note [Tensors
     that are no memory] in `tensors.checks`.
     """
     name = method.__name__
@@ -120,7 +120,7 @@ def recorded(method: Method) -> Method:
             kwargs = {key: resolved(value) for key, value in kwargs.items()}
             if has_fakes((*args, *kwargs.values())):
                 return FinishedWork(list(_tensors((*args, *kwargs.values()))))
-        if not (profiler_runs() or observers):  # nearly always
+        if not (profiler_runs() or observers):  # the usual case: nobody looks
             return method(group, *args, **kwargs)
         values = (*args, *kwargs.values())
         issue = functools.partial(method, group, *args, **kwargs)
@@ -136,9 +136,9 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
     """Issue a call of a group, inside a range if a profiler runs and the group shows its calls; see `profiled`.
 
     Args:
-        group: whose call it is.
-        name: the method's, such as "all_reduce".
-        tensors: whose shapes the range shows.
+        group: the group of the call.
+        name: the method's name, such as "all_reduce".
+        tensors: the tensors whose shapes the range shows.
         issue: issues the call.
         is_async: whether the call may go on after `issue` has returned.
     """
@@ -148,12 +148,12 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
 
 
 def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call inside a range of torch's profiler, which lasts until the call is over.
+    """Issue a call inside a range of torch's profiler. The range lasts until the call is over.
 
     Args:
         title: the name of the range.
-        tensors: whose shapes it shows.
-        issue: issues the call, which may be made of others.
+        tensors: the tensors whose shapes the range shows.
+        issue: issues the call, which may make other calls.
         is_async: whether the call may go on after `issue` has returned.
     """
     if _here.is_profiled:

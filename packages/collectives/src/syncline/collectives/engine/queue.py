@@ -1,4 +1,4 @@
-"""The one total order in which a group's calls run, those that callbacks issue included."""
+"""The one total order in which a group's calls run, including the calls that callbacks issue."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ T = TypeVar("T")
 Task = Callable[[], None]
 Callback = Callable[[Any], Any]
 
-# How often `drain` looks again while the thread comes to its turn.
+# How long `drain` sleeps before it looks again whether the queue is empty.
 _LOOK_S = 0.001
-# The number of a call that a callback issues: nothing that is attached to its work is late.
+# The number of a call that a callback issues. It is above all others, so a callback attached to such a call is never late.
 _IN_CALLBACK = sys.maxsize
 
 
@@ -38,36 +38,38 @@ class Queue:
     The tasks of one queue are the calls of one group. They run in one order:
 
     1. Tasks issued from outside run in the order in which `run_here` and `enqueue` were called.
-    2. While a task runs (with its future's callbacks), no other task starts: its thread holds the lock `_turn`, and
-       `_running_on` names that thread. Only the thread that holds the turn takes tasks out of the queue. While tasks are
-       queued, `run_here` runs nothing, so what is queued comes before what is issued later.
-    3. A task issued *from a callback of a running task* runs at once, on the same thread, inside the callback: before every
-       queued task, on every rank alike. So the callback may wait for it.
-    4. A callback that waits for a queued task (for its work, or for a future that depends on it) runs the queue up to that
-       task (`run_until`). This does not hold for futures of torch's own, such as that of `torch.futures.collect_all`.
-    5. A thread that waits for a work outside of a callback takes the turn, if it is free, and runs the queue up to that task
-       itself (`help`): to wake another thread takes longer than a small collective. The callbacks of what it has run are the
-       next task (`hand_over`), and it does not wait for them: they may want a lock that it holds.
+    2. While a task and its future's callbacks run, no other task starts: the running thread holds the lock `_turn`, and
+       `_running_on` names this thread. Only the thread that holds the turn takes tasks out of the queue. While tasks are
+       queued, `run_here` runs nothing, so queued tasks come before tasks that are issued later.
+    3. A task issued *from a callback of a running task* runs at once, on the same thread, inside the callback. On every rank
+       it comes before all queued tasks. So the callback may wait for it.
+    4. If a callback waits for a queued task (for its work, or for a future that depends on it), it runs the queue up to that
+       task (`run_until`). This does not work for futures that torch makes, such as that of `torch.futures.collect_all`.
+    5. If a thread waits for a work outside of a callback and the turn is free, it takes the turn and runs the queue up to that
+       task itself (`help`), because waking another thread takes longer than a small collective. The callbacks of the tasks it
+       has run become the next task (`hand_over`). The thread does not wait for them: they may want a lock that it holds.
 
-    So if every rank issues the same calls from its main thread, and attaches the same callbacks to each call before it issues
-    the next one, then the order is the same on every rank, however the threads are scheduled. The children of a call come
-    after it and before its successor. (A callback attached to a call that is already over runs at once, on the thread that
-    attaches it. That thread has not issued the successor yet, so the place in the order is the same.)
+    So the order is the same on every rank, however threads are scheduled, if every rank issues the same calls from its main
+    thread and attaches the same callbacks to each call before it issues the next one. The calls that callbacks of a call issue
+    come after it and before its successor. (A callback attached to a call that is already over runs at once, on the thread
+    that attaches it. This thread has not issued the successor yet, so the place in the order is the same.)
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
-    If a callback is attached after later calls of the group were issued, one rank may run it before those calls, and another
-    rank after them. Then what it issues has a different place in the order on each rank. Whether a callback is late follows
-    from counts alone, so all ranks know it alike, and the queue refuses what a late callback issues. If the program has waited
-    for the work before, the callback runs at once on every rank, and is not late. The same holds for the futures that `then`
-    returns. The queue cannot see callbacks of a future that torch makes of ours, such as that of `torch.futures.collect_all`.
+    A callback is late if it is attached after later calls of the group were issued. One rank may run it before those calls, and
+    another rank after them, so a call that it issues would have another place in the order on each rank. The queue refuses
+    such a call. Lateness follows from counts alone, so all ranks decide alike.
 
-    A queued task never raises: it keeps its outcome itself. What a task raises in `run_here` reaches the caller.
+    If the program has already waited for the work, the callback runs at once on every rank, and is not late. The same holds for
+    the futures that `then` returns. The queue cannot see callbacks of a future that torch makes of ours, such as that of
+    `torch.futures.collect_all`.
 
-    The thread starts with the first queued task. It is a daemon, so that it does not keep a process alive that has failed.
+    A queued task never raises: it stores its own outcome. In `run_here`, an error of the task reaches the caller.
+
+    The thread starts with the first queued task. It is a daemon, so that it does not keep a failed process alive.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
 
     Attributes:
         issued: how many calls were issued outside of callbacks.
@@ -77,7 +79,7 @@ class Queue:
         self._name = name
         self._turn = threading.Lock()
         self._running_on: int | None = None
-        self._changed = threading.Condition()  # the thread waits for tasks, or for the end
+        self._changed = threading.Condition()  # the queue's thread waits here for a task or for `stop`
         self._tasks: deque[Task] = deque()
         self._helper: int | None = None  # the thread that runs a task by `help`
         self._stopping = False
@@ -92,10 +94,10 @@ class Queue:
         return self._running_on == get_ident()
 
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
-        """Run a task on this thread if nothing comes before it, or if this thread runs a task already.
+        """Run a task on this thread if no other task comes before it, or if this thread already runs a task.
 
         Returns:
-            Whether the task was run; if not, call `enqueue`.
+            Whether the task was run. If not, call `enqueue`.
         """
         me = get_ident()  # before the turn is taken; see the comment below
         if self._running_on == me:
@@ -103,8 +105,8 @@ class Queue:
             return True
         if self._tasks or not self._turn.acquire(False):
             return False
-        # A signal's handler, such as Ctrl-C, may raise between any two lines. These lines are not functions of their own: in
-        # the first line of a function it could raise too, and then nobody would ever have the turn again.
+        # A signal's handler, such as Ctrl-C, may raise between any two lines. Nothing may stand between `acquire` and `try`,
+        # not even a call of a function: if the handler raised there, the turn would never be free again.
         try:
             self._running_on = me
             task(*arguments)
@@ -114,10 +116,10 @@ class Queue:
         return True
 
     def run_in_turn(self, task: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Run a task on this thread, after the one that another thread runs now. Other tasks wait for it meanwhile.
+        """Run a task on this thread, after the task that another thread runs now. Other tasks wait meanwhile.
 
         Returns:
-            What the task returns. What it raises reaches the caller.
+            The task's result. An error of the task reaches the caller.
         """
         if self._running_on == get_ident():
             return task(*arguments, **options)
@@ -129,7 +131,7 @@ class Queue:
                 self._running_on = None
 
     def enqueue(self, task: Task) -> bool:
-        """Run a task on the queue's thread, after all tasks that were issued before it; inside a callback, at once and here.
+        """Run a task on the queue's thread, after all tasks issued before it. Inside a callback, run it here and at once.
 
         Returns:
             False if `stop` was called: the task will not run.
@@ -145,7 +147,7 @@ class Queue:
                 return False
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                thread.start()  # before anything is queued: where no thread can start, later calls can still run here
+                thread.start()  # before the task is queued: if no thread can start, later calls still run on their callers
                 _started.add(self)
                 self._thread = thread
             self._tasks.append(task)
@@ -153,12 +155,12 @@ class Queue:
         return True
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """From inside a callback: run queued tasks, in order, until `is_done` or none is left."""
+        """Run queued tasks, in order, until `is_done` or the queue is empty. Call it inside a callback."""
         while self._tasks and not is_done():
             self._tasks.popleft()()
 
     def help(self, is_done: Callable[[], bool]) -> None:
-        """On a thread that is about to wait: run queued tasks, in order, until `is_done` or another thread has the turn."""
+        """Run queued tasks, in order, until `is_done` or another thread has the turn. Call it on a thread that is to wait."""
         me = get_ident()
         while self._tasks and not is_done() and self._turn.acquire(False):
             try:
@@ -169,10 +171,10 @@ class Queue:
                 self._turn.release()
 
     def hand_over(self, task: Task) -> bool:
-        """Inside a task that runs by `help`: let the queue's thread run this one next, before all that are queued.
+        """Let the queue's thread run this task next, before all queued tasks. Call it inside a task that `help` runs.
 
         Returns:
-            False, for the caller to run it: this is another task, or the queue's thread may have ended.
+            False if `help` does not run the current task, or the queue's thread may have ended. Then run the task yourself.
         """
         if self._helper != get_ident():
             return False
@@ -186,14 +188,14 @@ class Queue:
     # ---- the end ----
 
     def leave_to_parent(self) -> None:
-        """In a fork, which has no such thread, and in which a lock may be held for ever. Nothing runs any more."""
+        """Reset the queue in a forked child: it lacks the thread, and a lock may be held for ever. Nothing runs any more."""
         self._turn, self._running_on = threading.Lock(), None
         self._changed = threading.Condition()
         self._tasks.clear()
         self._stopping, self._thread = True, None
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing runs and nothing is queued; false if that took longer than `timeout_s` seconds."""
+        """Wait until nothing runs and nothing is queued. False if this takes longer than `timeout_s` seconds."""
         end_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
         while self._turn.acquire(timeout=max(0.0, end_s - time.monotonic())):
             is_empty = not self._tasks
@@ -210,9 +212,9 @@ class Queue:
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """`stop`, for a finalizer: it may run on any thread, whatever locks that thread holds, so it waits for no lock.
+        """`stop` for a finalizer. A finalizer may run on any thread, which may hold any lock, so `drop` waits for no lock.
 
-        If another thread has the lock, nobody is woken; at worst the queue's thread sleeps on.
+        If another thread has the lock, the queue's thread is not woken; at worst it sleeps on.
         """
         self._stopping = True
         if self._changed.acquire(blocking=False):
@@ -226,14 +228,14 @@ class Queue:
         return not (self._turn.locked() or self._tasks)
 
     def join(self, timeout_s: float) -> None:
-        """After `stop`: wait for the thread to end, at most `timeout_s` seconds."""
+        """Wait for the thread to end, at most `timeout_s` seconds. Call it after `stop`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     # ---- callbacks; see Note [Late callbacks] ----
 
     def issue(self, what: str, place: Callable[[], str]) -> int:
-        """This thread issues a call.
+        """Count a call that this thread issues.
 
         Args:
             what: the call's name, for the error.
@@ -263,14 +265,14 @@ class Queue:
         return get_ident() in self._callbacks
 
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
-        """A callback that is attached now to the work of call `number`."""
+        """Wrap a callback that is now attached to the work of call `number`, so that the queue knows when it runs."""
         is_late = self.issued > number and not was_waited_for and not self.is_in_callback()
         return functools.partial(self._run_callback, callback, is_late)
 
     def _run_callback(self, callback: Callback, is_late: bool, future: Any) -> Any:
         me = get_ident()
         outer = self._callbacks.get(me)
-        self._callbacks[me] = is_late or bool(outer)
+        self._callbacks[me] = is_late or bool(outer)  # a callback inside a late callback is late, too
         try:
             return callback(future)
         finally:
@@ -292,7 +294,7 @@ class Queue:
 
     def _run_first(self) -> None:
         if not self._tasks:
-            return  # a callback that waited for the task has run it
+            return  # another thread has run the task while this one waited for the turn
         self._running_on = get_ident()
         try:
             self._tasks.popleft()()
@@ -301,12 +303,12 @@ class Queue:
 
 
 class GuardedFuture(GroupFuture):
-    """A future whose callbacks the queue knows from the moment they are attached. The work holds it; it does not hold the work.
+    """A future that tells the queue of each callback when it is attached. The future holds no reference to its work.
 
     Args:
-        queue: of the group.
-        number: of the call, as `Queue.issue` gave it.
-        devices: as torch's.
+        queue: the group's queue.
+        number: the call's number, from `Queue.issue`.
+        devices: as for `GroupFuture`.
 
     Attributes:
         was_waited_for: whether this future or its work was waited for.
@@ -333,14 +335,14 @@ class GuardedFuture(GroupFuture):
         return GuardedFuture(self._queue, self._number, self._devices)
 
 
-# A daemon thread that is inside torch when the interpreter is taken down crashes the process. So before that happens, every
-# thread gets a little time to finish what is in flight.
+# A daemon thread that is inside torch when the interpreter shuts down crashes the process. So every thread gets a little time
+# to finish its tasks before that.
 _EXIT_S = 5.0
 _started: weakref.WeakSet[Queue] = weakref.WeakSet()
 
 
 def a_queue_runs_here() -> bool:
-    """Whether this thread is inside a callback of some group's call, or inside the call itself."""
+    """Whether this thread is inside a call of any group, or inside a callback of one."""
     return any(queue.is_running_here() for queue in list(_started))
 
 
@@ -351,7 +353,7 @@ def all_idle() -> bool:
 
 @atexit.register
 def finish_all() -> None:
-    """Give what is in flight a few seconds to finish, and end the threads."""
+    """Give calls in flight a few seconds to finish, then end the threads."""
     for queue in list(_started):
         queue.drain(_EXIT_S)
         queue.stop()
@@ -359,7 +361,10 @@ def finish_all() -> None:
 
 
 def _run_queues_here(is_done: Callable[[], bool]) -> None:
-    """Point 4 of Note [One total order], for a future that does not know in whose callback this thread is."""
+    """Run the queue in whose callback this thread is, if any. A future calls it before it blocks.
+
+    This is point 4 of Note [One total order]. The future may belong to another group, so all queues are asked.
+    """
     for queue in list(_started):
         if queue.is_running_here():
             queue.run_until(is_done)

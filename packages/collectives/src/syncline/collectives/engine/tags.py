@@ -1,6 +1,6 @@
-"""Tags of messages: those that Syncline keeps for itself, and the tags under which messages travel.
+"""Tags of messages: the tags that Syncline reserves, and the tags on the wire.
 
-On the wire a message has the caller's tag and a code of its dtype, so that only tensors of one dtype meet.
+On the wire, a tag combines the caller's tag and a code of the dtype, so that a receive matches only sends of its dtype.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import torch
 
 from ..errors import InvalidArgumentError
 
-#: A program may use no tag from the first to the second.
+#: Programs must not use these tags, both ends included.
 FIRST_RESERVED, LAST_RESERVED = 32_000, 32_767
 
 
 class ReservedTag(int):
-    """One of them. `send` and `recv` take it, and refuse a plain number of the same value."""
+    """A reserved tag. `send` and `recv` accept this type, and refuse a plain number of the same value."""
 
 
-#: The messages of NCCL groups that agree over a host group: one of these for each topic.
+#: NCCL groups that agree over a host group send their messages with these tags, one tag for each topic.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
 CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)
@@ -25,13 +25,13 @@ TRACE_CLOCK = ReservedTag(32_766)
 
 
 def is_reserved(tag: int) -> bool:
-    """Whether a program may not use it."""
+    """Whether the tag is reserved, so that a program must not use it."""
     return FIRST_RESERVED <= tag <= LAST_RESERVED and not isinstance(tag, ReservedTag)
 
 
 # ---- on the wire ----
 
-# The place of a dtype here is its code. Append only: ranks may run other versions of torch.
+# The index of a dtype is its code. Only append: ranks may run different versions of torch, and must agree on the codes.
 _DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
     *("int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"),
@@ -39,20 +39,20 @@ _DTYPES = (
 )
 _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_DTYPES) if hasattr(torch, name)}
 _BITS = 5
-# So that all tags up to 32,767 can be coded, which is what MPI promises to take.
+# A library must take wire tags up to this one, so that every tag up to 32,767 (the least that MPI guarantees) can be coded.
 _LEAST = 2 ** (15 + _BITS) - 1
-#: How many codes there are for numbers of elements: a prime, for differences are often multiples of powers of 2.
+#: The number of codes for numbers of elements. A prime, because differences between sizes are often multiples of powers of 2.
 SIZES = 2039
 _OTHER_DTYPE = 2**_BITS - 1
 
 
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
-    """The tag of a message on the wire. A library with very few tags gets the caller's, and dtypes are not told apart.
+    """The tag of a message on the wire. If a library has too few tags, it gets the caller's tag without the dtype.
 
     Args:
-        tag: the caller's.
-        dtype: of the tensor.
-        largest: that the library takes.
+        tag: the caller's tag.
+        dtype: the tensor's dtype.
+        largest: the largest tag that the library takes.
 
     Raises:
         InvalidArgumentError: the tag is too large.
@@ -66,8 +66,8 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
 
 
 def sized_wire_tag(tag: int, dtype: torch.dtype, numel: int, largest: int) -> int:
-    """The same with a code of the number of elements, for a library that delivers messages of any size.
+    """`wire_tag` with a code of the number of elements. Use it for a library that does not check the size of a message.
 
-    Numbers that differ by a multiple of `SIZES` are not told apart.
+    Two numbers of elements have the same code if they differ by a multiple of `SIZES`.
     """
     return wire_tag(tag, dtype, largest // SIZES) * SIZES + numel % SIZES

@@ -18,19 +18,19 @@ from .transport import Request
 
 
 class TransferWork(Work):
-    """A send or receive in flight; whoever waits for it drives it.
+    """A send or receive in flight. The thread that waits for it makes it progress.
 
-    Nothing happens behind the caller's back until a future is asked for: then a thread of its own waits. `_driving` lets one
-    thread at a time wait for the request, the only thing that a transport must be spared.
+    It uses no thread of its own until the caller asks for a future; then a thread waits for the transfer. `_driving` lets only
+    one thread at a time wait for the request, because a transport need not support more.
 
     Args:
-        request: the transport's.
-        tensors: the one that is sent or received, in a list.
-        deliver: called once it is over, such as to copy back.
-        describe: says in words which transfer it is.
-        timeout_s: how long `wait` waits if it is given no limit: the group's time limit, in seconds.
-        ask: returns the reason why waiting is in vain, or None.
-        explain: returns the loss of a rank that is behind an error of the transport, or None.
+        request: the transport's request.
+        tensors: a list with the tensor that is sent or received.
+        deliver: called when the request is over, for example to copy the result back.
+        describe: returns the transfer's name for messages.
+        timeout_s: the time limit of `wait` without an argument: the group's time limit, in seconds.
+        ask: returns the reason why waiting is useless, or None.
+        explain: returns the loss of a rank that caused an error of the transport, or None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TransferWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly, as far as the library can tell without waiting."""
+        """Whether the transfer is over, with or without an error, as far as the library can tell without waiting."""
         if self._generation == generation() and self._driving.acquire(blocking=False):
             try:
                 if not self._done:
@@ -79,7 +79,7 @@ class TransferWork(Work):
         return self._done
 
     def exception(self) -> BaseException | None:
-        """The error with which it failed, or None."""
+        """The error with which the transfer failed, or None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ class TransferWork(Work):
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """For a receive that is over: the rank in the group that sent."""
+        """The sender's rank in the group, for a receive that is over."""
         return self._request.source()
 
     def get_future(self) -> TensorsFuture:
@@ -104,7 +104,8 @@ class TransferWork(Work):
     def _wait_quietly(self) -> None:
         try:
             self.wait()
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the future must get it
+        except BaseException as error:  # noqa: BLE001 - the future's waiters must get it
+            # `wait` raises a time limit without ending the transfer. But nobody would ever complete the future then.
             if not self._done:
                 self._finish(error)
 
@@ -127,18 +128,18 @@ class TransferWork(Work):
 
         try:
             self._finish_if(waited, scope)
-        except SynclineError as reason:  # of the scope; the transfer itself goes on
+        except SynclineError as reason:  # the scope's reason; the transfer itself goes on
             raise reason.reworded(f"{self._describe()}: {reason}") from None
 
     def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
-        """Finish it if the request is over, or with the error of the request, which every later waiter must get."""
+        """Finish the transfer if the request is over. If the request fails, finish with its error, for all later waiters."""
         try:
             if is_over():
                 self._finish(None)
-        except TimeoutError:
+        except TimeoutError:  # this waiter's time limit; another may wait for longer
             raise
         except BaseException as error:
-            if scope is not None and error is scope.reason:
+            if scope is not None and error is scope.reason:  # this waiter was cancelled; the request did not fail
                 raise
             self._finish(self._explained(error))
 
@@ -149,7 +150,7 @@ class TransferWork(Work):
         return behind.reworded(f"{self._describe()}: {behind}")
 
     def _finish(self, error: BaseException | None) -> None:
-        """The first call counts: the future's thread may have given up while another thread waits for longer."""
+        """Set the outcome. The first call counts: the future's thread may give up while another thread still waits."""
         with self._settling:
             if self._done:
                 return

@@ -1,4 +1,4 @@
-"""Transport: what moves the tensors of a group; and Plan: how it carries out one signature."""
+"""A Transport moves the tensors of a group. A Plan is its way to carry out one signature."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self, scope: CancelScope) -> None:
-        """Block until it is over. One thread at a time calls this.
+        """Block until the request is over. Only one thread at a time calls this.
 
         Raises:
-            TimeoutError: the scope's time limit was reached; the request can be waited for again.
-            BaseException: the scope's reason.
+            TimeoutError: the scope's time limit was reached; the caller may wait for the request again.
+            BaseException: the reason with which the scope was cancelled.
         """
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether it is over, without blocking. May stay false where the library cannot tell before `wait`."""
+        """Whether the request is over. Never blocks. May stay false if the library cannot tell before `wait`."""
 
     @abstractmethod
     def source(self) -> int | None:
-        """For a receive that is over: the rank that sent."""
+        """The sender's rank, for a receive that is over."""
 
 
 class Plan(ABC):
-    """How a transport carries out one signature. What can be decided before a call was decided when the plan was made.
+    """How a transport carries out one signature. It makes all decisions that need no tensors when it is constructed.
 
     A group keeps its plans, and runs one call at a time. A plan keeps no tensor alive, and communicates only when it runs.
     """
@@ -57,21 +57,21 @@ class Plan(ABC):
 
         Args:
             part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
-            whole: the block with a part for each rank, if the collective has one (None on the ranks that are not the root of a
-                gather or scatter); else `part` itself.
-            call: which call runs, with the scope that ends its waits.
+            whole: the block with one part for each rank, if the collective has such a block; else `part` itself. None in a
+                gather or scatter on the ranks that are not the root.
+            call: the call, with the scope that ends its waits.
 
         Raises:
             TimeoutError: the scope's time limit was reached; the text says what is known of the other ranks.
-            SynclineError: the scope's reason, a disagreement, or a failure of the library.
+            SynclineError: the scope was cancelled with this reason, the ranks disagree, or the library failed.
         """
 
 
 class Transport(ABC):
     """Moves the tensors of one group. `HostGroup` makes a process group of it.
 
-    Who calls: `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's.
-    `start_send` and `start_recv` may be called by any thread, also while a collective runs.
+    `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's. Any thread may
+    call `start_send` and `start_recv`, also while a collective runs.
 
     To bring a library with blocking collectives on host memory, write a `LibraryTransport`.
     """
@@ -79,12 +79,12 @@ class Transport(ABC):
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
-    #: Says which of the ranks are lost; None where the transport does not know whose processes they are.
+    #: Finds out which ranks are lost; None if the transport does not know their processes.
     liveness: Liveness | None = None
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether the ranks compare each call before it runs; the same on all ranks. If not, the group compares later."""
+        """Whether the ranks compare each call before it runs. If not, the group compares later. The same on all ranks."""
         return False
 
     @abstractmethod
@@ -95,9 +95,9 @@ class Transport(ABC):
 
     @abstractmethod
     def plan(self, signature: Signature) -> Plan:
-        """How calls of that signature are carried out from now on. Does not communicate.
+        """Make the plan for calls of this signature. Does not communicate.
 
-        The ranks need not make their plans at the same call: a plan that was just made does the same as one that was kept.
+        Ranks may make their plans at different calls, so a new plan must do the same on the wire as one that was kept.
         """
 
     @abstractmethod
@@ -105,14 +105,14 @@ class Transport(ABC):
         """Return once all ranks have entered."""
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for those who share memory
-        """Memory from which the transport communicates fastest, flat, with undefined content. By default plain memory."""
+        """Allocate flat memory from which the transport communicates fastest, with undefined content. Default: plain memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     # ---- two ranks ----
 
     @abstractmethod
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Begin to send a flat, contiguous tensor; must not wait for the receiver."""
+        """Begin to send a flat, contiguous tensor. Must not wait for the receiver."""
 
     @abstractmethod
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
@@ -122,9 +122,9 @@ class Transport(ABC):
 
     @abstractmethod
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """A transport between some of the ranks, in the order given. Only the members call it, all of them.
+        """Make a transport between some of the ranks, in the order given. All members call it, and no other rank.
 
-        `name` and `number` (0 or above) are the same for all members. At any time there is only one subset of that name.
+        `name` and `number` (0 or above) are the same on all members. No two subsets have the same name at the same time.
         """
 
     def meeting_store(self) -> dist.Store | None:
@@ -132,47 +132,47 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """Where the ranks leave lines for rank 0, without disturbing what they do; None if there is no such place."""
+        """A place where ranks leave lines of text for rank 0 without interrupting anybody; None if there is no such place."""
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """A call has failed here, and there will be no other: tell the ranks that wait, if possible. Must not block."""
+        """Tell the waiting ranks, if possible, that a call has failed here and none will follow. Must not block."""
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """In a fork, which must neither use nor free what the library keeps for the parent."""
+        """Called in a forked child: it must neither use nor free objects that the library keeps for the parent."""
 
     def lost_ranks(self) -> Sequence[int]:
         """The ranks that have failed, as far as the library knows. Must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Have the library end the call that runs on another thread, with an error; nothing comes after it. May block."""
+        """Make the library end, with an error, the call that runs on another thread. No call follows. May block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. Nothing is in flight."""
+        """Release everything. No call is in flight."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Make the waits of other ranks and other threads end as soon as possible. Must not block."""
+        """End the waits of other ranks and other threads as soon as possible. Must not block."""
 
 
 class LibraryTransport(Transport):
-    """A transport whose library has blocking collectives on host memory: its plans call the method of the collective's name.
+    """A transport for a library with blocking collectives on host memory. Its plans call the method named like the collective.
 
-    Each method blocks until this rank's share is done. Tensors are flat, contiguous and on the CPU, of any dtype, and checked.
-    A "block" holds `size` equal parts, one for each rank. A method checks `call.scope` while it waits, and ends when it
-    raises. Errors of the library are raised as `TransportError`, `from` the original.
+    Each method blocks until this rank's share is done. Tensors are checked, flat, contiguous and on the CPU, of any dtype. A
+    "block" holds `size` equal parts, one for each rank. While a method waits, it calls `call.scope.check`, and lets its errors
+    through. Raise an error of the library as `TransportError`, `from` the original.
     """
 
     def plan(self, signature: Signature) -> Plan:
-        """A plan with nothing decided."""
+        """Make a plan that calls the method of the collective's name."""
         return LibraryPlan(self, signature)
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine in place; all ranks end with the same bits."""
+        """Combine in place. All ranks end with the same bits."""
 
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
@@ -196,7 +196,7 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine the blocks and leave part r in rank r's tensor. The block is not changed, unless `tensor` is part of it."""
+        """Combine the blocks, and write part r to rank r's tensor. Change the block only where `tensor` is part of it."""
 
     @abstractmethod
     def all_to_all(
@@ -207,7 +207,7 @@ class LibraryTransport(Transport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Send `input_counts[r]` elements to rank r, receive `output_counts[r]` from it; parts lie one after the other."""
+        """Send `input_counts[r]` elements to rank r and receive `output_counts[r]` from it. The parts follow one another."""
 
 
 class LibraryPlan(Plan):
@@ -237,7 +237,7 @@ class LibraryPlan(Plan):
                 transport.gather(part, block, signature.root_rank, call)
             case "scatter":
                 transport.scatter(part, block, signature.root_rank, call)
-            case name:  # of these every rank has a block
+            case name:  # in all others, every rank has a block
                 assert block is not None
                 self._run_on_block(name, part, block, call)
 

@@ -1,11 +1,12 @@
-"""At which of their addresses the hosts of a job reach one another: tried, and not looked up.
+"""Find out, by trying, at which addresses the hosts of a job reach each other.
 
-What a host's name resolves to is no help. Debian resolves a host's own name to 127.0.1.1, in a container it may resolve to
-nothing, and a host with several interfaces has one name and several addresses, of which some lead nowhere. So rank 0 opens a
-door at each of its addresses: a socket that says a word that only this job knows, and hangs up. All other ranks try all doors,
-and tell which they have reached. All take the first that every rank has reached; each rank is to be reached at its own end of
-that connection. (The word, because a proxy may take connections for anybody, and several hosts may have the same address, such
-as that of a bridge for containers.)
+Resolving a host's name does not help. Debian resolves a host's own name to 127.0.1.1. In a container the name may resolve to
+nothing. A host with several interfaces has one name and several addresses, and some of them lead nowhere.
+
+So rank 0 opens a "door" at each of its addresses: a socket that sends a word and hangs up. Only this job knows the word. All
+other ranks try all doors, and report which ones they have reached. All ranks use the first door that every rank has reached;
+other ranks reach a rank at its own end of this connection. (The word is needed because a proxy may accept any connection, and
+several hosts may have the same address, such as that of a bridge for containers.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .nodes import host_identity
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch's
 _IS_UP = 0x1
 _CHOOSE = f"choose the interface with {INTERFACE_VARIABLE} or `interface` in the site file"
-# A door behind an interface that leads nowhere is tried in vain for as long as others of the same host answer at once.
+# Once one door has answered, the others get this long. A door behind an interface that leads nowhere never answers.
 _OTHERS_S = 0.5
 _LONGEST_TRY_S = 15.0
 LOOPBACK = "127.0.0.1"
@@ -44,25 +45,25 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class OwnAddress:
-    """An address of this host, as number, and the interface that has it."""
+    """A numeric address of this host, and its interface."""
 
     interface: str
     address: str
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host reaches it."""
+        """Whether only this host can reach the address."""
         return self.address.startswith("127.") or self.address == "::1"
 
 
 def chosen_interfaces(environ: Mapping[str, str], site: str | None = None) -> tuple[str, ...]:
-    """The interfaces that the user, or else the site has chosen; none where nobody has. A pure function."""
+    """The interfaces that the user has chosen, else the site's; empty if neither has chosen any. A pure function."""
     chosen = environ.get(INTERFACE_VARIABLE) or site or ""
     return tuple(name for name in chosen.replace(" ", "").split(",") if name)
 
 
 def loopback_domain() -> str:
-    """The same for processes that reach one another at the loopback address."""
+    """A text that is the same for processes that reach each other at the loopback address."""
     host = host_identity()
     with suppress(OSError):
         return f"{host.hostname}/{host.boot_id}/{os.readlink('/proc/self/ns/net')}"
@@ -70,7 +71,7 @@ def loopback_domain() -> str:
 
 
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
-    """The addresses by which others may reach this host, those of version 4 first; those of the interfaces, if any are given.
+    """The addresses at which others may reach this host, IPv4 first. If `interfaces` are given, only the addresses of these.
 
     Raises:
         LaunchError: an interface does not exist, is down, or has no address.
@@ -92,7 +93,7 @@ def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
     """`own_addresses`, for a job of several hosts.
 
     Raises:
-        LaunchError: as `own_addresses`, or no other host can reach any of them.
+        LaunchError: as `own_addresses`, or no other host can reach any of the addresses.
     """
     found = own_addresses(interfaces)
     if all(entry.is_loopback for entry in found):
@@ -105,10 +106,10 @@ def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
 
 
 def address_towards(address: str) -> str:
-    """From which of its addresses this host would reach another host's. Sends nothing.
+    """The address from which this host would reach an address of another host. Sends nothing.
 
     Raises:
-        LaunchError: the system knows no way there.
+        LaunchError: the system has no route to the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -120,11 +121,11 @@ def address_towards(address: str) -> str:
 
 
 class Doors:
-    """Sockets at some addresses of this host. Within the context a thread answers those that come.
+    """Sockets at some addresses of this host. Inside the context a thread answers connections.
 
     Attributes:
-        word: what it says to them.
-        places: where they are.
+        word: the word that is sent to every connection.
+        places: the addresses and ports of the sockets.
     """
 
     def __init__(self, addresses: Sequence[OwnAddress]) -> None:
@@ -158,7 +159,7 @@ class Doors:
                 selector.register(door, selectors.EVENT_READ)
             while not self._closing.is_set():
                 for key, _ in selector.select(_LOOK_S):
-                    with suppress(OSError):  # the visitor has gone
+                    with suppress(OSError):  # the other side has closed the connection
                         visitor = cast("socket.socket", key.fileobj).accept()[0]
                         with visitor:
                             visitor.send(self.word.encode())
@@ -166,12 +167,12 @@ class Doors:
 
 @dataclass
 class Tried:
-    """What one rank found at the doors.
+    """The results of one rank at the doors of rank 0.
 
     Attributes:
-        host: its name.
-        own: for each door that it reached, by number, its own address.
-        failed: for each other, why.
+        host: the name of the rank's host.
+        own: for each door that it reached, by number, its own address of the connection.
+        failed: for each other door the reason.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -179,12 +180,12 @@ class Tried:
     failed: dict[int, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for `parse`."""
+        """Plain values for JSON, which `parse` reads."""
         return {"host": self.host, "own": list(self.own.items()), "failed": list(self.failed.items())}
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Tried:
-        """From what `as_json` gave."""
+        """Read the values that `as_json` returned."""
         return cls(said["host"], dict(said["own"]), dict(said["failed"]))
 
 
@@ -199,7 +200,7 @@ def try_doors(places: Sequence[Place], word: str, scope: CancelScope) -> Tried:
                 end = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 end.setblocking(False)
                 status = end.connect_ex((address, port))
-            except OSError as error:  # this host has no version 6, say
+            except OSError as error:  # for example, this host has no IPv6
                 status = error.errno or errno.EIO
             if status in (0, errno.EINPROGRESS):
                 selector.register(end, selectors.EVENT_READ, number)
@@ -229,14 +230,14 @@ def _note(tried: Tried, number: int, end: Any, word: str) -> None:
 
 
 def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dict[int, str]:
-    """For each rank the address at which it is to be reached. A pure function.
+    """For each rank the address at which the others reach it. A pure function.
 
     Args:
-        places: of the doors of rank 0.
-        tried: what each other rank found there.
+        places: the doors of rank 0.
+        tried: the results of each other rank.
 
     Raises:
-        LaunchError: a rank has reached none.
+        LaunchError: a rank has reached no door.
     """
     for rank, one in tried.items():
         if not one.own:
@@ -245,6 +246,7 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
                 f"rank {rank} (host {one.host}) reaches rank 0 at none of its addresses: {_CHOOSE}, or open the firewall\n"
                 f"What it tried:\n{why}"
             )
+    # If no door was reached by all ranks, take the one that most have reached. Other ranks use their end of another connection.
     common = [number for number in range(len(places)) if all(number in one.own for one in tried.values())]
     reached = max(range(len(places)), key=lambda number: sum(number in one.own for one in tried.values()))
     door = common[0] if common else reached
@@ -260,7 +262,7 @@ class _SocketAddress(ctypes.Structure):
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """One entry of what getifaddrs(3) gives."""
+    """One entry of the list that getifaddrs(3) returns."""
 
 
 _InterfaceAddress._fields_ = (
@@ -272,7 +274,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """Those of the interfaces that are up, but link-local ones, which mean nothing without an interface of the other side."""
+    """The addresses of all interfaces that are up. No link-local ones: they only work with the interface of the other side."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

@@ -1,4 +1,4 @@
-"""From which size on which algorithm of a collective is used."""
+"""The sizes that decide which algorithm a collective uses."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from ..errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmThresholds:
-    """Sizes in bytes; a size that is never reached (such as 2**62) switches an algorithm off.
+    """Sizes in bytes. A size that is never reached (such as 2**62) switches an algorithm off.
 
     Attributes:
-        eager_bytes: the largest size for the eager algorithm, in bytes that a rank reads from its peers. Larger: fewer waits
-            per call, but each rank reads and reduces everything, and the group needs more shared memory.
-        window_bytes: the smallest memory of `allocate` that lies in a window, and the smallest tensor for which the ranks
-            compare whether it does. Smaller: more tensors are reduced in place, at the price of whole pages for each.
-        staged_bytes: the smallest reduction of plain memory that is copied into shared memory and out again. Smaller: fewer
-            reductions are left to MPI; each copies its tensor twice and waits for the other ranks at least twice.
-        ring_bytes: the smallest part of a tensor, its size divided by the number of nodes, from which nodes reduce it in a
-            ring of our own. Smaller: more reductions use the whole bandwidth of a TCP network, but a ring takes as many steps
-            as there are nodes. Never: where the network reduces by itself, or the MPI library is tuned for it.
+        eager_bytes: the largest size for the eager algorithm, in bytes that a rank reads from its peers. A larger value means
+            fewer waits per call, but each rank reads and reduces everything, and the group needs more shared memory.
+        window_bytes: the smallest memory that `allocate` puts in a window, and the smallest tensor for which the ranks compare
+            whether it is in one. A smaller value means that more tensors are reduced in place, but each takes whole pages.
+        staged_bytes: the smallest reduction of plain memory that is copied into shared memory and out again. A smaller value
+            means fewer reductions by MPI; each copies its tensor twice and waits for the other ranks at least twice.
+        ring_bytes: use our own ring between nodes if a part (the tensor's size divided by the number of nodes) has at least
+            this size. A smaller value means that more reductions use the whole bandwidth of a TCP network, but a ring takes as
+            many steps as there are nodes. Switch the ring off if the network itself reduces, or the MPI library is tuned for
+            it.
     """
 
     eager_bytes: int = 512 << 10
@@ -31,10 +32,10 @@ class AlgorithmThresholds:
     ring_bytes: int = 128 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
-        """As set by environment variables, where there are any: SYNCLINE_ and an attribute's name in capitals.
+        """These sizes, replaced by environment variables that are set: SYNCLINE_ and an attribute's name in capitals.
 
         Raises:
-            InvalidArgumentError: one is no positive integer.
+            InvalidArgumentError: a variable is not a positive integer.
         """
         given = {field.name: environ.get(f"SYNCLINE_{field.name.upper()}") for field in fields(self)}
         sizes = {name: _bytes_in(name, text) if text else getattr(self, name) for name, text in given.items()}

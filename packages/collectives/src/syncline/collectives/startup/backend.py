@@ -1,4 +1,4 @@
-"""Backend: how a process group of one kind comes into being."""
+"""Backend: makes process groups of one kind."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConnectRequest:
-    """What `init_process_group` knows when it asks a backend to connect the ranks of the job.
+    """The request with which `init_process_group` asks a backend to connect the ranks of the job.
 
     Attributes:
-        launch: what the launcher says, or None if nothing launched this process.
-        rank, world_size: what the caller said explicitly, or None.
-        init_method: where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: what the ranks meet in instead of an `init_method`, ours or torch's, or None; nobody else uses its keys.
+        launch: the launcher's facts about this process, or None if nothing launched it.
+        rank, world_size: the caller's arguments, or None.
+        init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
+        store: the store in which the ranks meet instead of an `init_method`, ours or torch's, or None. Nobody else uses its
+            keys.
         timeout_s: the group's time limit in seconds.
-        group_name: how error messages call the group.
-        reproducible: reductions give the same bits in every run. A backend that cannot must refuse to connect.
-        host_group: a group of the same ranks on host memory, if one was connected just before: a backend for devices may meet
-            there, by `send` and `recv`, as long as it lives.
-        check_calls: the ranks compare each collective before it starts. A backend that cannot must refuse to connect.
-        thresholds: from which sizes on ranks of a node use memory that they share, for a backend that can.
-        stall_warning_s: after so many seconds in one call rank 0 logs who waits for whom; 0: never.
+        group_name: the group's name in error messages.
+        reproducible: reductions must give the same bits in every run. A backend that cannot do this must refuse to connect.
+        host_group: a group of the same ranks on host memory, if one was connected just before. A backend for devices may use
+            its `send` and `recv` as long as the group lives.
+        check_calls: the ranks must compare each collective before it starts. A backend that cannot do this must refuse to
+            connect.
+        thresholds: the sizes from which ranks of a node use shared memory, for a backend that has it.
+        stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which; 0: never.
         communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
-        interfaces: the network interfaces on which ranks of several hosts meet and Gloo communicates; none: those that lead
-            there.
-        spin_s: for how long a rank that waits looks for the others before it sleeps, for a backend that looks.
-        joins: this process comes later than the others: it waits until they let it in (`ProcessGroup.admit`).
+        interfaces: the network interfaces on which ranks of several hosts meet, and Gloo communicates; if empty, the backend
+            finds them.
+        spin_s: how long a waiting rank checks for the others before it begins to sleep, for a backend that checks.
+        joins: this process comes later than the others, and waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
 
@@ -68,9 +70,9 @@ class ConnectRequest:
 
     @classmethod
     def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
-        """What the site's settings and the environment say, and what is given besides; the settings give way.
+        """A request with the site's settings, the environment's, and the given fields. Given fields override the others.
 
-        What the settings say of this process as a whole (reports, tracebacks) holds from now on.
+        Settings of the process as a whole (reports, tracebacks) hold from now on.
         """
         show_all_frames(settings.full_tracebacks)
         set_report_folder(settings.report_dir)
@@ -84,7 +86,7 @@ class ConnectRequest:
         return cls(timeout_s=timeout_s, **{**said, **given})
 
     def wants(self, device_type: str) -> bool:
-        """Whether the group will get tensors on that type of device, if it can serve them."""
+        """Whether the group will get tensors on this type of device, if it can serve them."""
         return self.devices is None or device_type in self.devices
 
 

@@ -1,4 +1,4 @@
-"""Which backend connects the ranks, and why."""
+"""Choose the backend that connects the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKEND_VARIABLE = "SYNCLINE_BACKEND"
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A backend's name and, in words, why it was chosen."""
+    """A backend's name, and the reason why it was chosen, in words."""
 
     name: str
     reason: str
@@ -32,8 +32,8 @@ def choose_backend(
 ) -> BackendChoice:
     """Choose by argument, else by environment variable, else by the site file, else automatically. A pure function.
 
-    Automatically: MPI when an MPI launcher started this process and nothing that MPI needs is missing; else Gloo when there
-    is a launcher or a rendezvous; else a group of one. Where NCCL lacks nothing either, it serves the GPUs beside that.
+    The automatic choice is MPI if an MPI launcher started this process and nothing that MPI needs is missing. Else it is Gloo
+    if there is a launcher or a rendezvous. Else it is a group of one. If NCCL lacks nothing, NCCL serves the GPUs.
 
     Args:
         argument: the `backend` argument of `init_process_group`.

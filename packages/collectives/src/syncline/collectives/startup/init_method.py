@@ -1,4 +1,4 @@
-"""What the URL of an `init_method` says: a folder, or the address of a store. Pure functions."""
+"""Parse the URL of an `init_method`: a folder, or the address of a store. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import InvalidArgumentError, LaunchError
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 serves a TCP store, as a URL says it; `secret_file` is the path given there, or None."""
+    """The address where rank 0 serves a TCP store, from a URL. `secret_file` is the path in the URL, or None."""
 
     host: str
     port: int
@@ -23,7 +23,7 @@ def parse_folder(url: str) -> Path:
     """The folder that a file:// URL names. A pure function.
 
     Raises:
-        InvalidArgumentError: it names a host, no absolute path, or anything else.
+        InvalidArgumentError: the URL has anything but an absolute path, such as a host.
     """
     parts = urlsplit(url)
     if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
@@ -37,7 +37,7 @@ def parse_address(url: str) -> Address:
     """Host, port and secret file of a tcp:// URL. A pure function.
 
     Raises:
-        InvalidArgumentError: there is no host or port, or something that is neither.
+        InvalidArgumentError: the host or the port is missing, or the URL has anything else but a secret_file.
     """
     parts = urlsplit(url)
     try:
@@ -52,11 +52,11 @@ def parse_address(url: str) -> Address:
 
 
 def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
-    """What MASTER_ADDR and MASTER_PORT say. A pure function.
+    """The address in MASTER_ADDR and MASTER_PORT. A pure function.
 
     Raises:
-        LaunchError: one of them is missing, or the port is no number.
-        InvalidArgumentError: the URL says more than where the secret is.
+        LaunchError: one of the variables is missing, or the port is not a number.
+        InvalidArgumentError: the URL has anything else but a secret_file.
     """
     parts = urlsplit(url)
     if parts.netloc or parts.path or parts.fragment:

@@ -1,4 +1,4 @@
-"""Who am I: what the launcher has put into the environment, and what the caller said about it."""
+"""Find out this process's rank and the number of ranks, from the launcher's variables and the caller's arguments."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ INIT_METHODS = {
 
 
 RUN_ID_PREFIX = "syncline-"
-"""With which TORCHELASTIC_RUN_ID begins where `syncline run` has set it."""
+"""TORCHELASTIC_RUN_ID begins with this text if `syncline run` has set it."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in its job, as its launcher tells it.
+    """The place of this process in its job, according to its launcher.
 
     Attributes:
-        launcher: in words, such as "Open MPI".
+        launcher: the launcher's name, such as "Open MPI".
         is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can carry the job.
         rank: 0 to world_size - 1.
         world_size: number of processes of the job, or None if the launcher does not say (PMIx alone); MPI knows it.
-        local_rank: rank among the processes of this node, or None if the launcher does not say. Only to be shown: see
-            `placement` for what the communicator knows.
-        local_world_size: number of processes on this node, or None. Only to be shown, too.
+        local_rank: rank among the processes of this node, or None if the launcher does not say. Use it only in messages; see
+            `api.placement` for what the ranks find out themselves.
+        local_world_size: number of processes on this node, or None. Use it only in messages.
     """
 
     launcher: str
@@ -45,7 +45,7 @@ class Launch:
     local_world_size: int | None = None
 
     def least_world_size(self) -> int:
-        """The number of processes, or as many as there must at least be."""
+        """The number of processes if it is known, else a lower bound."""
         if self.world_size is not None:
             return self.world_size
         return max(self.rank + 1, self.local_world_size or 1)
@@ -53,7 +53,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _LauncherEnv:
-    """The variables in which one launcher speaks. It is recognised when `rank` and `also` (and `world_size`) are set."""
+    """The environment variables of one launcher. It is recognised if `rank`, `world_size` and `also` are set, unless None."""
 
     launcher: str
     is_mpi: bool
@@ -66,28 +66,27 @@ class _LauncherEnv:
 
 # Note [Order of launchers]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
-# Launchers nest, and the variables of the outer ones stay visible inside: sbatch starts mpirun, which starts torchrun, which
-# starts Python. The innermost speaks for this process. From the inside outwards:
+# Launchers nest, and the variables of the outer launchers stay visible inside: sbatch starts mpirun, which starts torchrun,
+# which starts Python. The innermost launcher describes this process. From the inside outwards:
 #
-# 1. torchrun. TORCHELASTIC_RUN_ID is its signature. It may run under anything, as one process per node of an MPI job whose
-#    own numbers count nodes: no contradiction. `syncline run` sets torchrun's variables for the script, with a run id of its
-#    own: then the launcher around it speaks (2 to 4), or, where it has started the ranks itself, 5.
-# 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If two of them speak, one is
-#    inside the other and nothing says which.
-# 3. The launcher of a resource manager: Flux (may run inside Slurm, so it comes first), PALS, JSM, and Slurm where srun
-#    started the process (it has a step id that is a number); a batch script sees SLURM_PROCID=0 and all of SLURM_NTASKS, but
-#    is alone. An mpirun starts its daemons by these, so inside 2 their numbers are the daemons'.
-# 4. PMIx alone (prterun, and other launchers that only speak PMIx), which says a rank but no size. Where it comes with one of
-#    the above it says the same as they do.
-# 5. RANK and WORLD_SIZE without torchrun's signature: written by hand, by a batch script or by Kubernetes.
+# 1. torchrun. TORCHELASTIC_RUN_ID is its signature. It may run under any launcher, as one process per node of an MPI job whose
+#    own ranks count nodes; this is no contradiction. `syncline run` sets torchrun's variables for the script, with a run id of
+#    its own. Then the launcher around it counts (2 to 4), or 5 if `syncline run` has started the ranks itself.
+# 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If the variables of two of them
+#    are set, one is inside the other, and nothing says which.
+# 3. The launcher of a resource manager: Flux (first, because it may run inside Slurm), PALS, JSM, and Slurm if srun started the
+#    process (then the step id is a number). A batch script sees SLURM_PROCID=0 and the whole SLURM_NTASKS, but is alone. An
+#    mpirun starts its daemons with these launchers, so inside of 2 their numbers belong to the daemons.
+# 4. PMIx alone (prterun, and other launchers that only have PMIx). It sets a rank, but no size. Together with one of the above,
+#    it has the same numbers.
+# 5. RANK and WORLD_SIZE without torchrun's signature: set by hand, by a batch script or by Kubernetes.
 #
-# A contradiction is two sources that both mean *this* process and differ: two of 2, or one of 2, 3, 4 and the pair RANK and
-# WORLD_SIZE by hand, which many scripts copy from MPI's or Slurm's variables and which then agree. A stale pair, from a shell
-# profile or a container image, would give the wrong rank to half of a program; so it is an error, not a preference.
+# Two sources contradict each other if both describe *this* process and differ: two of 2, or one of 2, 3, 4 and the pair RANK
+# and WORLD_SIZE. (Many scripts copy the pair from MPI's or Slurm's variables; then they agree.) A stale pair, from a shell
+# profile or a container image, would give the wrong rank to half of a program. So a contradiction is an error.
 #
-# If none of them has set all its variables, but one that is there says that there are several processes, that is an error,
-# too. A process that took no notice would train alone as rank 0 of 1, and so would all others: N trainings that overwrite one
-# another's checkpoints, without a word.
+# It is also an error if no launcher has set all its variables, but one variable says that there are several processes. If we
+# ignored it, each process would train alone as rank 0 of 1: N trainings that silently overwrite each other's checkpoints.
 _TORCHRUN = _LauncherEnv("torchrun", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="TORCHELASTIC_RUN_ID")
 _OPEN_MPI = _LauncherEnv(
     "Open MPI",
@@ -116,17 +115,17 @@ _OF_A_MANAGER = (_FLUX, _PALS, _JSM, _SLURM, _PMIX)
 
 
 def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Launch | None:
-    """Read what the launcher put into the environment; None if nothing launched this process. A pure function.
+    """Read the launcher's variables from the environment; None if nothing launched this process. A pure function.
 
     See Note [Order of launchers].
 
     Args:
         environ: the environment variables.
-        is_given: the caller said rank and world size itself, so a claim that nobody understands does no harm.
+        is_given: the caller has passed rank and world size, so incomplete variables do no harm.
 
     Raises:
-        LaunchError: a variable that should hold a number does not, the rank is not below the world size, two launchers
-            both claim this process and differ, or a variable claims several processes and its launcher is not understood.
+        LaunchError: a variable that should be a number is not, the rank is not below the world size, two launchers describe
+            this process and differ, or a variable says that there are several processes but other variables are missing.
     """
     if _is_set(_TORCHRUN, environ) and not environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID_PREFIX):
         return _read(_TORCHRUN, environ)
@@ -147,15 +146,15 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
 
 
 def _says_one(environ: Mapping[str, str]) -> bool:
-    """Whether RANK and WORLD_SIZE mean a process that is alone, and has nobody to meet."""
+    """Whether RANK and WORLD_SIZE mean a single process that need not meet others."""
     return environ["WORLD_SIZE"] == "1" and environ["RANK"] == "0" and "MASTER_ADDR" not in environ
 
 
 def _claim(environ: Mapping[str, str]) -> str | None:
-    """Why this is one of several processes, though no launcher is understood; None if no variable says so."""
+    """The error if a variable says that this is one of several processes, although no launcher is complete; else None."""
     for launcher_env in (*_OF_AN_MPI, *_OF_A_MANAGER, _BY_HAND):
         if launcher_env is _SLURM and ("SLURM_STEP_ID" in environ or _number_if_plain(_SLURM.rank, environ) == 0):
-            continue  # a batch script, or a shell: it sees the size of its allocation
+            continue  # a batch script or a shell, which sees the size of its whole allocation
         needed = (launcher_env.rank, launcher_env.world_size, launcher_env.also)
         rank, size = (_number_if_plain(variable or "", environ) for variable in needed[:2])
         if (rank or 0) > 0 or (size or 0) > 1:
@@ -172,16 +171,16 @@ def _claim(environ: Mapping[str, str]) -> str | None:
 
 # Note [The place of a process]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A child inherits the launcher's variables, but not the place in the job that they describe: the connection to the launcher
-# belongs to the rank. If the child started MPI with them, MPICH would end the whole job, and Open MPI would wait for ever. So
-# the first process that takes a place notes its number in the environment, where its children find it:
+# A child process inherits the launcher's variables, but not the place in the job that they describe: the connection to the
+# launcher belongs to the rank. If the child started MPI with these variables, MPICH would end the whole job, and Open MPI would
+# wait for ever. So the first process that takes a place writes its process id to the environment, where its children find it:
 #
 #   rank (pid 10)  PMI_RANK=0 ... SYNCLINE_PLACE="10 8a1f33c0 4711"
 #     child (pid 12)               the same text: pid 10 is not 12, so this process has no place
-#     mpiexec -> rank (pid 14)     the same text, but other variables of a launcher, or another socket: a place of its own
+#     mpiexec -> rank (pid 14)     the same text, but other variables of a launcher, or another socket: its own place
 #
-# The second number is a digest of the launcher's variables. MPICH's are the same for rank 0 of 2 in all jobs; there the third
-# tells jobs apart, the number of the socket behind PMI_FD.
+# The second number is a digest of the launcher's variables. MPICH's variables are the same for rank 0 of 2 in all jobs; the
+# third number, of the socket behind PMI_FD, tells these jobs apart.
 PLACE_VARIABLE = "SYNCLINE_PLACE"
 _OF_A_JOB = (
     "PMIX_NAMESPACE",
@@ -199,11 +198,11 @@ _OF_A_JOB = (
 
 
 def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
-    """`detect_launch`, for a process that takes the place which the launcher describes; see Note [The place of a process].
+    """`detect_launch`, and take the place that the launcher describes; see Note [The place of a process].
 
     Args:
-        environ: the environment variables; the place is noted there.
-        is_given: the caller said rank and world size itself. To a child of a rank the launcher then says nothing.
+        environ: the environment variables; the place is written there.
+        is_given: the caller has passed rank and world size. In a child of a rank, the launcher is then ignored.
 
     Raises:
         LaunchError: as `detect_launch`, or this process is a child of a rank.
@@ -221,10 +220,10 @@ def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) ->
 
 
 def launch_by(communicator: Any) -> Launch:
-    """The place of this process in an mpi4py communicator that the caller gives.
+    """The place of this process in the caller's mpi4py communicator.
 
     Raises:
-        InvalidArgumentError: it is none, or this process is not in it (MPI.COMM_NULL).
+        InvalidArgumentError: the argument is not a communicator, or this process is not in it (MPI.COMM_NULL).
     """
     if not hasattr(communicator, "Get_rank") or not communicator:
         raise InvalidArgumentError(
@@ -235,7 +234,7 @@ def launch_by(communicator: Any) -> Launch:
 
 
 def parent_rank(environ: Mapping[str, str]) -> int | None:
-    """The process id of the rank whose child this process is, or None if it is not the child of one."""
+    """The process id of the rank whose child this process is; None if it is not the child of a rank."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
     if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
         return None
@@ -244,7 +243,7 @@ def parent_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def child_of_rank(rank: int | None, parent: int) -> str:
-    """What to tell a child of a rank that starts a group. A pure function."""
+    """The error message for a child of a rank that starts a group. A pure function."""
     which = "a rank" if rank is None else f"rank {rank}"
     return (
         f"this process is a child of {which} (pid {parent}), and no rank of the job itself: do not start a group in it, or "
@@ -258,7 +257,7 @@ def child_of_rank(rank: int | None, parent: int) -> str:
 
 def _place(pid: int, environ: Mapping[str, str]) -> str:
     spoken = [row for row in (*_OF_AN_MPI, *_OF_A_MANAGER) if _is_set(row, environ)]
-    if not spoken or _is_set(_TORCHRUN, environ):  # else a script may have written its own rank there
+    if not spoken or _is_set(_TORCHRUN, environ):  # inside a launcher, a script may have set RANK itself
         spoken.append(_BY_HAND)
     names = {name for row in spoken for name in (row.rank, row.world_size)} | set(_OF_A_JOB)
     said = repr(sorted((name, environ[name]) for name in names if name is not None and name in environ))
@@ -266,7 +265,7 @@ def _place(pid: int, environ: Mapping[str, str]) -> str:
 
 
 def _socket_number(environ: Mapping[str, str]) -> str:
-    """The system's number of the socket behind PMI_FD, by which a rank of MPICH speaks to its mpiexec; "" if there is none."""
+    """The inode of the socket behind PMI_FD, which connects a rank of MPICH to its mpiexec; "" if there is none."""
     try:
         status = os.fstat(int(environ.get("PMI_FD", "")))
     except (ValueError, OSError):
@@ -274,16 +273,16 @@ def _socket_number(environ: Mapping[str, str]) -> str:
     return str(status.st_ino) if stat.S_ISSOCK(status.st_mode) else ""
 
 
-# ---- who connects the ranks of an MPI job ----
+# ---- the process manager that connects the ranks of an MPI job ----
 
 SRUN_PMIX, SRUN_PMI2, OPEN_MPI, HYDRA = "srun --mpi=pmix", "srun --mpi=pmi2", "Open MPI's mpirun", "MPICH's mpiexec"
 
 
 def process_manager(environ: Mapping[str, str]) -> str | None:
-    """What connects the processes of this MPI job: one of the four above; None where that is not known. A pure function.
+    """The process manager of this MPI job: one of the four above; None if it is not known. A pure function.
 
-    An mpirun inside a step of Slurm, or one that starts its daemons by srun, connects them itself, while Slurm's variables stay
-    visible.
+    An mpirun inside a step of Slurm, or one that starts its daemons with srun, connects the processes itself. Slurm's variables
+    are visible all the same.
     """
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return OPEN_MPI
@@ -296,7 +295,7 @@ def process_manager(environ: Mapping[str, str]) -> str | None:
 
 
 def tolerates_faults(environ: Mapping[str, str]) -> bool:
-    """Whether Open MPI's mpirun was told to go on when a rank is lost (`--with-ft ulfm`). A pure function."""
+    """Whether Open MPI's mpirun goes on when a rank is lost (`--with-ft ulfm`). A pure function."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true", "yes")
 
 
@@ -316,7 +315,7 @@ def check_init_method(init_method: str | None) -> str | None:
 
 
 def _is_srun_step(step_id: str) -> bool:
-    """Whether srun started a step of that id; the ids from 0xfffffff0 on stand for batch scripts and interactive shells."""
+    """Whether srun started the step. Ids from 0xfffffff0 on mean batch scripts and interactive shells."""
     return step_id.isdigit() and int(step_id) < 0xFFFFFFF0
 
 
@@ -369,6 +368,6 @@ def _number(variable: str, environ: Mapping[str, str]) -> int:
 
 
 def _number_if_plain(variable: str, environ: Mapping[str, str]) -> int | None:
-    """A number that is only shown: Slurm writes patterns such as "4(x2),3" where nodes differ."""
+    """A number that is only shown; None for text such as Slurm's "4(x2),3", for nodes that differ."""
     text = environ.get(variable, "")
     return int(text) if text.isdigit() else None

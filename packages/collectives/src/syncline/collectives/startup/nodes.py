@@ -1,4 +1,4 @@
-"""Which ranks share a node, from what each says of its host."""
+"""Find out which ranks share a node, from the identity of each rank's host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class HostIdentity:
-    """What tells one node from another.
+    """The identity of a node: host name and boot id.
 
-    The name alone does not: unconfigured machines are all "localhost". The boot id alone does not either: containers with
-    names of their own share it, and may share no memory and no devices.
+    The name alone is not enough, because unconfigured machines are all called "localhost". The boot id alone is not enough
+    either: containers with different names on one machine have the same, and may share no memory and no devices.
     """
 
     hostname: str
@@ -24,7 +24,7 @@ class HostIdentity:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank of a group is.
+    """The place of one rank among the nodes of a group.
 
     Attributes:
         local_rank: how many ranks of the group with a lower rank are on this node.
@@ -48,7 +48,7 @@ class Placement:
 
 
 def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
-    """Where a rank is, given the host of every rank. A pure function."""
+    """The placement of a rank, from the host of every rank. A pure function."""
     numbers: dict[HostIdentity, int] = {}
     node_of = tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
     return Placement(

@@ -15,26 +15,27 @@ class PerDeviceBackend(Backend):
     """Connects one backend for each type of device.
 
     Args:
-        backends: from device type ("cpu", "cuda") to its backend.
+        backends: for each device type ("cpu", "cuda") its backend.
     """
 
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._backends = dict(backends)
 
     def missing(self) -> str | None:
-        """What the first of them lacks."""
+        """The first problem of any of the backends."""
         lacks = (backend.missing() for backend in self._backends.values())
         return next((lack for lack in lacks if lack is not None), None)
 
     @property
     def meets_in_store(self) -> bool:
-        """Whether any of them does."""
+        """Whether any of the backends meets in a store."""
         return any(backend.meets_in_store for backend in self._backends.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect each in turn, that of the CPU first: the others may meet over it. A store is for those that meet in one.
+        """Connect the backends in turn. The CPU's backend comes first, because the others may meet over it.
 
-        Each is told which device it is for, and need not get ready for others.
+        Only backends that meet in a store get the request's store. Each backend gets its device type, so it need not prepare
+        for others.
         """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):
@@ -47,10 +48,10 @@ class PerDeviceBackend(Backend):
 
 
 def parse(specification: str) -> dict[str, str]:
-    """From "cpu:mpi,cuda:nccl" to {"cpu": "mpi", "cuda": "nccl"}.
+    """Parse "cpu:mpi,cuda:nccl" to {"cpu": "mpi", "cuda": "nccl"}.
 
     Raises:
-        InvalidArgumentError: it is not of that form, or names a device twice.
+        InvalidArgumentError: the text has another form, or names a device twice.
     """
     pairs = [entry.split(":") for entry in specification.replace(" ", "").split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):

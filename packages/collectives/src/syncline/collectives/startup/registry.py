@@ -1,4 +1,4 @@
-"""From a backend's name to the backend: built-ins and third parties through the same entry points."""
+"""Find backends by name. Built-in and third-party backends use the same group of entry points."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def backend_names() -> list[str]:
 
 
 def load_backend(name: str) -> Backend:
-    """Import the backend of that name. This does not yet import the library that it stands on.
+    """Import the backend of this name. This does not yet import the backend's library.
 
-    A name with a colon, such as "cpu:mpi,cuda:nccl", is a backend for each type of device.
+    A name with a colon, such as "cpu:mpi,cuda:nccl", gives one backend for each type of device.
 
     Raises:
-        UnknownBackendError: no installed package offers it; the message lists those that exist.
-        BackendUnavailableError: two packages offer it, or its module cannot be imported, or is not a `Backend`.
+        UnknownBackendError: no installed package offers the backend; the message lists the backends that exist.
+        BackendUnavailableError: two packages offer it, or its module cannot be imported, or it is not a `Backend`.
     """
     if ":" in name:
         return PerDeviceBackend({device: load_backend(backend) for device, backend in parse(name).items()})
@@ -44,7 +44,7 @@ def load_backend(name: str) -> Backend:
 
 
 def what_is_missing(name: str) -> str | None:
-    """What keeps a backend from working here, in one sentence; None if nothing does. It may not even be installed."""
+    """Why a backend cannot work here, in one sentence; None if it can. Also works for a backend that is not installed."""
     try:
         return load_backend(name).missing()
     except UnknownBackendError as error:

@@ -1,8 +1,8 @@
-"""Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect them by itself.
+"""Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect them itself.
 
-Nothing here listens on more than one address or talks to a stranger. torch's own rendezvous does both (its TCPStore listens on
-all addresses and asks for no credential, its FileStore reads what an earlier run has left), so it is used only under torchrun,
-whose agent has opened its store already.
+Our stores listen on only one address, and accept only clients with the job's secret. torch's own rendezvous is less careful:
+its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use it
+only under torchrun, whose agent has opened its store already.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
 
 
 def meeting_place(request: ConnectRequest) -> tuple[dist.Store, int, int, str | None]:
-    """As `rendezvous`, and at which address all ranks reach this one, if that is known by then."""
+    """As `rendezvous`, and also the address at which all ranks reach this rank; None if it is not known yet."""
     rank, size = _place(request)
     store, address = _shared_store(request, rank, size)
     return store, rank, size, address
 
 
 def as_torch_store(store: Store | dist.Store) -> dist.Store:
-    """The store that the user gave, as torch sees one."""
+    """The user's store as a store of torch."""
     return AsTorchStore(store) if isinstance(store, Store) else store
 
 
@@ -110,7 +110,7 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
 
 
 def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
-    """A store on a port that the system chose; MPI tells the others where it is, and each at which address it is reached."""
+    """A store on a port that the system chooses, and this rank's address. MPI tells the other ranks where the store is."""
     mpi = load_backend("mpi").connect(request)
     try:
         address = address_by_group(mpi, request.interfaces, request.timeout_s)
@@ -123,18 +123,18 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     """The store of all ranks that call it with the same URL.
 
     ``file:///folder``
-        Ranks meet in a folder that all of them reach; see `stores.file_rendezvous`. It may hold the remains of earlier runs.
+        Ranks meet in a folder that all of them can reach; see `stores.file_rendezvous`. It may contain files of earlier runs.
     ``tcp://host:port``
-        Rank 0 serves a store on that address of its machine. All ranks prove the secret that they find in the file named by
-        ``?secret_file=PATH`` or in the variable SYNCLINE_SECRET. On the loopback address they need none of these: there they
-        share the one of their user, see `user_secret`.
+        Rank 0 serves a store on this address of its machine. All ranks must have the same secret, from the file named by
+        ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address neither is needed: the ranks share
+        the secret of their user; see `user_secret`.
     ``env://``
-        Under torchrun the store of its agent; else the same as tcp:// with MASTER_ADDR and MASTER_PORT.
+        Under torchrun, the store of its agent. Else the same as tcp:// with MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        InvalidArgumentError: the URL is not of one of these forms.
+        InvalidArgumentError: the URL has none of these forms.
         LaunchError: there is no secret, or more than one, or others could read it.
-        StoreError: the ranks did not find one another; see `TCPStore`, `TCPStoreServer`, `FileStore`.
+        StoreError: the ranks did not find each other; see `TCPStore`, `TCPStoreServer`, `FileStore`.
     """
     scheme = check_init_method(init_method)
     if scheme == "file":
@@ -150,24 +150,24 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
 
 
 def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
-    """The store in which the ranks of a job met, for a process that comes later; `init_method` names a folder.
+    """The store in which the ranks of a job met, for a process that starts later. `init_method` names a folder.
 
     Raises:
-        InvalidArgumentError: it names none.
-        StoreError: no job has met there; see `stores.join_latest_run`.
+        InvalidArgumentError: `init_method` does not name a folder.
+        StoreError: no job has met in the folder; see `stores.join_latest_run`.
     """
     return _left_at_exit(join_latest_run(parse_folder(init_method), timeout=timeout_s))
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """Subsets of a group's ranks meet there, too, and survivors; so it is needed until the process ends."""
+    """Leave the run's folder at exit. Not before, because subsets of the ranks and survivors of a loss meet there, too."""
     pid = os.getpid()
-    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a fork that exits has not used it
+    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child did not enter the run
     return AsTorchStore(store)
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The host on whose loopback address the ranks meet by that URL, or None if they meet in any other way."""
+    """The host in this URL if it is a loopback address; None if the ranks meet in any other way."""
     scheme = check_init_method(init_method)
     if scheme == "tcp":
         host = parse_address(init_method).host
@@ -179,15 +179,15 @@ def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> 
 
 
 def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str = "") -> str:
-    """What all ranks of the job know and nobody else does.
+    """The secret that only the ranks of the job know.
 
     Args:
-        secret_file: where it is, or None.
+        secret_file: the path of the file with the secret, or None.
         environ: the environment variables.
-        host: where the ranks meet.
+        host: the host where the ranks meet.
 
     Raises:
-        LaunchError: it is nowhere, in two places, or where others could read it.
+        LaunchError: there is no secret, there are two, or others could read it.
     """
     value = environ.get(SECRET_VARIABLE)
     if value and secret_file is not None:
@@ -225,14 +225,14 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
 
 
 def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
-    """A store on rank 0, on one address and a port that the system chose; the group tells the others where, and its secret.
+    """A store on rank 0, on one address and a port that the system chooses. The group sends address and secret to the others.
 
     Args:
-        group: of the ranks.
+        group: a group of the ranks.
         timeout_s: the store's time limit in seconds.
-        address: at which each rank is reached, if that is known; see `address_by_group`.
+        address: the address at which the others reach this rank, if it is known; see `address_by_group`.
     """
-    require_pyzmq()  # before anybody waits for rank 0
+    require_pyzmq()  # here, before any rank waits for rank 0
     address = address or address_by_group(group, chosen_interfaces(os.environ), timeout_s)
     told = None
     if group.rank == 0:
@@ -246,9 +246,9 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
 
 @functools.cache
 def _serve(host: str, port: int, secret: str) -> TCPStoreServer:
-    """A server until this process exits: as long as a group lives, it may connect subsets of its ranks.
+    """Start a server that lives until this process exits, because a group may connect subsets of its ranks at any time.
 
-    The second group that meets at an address (after the first was destroyed) finds the server of the first.
+    A second group at the same address (after the first was destroyed) uses the server of the first.
     """
     server = TCPStoreServer(host, port, secret=secret)
     _close_at_exit.append(server.close)

@@ -1,6 +1,6 @@
 """A secret that the processes of one user on one machine share, in a file that nobody else can read.
 
-For ranks that meet on the loopback address: no other machine reaches that, but every user of this one does.
+Ranks that meet on the loopback address need it: no other machine can reach this address, but every user of this machine can.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import LaunchError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine and cannot be reached from any other. A pure function."""
+    """Whether a host's name or address is a loopback address, which other machines cannot reach. A pure function."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -25,13 +25,13 @@ def is_loopback(host: str) -> bool:
 
 
 def user_secret(folder: Path | None = None) -> str:
-    """The secret of this user on this machine; the first process that asks makes it.
+    """The secret of this user on this machine. The first process that asks makes it.
 
     Args:
-        folder: where it lies; by default one of this user's in the folder for temporary files.
+        folder: the folder of the secret's file; by default a folder of this user in the folder for temporary files.
 
     Raises:
-        LaunchError: the folder or the file belongs to somebody else, or others can read it.
+        LaunchError: the folder or the file belongs to another user, or others can read it.
     """
     path = Path("secret")
     try:
@@ -48,11 +48,11 @@ def user_secret(folder: Path | None = None) -> str:
 
 
 def private_folder(folder: Path | None = None) -> Path:
-    """A folder on this machine, by default in that for temporary files, that only this user can use; made if it is not there.
+    """A folder on this machine that only this user can use. It is made if needed, by default in the one for temporary files.
 
     Raises:
-        LaunchError: it belongs to somebody else, or others can use it.
-        OSError: it cannot be made.
+        LaunchError: the folder belongs to another user, or others can use it.
+        OSError: the folder cannot be made.
     """
     folder = folder or _default_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -68,8 +68,8 @@ _REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH
 
 
 def _make(path: Path) -> None:
-    """Write it aside and link it: the first process wins, and none reads half a secret."""
-    from ..stores import new_secret  # at first use: it brings torch, which `syncline run` must not load
+    """Write the secret to another file, then link it to `path`. The first process wins, and no process reads half a secret."""
+    from ..stores import new_secret  # here, because it imports torch, which `syncline run` must not load
 
     aside = path.with_name(f"secret-{secrets.token_hex(8)}")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

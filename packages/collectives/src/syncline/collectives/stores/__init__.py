@@ -1,4 +1,4 @@
-"""Stores: small key-value tables through which the processes of a job find one another."""
+"""Stores: small key-value tables through which the processes of a job find each other."""
 
 from .file import FileStore, file_rendezvous, join_latest_run
 from .prefix import PrefixStore

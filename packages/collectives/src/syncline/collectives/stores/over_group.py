@@ -1,4 +1,4 @@
-"""GroupStore: a table on rank 0 of a process group, which the other ranks reach by send and receive. No port is opened."""
+"""GroupStore: a table on rank 0 of a process group. Other ranks reach it by send and receive; it opens no port."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .store import as_key, as_keys, key_timeout, poll
 
 logger = logging.getLogger("syncline.collectives")
 
-# Messages on the group: the length of a request and then the request, the length of an answer and then the answer.
+# The tags of messages: the length of a request and then the request, the length of an answer and then the answer.
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
-_GOODBYE = -1  # in place of a length: this rank asks no more
+_GOODBYE = -1  # sent in place of a length by a rank that will not ask again
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
-_LOOKS_SHARE = 20  # of many ranks the server looks less often: a twentieth of a core at most
+_LOOKS_SHARE = 20  # with many ranks a check takes long, so the server checks less often: it uses 1/20 of a core at most
 _GOODBYES_S = 5.0
 
 
 class GroupStore(ServedStore):
-    """A store for the ranks of a group that has no other use.
+    """A store for the ranks of a group. The group must not be used for anything else.
 
-    Rank 0 serves the others from a thread that looks for requests every 0.2 ms to 20 ms, with many ranks less often; the
-    interval grows while no request comes. A call costs four messages, on rank 0 none. A call that waits for a key repeats its
-    request.
+    Rank 0 serves the others from a thread that checks for requests every 0.2 ms to 20 ms, and with many ranks less often. The
+    interval grows while no request comes. A call costs four messages, and none on rank 0. A call that waits for a key repeats
+    its request.
 
     Args:
-        group: its ranks share the store; all of them make one, and close it. The store closes the group.
+        group: the group whose ranks share the store. All ranks make a `GroupStore` and close it. The store closes the group.
         timeout: seconds or a timedelta; see `Store`.
     """
 
@@ -50,7 +50,7 @@ class GroupStore(ServedStore):
         self._server = _Server(group) if group.rank == 0 else None
 
     def describe(self) -> str:
-        """The group."""
+        """The store and its group in words."""
         return f"store on rank 0 of group '{self._group.name}'"
 
     @override
@@ -74,9 +74,9 @@ class GroupStore(ServedStore):
             raise key_timeout((key for key in names if not self.check([key])), self.describe(), scope.timeout_s)
 
     def close(self) -> None:
-        """Say goodbye to rank 0, which waits for that of all ranks, a few seconds at most; close the group. May be repeated.
+        """Tell rank 0 that this rank leaves, and close the group. A second call does nothing.
 
-        A fork of a rank is none of them, and closes nothing.
+        Rank 0 waits a few seconds at most for all other ranks to leave. In a forked child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -134,7 +134,7 @@ class _Server:
             return reply
 
     def stop(self) -> bool:
-        """Wait until all other ranks have said goodbye; false if some have not after a few seconds."""
+        """Wait until all other ranks have left. False if some have not after a few seconds."""
         if self._thread.is_alive():
             self._thread.join(_GOODBYES_S)
         self._stopping.set()
@@ -143,7 +143,7 @@ class _Server:
         return self._present == 0
 
     def _serve(self) -> None:
-        """Where the group fails, the others' calls shall fail as well, at once, and not wait for an answer."""
+        """Answer requests. If the group fails, abort it, so that the calls of other ranks fail at once instead of waiting."""
         try:
             self._answer_all()
         except SynclineError as error:
@@ -151,12 +151,13 @@ class _Server:
             self._group.abort()
 
     def _answer_all(self) -> None:
-        """Answer until all have said goodbye, or the server is stopped.
+        """Answer requests until all ranks have left, or the server is stopped.
 
         Note [A receive for each rank]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        One receive from any rank would do. But MPICH 5.0.2 over UCX loses messages of other nodes to it while another thread
-        communicates, as the script does: seen in five of five jobs of two ranks on each of two hosts.
+        A single receive from any rank would be enough. But MPICH 5.0.2 over UCX loses messages from other nodes to such a
+        receive while another thread (the script's) communicates. This happened in five of five jobs with two ranks on each of
+        two hosts.
         """
         awaited = {client: self._await(client) for client in range(1, self._group.size)}
         pause_s = _SHORTEST_PAUSE_S
@@ -166,7 +167,7 @@ class _Server:
             looked_s = time.perf_counter() - looked_s
             for client in asking:
                 work, length = awaited.pop(client)
-                work.wait()  # it is over; it may have failed
+                work.wait()  # the receive is over; this raises if it has failed
                 if int(length) == _GOODBYE:
                     self._present -= 1
                     continue

@@ -1,4 +1,4 @@
-"""PrefixStore: a part of another store, in which all keys begin alike."""
+"""PrefixStore: the part of another store whose keys have a common prefix."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class PrefixStore(Store):
     """Every key `k` is `prefix/k` in `store`, so that several users share one store without knowing of each other.
 
     Args:
-        prefix: what the keys begin with; a slash is put after it.
-        store: where the values are. Closing this handle leaves it open.
-        timeout: seconds or a timedelta; None takes the limit that `store` has now. Later changes of either leave the other.
+        prefix: the beginning of the keys, without the slash that follows.
+        store: the store with the values. Closing this handle does not close it.
+        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of one limit does not change
+            the other.
     """
 
     def __init__(self, prefix: str, store: Store, timeout: timedelta | float | None = None) -> None:
@@ -26,11 +27,11 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store of which this is a part."""
+        """The store that contains the keys."""
         return self._store
 
     def describe(self) -> str:
-        """The store, and which part of it."""
+        """The underlying store and the prefix in words."""
         return f"{self._store.describe()}, keys {self._prefix}*"
 
     @override
@@ -62,7 +63,7 @@ class PrefixStore(Store):
         return self._store.delete_key(self._full(key))
 
     def num_keys(self) -> int:
-        """How many keys the whole store has, as torch's PrefixStore says too."""
+        """How many keys the whole underlying store has, as in torch's PrefixStore."""
         return self._store.num_keys()
 
     def _full(self, key: str) -> str:

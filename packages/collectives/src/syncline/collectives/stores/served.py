@@ -1,8 +1,8 @@
-"""A table that one process serves to others: what they say to each other, the side that answers, and the side that asks.
+"""A table that one process serves to others: the protocol, the server's side, and the client's side.
 
-A message is a code, then fields, each after its length. Nothing in a message is code: no field is ever unpickled or evaluated.
-`Service` has no input or output. Time comes in as an argument and answers go out as return values, so it can be tested as a
-table. The TCP store and the store over a group serve by it.
+A message is a code, then fields; each field follows its length. No field is ever unpickled or evaluated. `Service` does no I/O:
+it gets the time as an argument and returns the answers, so tests need no network. The TCP store and the store over a group use
+it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SECONDS = struct.Struct(">d")
 
 
 class ProtocolError(Exception):
-    """The other side said something that it may not say."""
+    """The other side sent something that the protocol does not allow."""
 
 
 class Op(IntEnum):
-    """What a client asks for, and the fields that follow."""
+    """A client's operation. The comments show the fields of the request and of the answer."""
 
     SET = 1  # key, value -> (nothing)
     GET = 2  # seconds, key -> value
@@ -43,16 +43,16 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """How it went, and the fields that follow."""
+    """The result in an answer. The comments show the fields that follow."""
 
-    DONE = 1  # as the operation says
+    DONE = 1  # the fields of the operation
     TIMED_OUT = 2  # the keys that are missing
-    REFUSED = 3  # what the caller did wrong, in words
-    OTHER_TABLE = 4  # (nothing): not the table that the client has spoken to so far
+    REFUSED = 3  # the caller's mistake in words
+    OTHER_TABLE = 4  # (nothing): this is not the table that the client has used so far
 
 
 def pack(code: int, *fields: bytes) -> bytes:
-    """One message."""
+    """Make a message from a code and fields."""
     return bytes([code]) + b"".join(_LENGTH.pack(len(field)) + field for field in fields)
 
 
@@ -60,7 +60,7 @@ def unpack(message: bytes) -> tuple[int, list[bytes]]:
     """The code and the fields of a message.
 
     Raises:
-        ProtocolError: the lengths do not add up.
+        ProtocolError: a length does not fit the message.
     """
     if not message:
         raise ProtocolError("an empty message")
@@ -90,11 +90,11 @@ def unpack_seconds(field: bytes) -> float:
     """A time limit from a field.
 
     Raises:
-        ProtocolError: it is not a number, negative, or longer than any store waits.
+        ProtocolError: the field is not a number, is negative, or is longer than any store waits.
     """
     if len(field) == _SECONDS.size:
         seconds: float = _SECONDS.unpack(field)[0]
-        if 0 <= seconds <= LONGEST_STORE_TIMEOUT_S:  # not so for NaN
+        if 0 <= seconds <= LONGEST_STORE_TIMEOUT_S:  # false for NaN, too
             return seconds
     raise ProtocolError("not a time limit")
 
@@ -103,7 +103,7 @@ def unpack_text(field: bytes) -> str:
     """A key from a field.
 
     Raises:
-        ProtocolError: it is not UTF-8.
+        ProtocolError: the field is not UTF-8.
     """
     try:
         return field.decode()
@@ -115,7 +115,7 @@ def unpack_int(field: bytes) -> int:
     """A number from a field.
 
     Raises:
-        ProtocolError: it is not a number of at most 20 characters.
+        ProtocolError: the field is not a number of at most 20 characters.
     """
     try:
         if len(field) <= 20:
@@ -128,13 +128,13 @@ def unpack_int(field: bytes) -> int:
 Client = TypeVar("Client", bound=Hashable)
 
 LONGEST_WAIT_S = 30.0
-"""After this long a client is told that its keys are missing, however long it would wait; it asks again. So the server does
-not keep for long what a client waited for that has gone."""
+"""After this time the server tells a waiting client that its keys are missing, and the client asks again. So the server soon
+forgets the wait of a client that is gone."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A client that gets its answer when all of `keys` are there, or when the time is up."""
+    """A client that gets its answer when all of `keys` exist, or at the time `until`."""
 
     keys: list[str]
     until: float
@@ -142,7 +142,7 @@ class _Waiting:
 
 
 class Service(Generic[Client]):
-    """Answers requests. `Client` is whatever names a connection."""
+    """Answers requests. `Client` is the type that identifies a connection."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -157,10 +157,10 @@ class Service(Generic[Client]):
         }
 
     def request(self, client: Client, message: bytes, now: float) -> list[tuple[Client, bytes]]:
-        """Take one request; give the answers that are due, to this client and to those that waited for it.
+        """Process one request. Returns the answers that are due: to this client, and to clients that waited for this change.
 
         Raises:
-            ProtocolError: it is not a request. Nothing was changed.
+            ProtocolError: the message is not a request. Nothing was changed.
         """
         op, fields = unpack(message)
         if client in self._waiting:
@@ -171,22 +171,22 @@ class Service(Generic[Client]):
         return [(client, self._answer(op, fields)), *self._arrived(list(self._waiting))]
 
     def expire(self, now: float) -> list[tuple[Client, bytes]]:
-        """The answers to those whose time is up."""
+        """The answers to clients whose time limit was reached."""
         late = [(client, waiting) for client, waiting in self._waiting.items() if waiting.until <= now]
         for client, _ in late:
             del self._waiting[client]
         return [(client, pack(Status.TIMED_OUT, *self._missing(waiting))) for client, waiting in late]
 
     def next_expiry(self) -> float | None:
-        """When `expire` will have something to do, or None."""
+        """The time at which `expire` must be called next; None if no client waits."""
         return min((waiting.until for waiting in self._waiting.values()), default=None)
 
     def forget(self, client: Client) -> None:
-        """The client is gone."""
+        """Forget the wait of a client that is gone."""
         self._waiting.pop(client, None)
 
     def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
-        """The answers to those of `clients` whose keys are all there now."""
+        """The answers to those of `clients` whose keys all exist now."""
         served = [client for client in clients if not table.missing(self._waiting[client].keys, self._values)]
         return [(client, self._served(self._waiting.pop(client))) for client in served]
 
@@ -247,7 +247,7 @@ def _take(fields: list[bytes], count: int) -> list[bytes]:
 
 
 class ServedStore(Store):
-    """All methods that do not wait, on top of one: `_call`."""
+    """A store whose methods that do not wait are all built on `_call`."""
 
     @abstractmethod
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:

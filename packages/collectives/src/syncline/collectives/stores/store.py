@@ -1,4 +1,4 @@
-"""Store: the contract of a small key-value table that the processes of a job share to find one another."""
+"""Store: the contract of a small key-value table that the processes of a job share to find each other."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from ..engine.cancel_scope import CancelScope, seconds
 from ..errors import InvalidArgumentError, StoreTimeout
 
 DEFAULT_STORE_TIMEOUT_S = 300.0
-"""How long a store waits for a key unless told otherwise; as long as torch's."""
+"""The default time limit for a key, in seconds; the same as torch's."""
 
 LONGEST_STORE_TIMEOUT_S = 20 * 86400.0
-"""Longer limits, infinity among them, are cut to twenty days: the system's calls count milliseconds in 31 bits."""
+"""Longer limits, also infinity, are cut to twenty days, because system calls count milliseconds in 31 bits."""
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
 
 class Store(ABC):
-    """A table from text to bytes that every process (or thread) of a job sees alike.
+    """A table from text to bytes that all processes (or threads) of a job share.
 
-    **Who may call:** any process that holds a handle, any thread of it, at any time, without agreement with the others;
-    no method is a collective. A call that waits in one thread holds up neither other threads of the same handle nor
-    other processes.
+    **Who may call:** any thread of any process that has a handle, at any time. No method is a collective. A call that waits in
+    one thread does not block other threads of the same handle, or other processes.
 
-    **Atomicity:** each of `set`, `add`, `compare_set` and `delete_key` happens at one instant between call and
-    return, in one order that all handles agree on. When it has returned, every handle sees its effect. `check` and `wait` look
-    at several keys, possibly one after the other.
+    **Atomicity:** each of `set`, `add`, `compare_set` and `delete_key` happens at one instant between call and return, in one
+    order that is the same for all handles. After it has returned, every handle sees its effect. `check` and `wait` may look at
+    their keys one after the other.
 
     **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, so `get` after `add` returns
     ``b"3"``, as in torch.
 
-    **Waiting** is bounded by the `timeout` of the call, or else by that of the handle. A limit belongs to the handle and is
-    not seen by others.
+    **Waiting** is limited by the `timeout` of the call, or else by the handle's. Each handle has its own limit.
 
     Args:
-        timeout: seconds or a timedelta; how long a call of this handle waits unless it says otherwise. 300 s if None.
+        timeout: the time limit of calls without a `timeout`, in seconds or as a timedelta. None means 300 s.
     """
 
     def __init__(self, timeout: timedelta | float | None = None) -> None:
@@ -50,36 +48,36 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call of this handle waits unless it says otherwise."""
+        """The time limit of this handle's calls without a `timeout`."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: timedelta | float) -> None:
-        """Change the limit of this handle, in seconds or as a timedelta; calls that wait already keep theirs.
+        """Change the limit of this handle, in seconds or as a timedelta. Calls that already wait keep their limit.
 
         Raises:
-            InvalidArgumentError: it is zero, negative or not a number.
+            InvalidArgumentError: `timeout` is zero, negative or not a number.
         """
         self._timeout_s = _limited(timeout, self._timeout_s)
 
     @abstractmethod
     def describe(self) -> str:
-        """What kind of store this is and where it lives, for messages."""
+        """The kind and the place of this store, in words for messages."""
 
     @abstractmethod
     def set(self, key: str, value: bytes | str) -> None:
-        """Store `value` under `key`, in place of what was there."""
+        """Store `value` under `key`, and replace an earlier value."""
 
     @abstractmethod
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
-        """The value of `key`; waits until it is there.
+        """Wait until `key` exists, and return its value.
 
         Raises:
-            StoreTimeout: the key did not come in time.
+            StoreTimeout: the key was not set in time.
         """
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add to the number stored under `key` (0 if there is none) and return the sum.
+        """Add `amount` to the number stored under `key` (0 if there is none), and return the sum.
 
         Raises:
             InvalidArgumentError: the value is not a number, or the sum does not fit into 64 bits.
@@ -87,39 +85,39 @@ class Store(ABC):
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of `keys` are there. Does not wait."""
+        """Whether all of `keys` exist. Does not wait."""
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        """Return once all of `keys` are there.
+        """Return once all of `keys` exist.
 
         Raises:
-            StoreTimeout: they did not all come in time; the message names those that are missing.
+            StoreTimeout: some keys were not set in time; the message names them.
         """
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Store `desired` if the value is `expected`; an absent key counts as an empty value.
+        """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value.
 
         Returns:
-            What torch returns: `desired` if it was stored; the present value if that differs from `expected`; and
-            `expected` itself if the key is absent and `expected` is not empty (then nothing is stored).
+            The same as torch: `desired` if it was stored; the present value if it differs from `expected`; and `expected`
+            itself if the key does not exist and `expected` is not empty (then nothing is stored).
         """
 
     @abstractmethod
     def delete_key(self, key: str) -> bool:
-        """Remove `key`; whether it was there."""
+        """Remove `key`. Returns whether it existed."""
 
     @abstractmethod
     def num_keys(self) -> int:
-        """How many keys there are. A store may count keys of its own, as torch's FileStore does."""
+        """The number of keys. A store may also count its own internal keys, as torch's FileStore does."""
 
     def clone(self) -> Self:
-        """Another handle on the same table, with a time limit of its own. Close them when neither is in use any more."""
+        """Another handle on the same table, with its own time limit. Close the handles only when neither is used any more."""
         return copy.copy(self)
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Release what this handle holds; the keys stay for the others. Calls after it are errors where it held anything."""
+        """Release the resources of this handle. The keys stay. If the handle had resources, later calls on it are errors."""
 
     def _limit_s(self, timeout: timedelta | float | None) -> float:
         """The limit of one call, in seconds."""
@@ -131,10 +129,10 @@ def _limited(timeout: timedelta | float | None, default_s: float) -> float:
 
 
 def as_bytes(value: bytes | str) -> bytes:
-    """A value as it is stored.
+    """Convert a value to the bytes that are stored.
 
     Raises:
-        InvalidArgumentError: it is neither bytes nor str.
+        InvalidArgumentError: the value is neither bytes nor str.
     """
     if isinstance(value, str):
         return value.encode()
@@ -144,10 +142,10 @@ def as_bytes(value: bytes | str) -> bytes:
 
 
 def as_key(key: str) -> str:
-    """A key that is text.
+    """Check that a key is text, and return it.
 
     Raises:
-        InvalidArgumentError: it is not a str.
+        InvalidArgumentError: the key is not a str.
     """
     if not isinstance(key, str):
         raise InvalidArgumentError(f"a key in a store is a str, found {key!r}")
@@ -155,10 +153,10 @@ def as_key(key: str) -> str:
 
 
 def as_keys(keys: Sequence[str]) -> list[str]:
-    """A list of keys.
+    """Check a list of keys, and return it.
 
     Raises:
-        InvalidArgumentError: it is a single str (which would be taken for a list of letters), or holds something else.
+        InvalidArgumentError: `keys` is a single str (it would be taken for a list of letters), or an entry is not a str.
     """
     if isinstance(keys, (str, bytes)):
         raise InvalidArgumentError(f"expected a list of keys, found the single key {keys!r}; write [{keys!r}]")
@@ -166,7 +164,7 @@ def as_keys(keys: Sequence[str]) -> list[str]:
 
 
 def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeout:
-    """The error for keys that did not come within `timeout_s` seconds."""
+    """The error for keys that were not set within `timeout_s` seconds."""
     names = ", ".join(repr(key) for key in keys)
     return StoreTimeout(
         f"{where}: nobody set {names} within {timeout_s:g} s (timeout); either the process that should set it has failed "
@@ -175,12 +173,12 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Ask `done` until it says yes, at least once; for places that cannot tell: a file, a port that nobody listens on yet.
+    """Call `done` again and again, at least once, until it returns true. For a file, or a port where nobody listens yet.
 
-    The pauses grow from 1 to 50 milliseconds, each cut by a random part so that processes do not ask in step.
+    The pauses grow from 1 to 50 milliseconds. Each is shortened by a random part, so that processes do not ask in step.
 
     Returns:
-        Whether `done` said yes before the scope was over.
+        Whether `done` returned true before the scope was over.
     """
     pause_s = _FIRST_PAUSE_S
     while not done():

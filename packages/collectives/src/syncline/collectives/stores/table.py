@@ -1,6 +1,7 @@
-"""A table that this process keeps: what each change does to one value, and the stores that carry changes out under one lock.
+"""A table in this process: the changes of one value, and stores that carry out changes under one lock.
 
-A change takes the value of a key (None if absent) and gives the new value (None to remove it) and the caller's answer.
+A change is a function. It takes the value of a key (None if there is none). It returns the new value (None to remove it) and
+the caller's answer.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
 def setting(value: bytes) -> Mutation[None]:
-    """Whatever was there, `value` is now."""
+    """A change that sets the value."""
     return lambda _: (value, None)
 
 
 def adding(key: str, amount: int) -> Mutation[int]:
-    """Decimal text plus `amount`."""
+    """A change that adds `amount` to a value in decimal text."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
         total = _number(key, old) + amount
@@ -50,7 +51,7 @@ def _number(key: str, value: bytes | None) -> int:
 
 
 def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
-    """`desired` if the value is `expected`, with torch's answers; see `Store.compare_set`."""
+    """A change that sets `desired` if the value is `expected`, with torch's answers; see `Store.compare_set`."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
         if (old or b"") == expected:
@@ -61,12 +62,12 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """Nothing is there any more; whether something was."""
+    """A change that removes the value. Its answer is whether there was one."""
     return lambda old: (None, old is not None)
 
 
 def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
-    """Those of `keys` that are not there, in order."""
+    """Those of `keys` that are not in `present`, in order."""
     return [key for key in keys if key not in present]
 
 
@@ -81,7 +82,7 @@ def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answe
 
 
 class LockedStore(Store):
-    """The changing methods, on top of one: `_apply`."""
+    """A store whose changing methods are all built on `_apply`."""
 
     @abstractmethod
     def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
@@ -105,7 +106,7 @@ class LockedStore(Store):
 
 
 class InMemoryStore(LockedStore):
-    """A table in this process, for ranks that are threads: share the object.
+    """A table in this process, for ranks that are threads. All ranks share one object.
 
     Args:
         timeout: seconds or a timedelta; see `Store`.
@@ -117,7 +118,7 @@ class InMemoryStore(LockedStore):
         self._changed = threading.Condition()
 
     def describe(self) -> str:
-        """It has no address but the process."""
+        """The words "in-memory store": it has no address."""
         return "in-memory store"
 
     @override

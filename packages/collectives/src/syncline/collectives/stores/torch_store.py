@@ -1,29 +1,32 @@
-"""Our stores where torch wants one, and torch's stores where we want one.
+"""Adapters: use our stores where torch needs a store, and torch's stores where we need one.
 
 Note [A store that torch can hold]
 ----------------------------------
-torch lets Python classes derive from `torch.distributed.Store`, with traps (measured with torch 2.13):
+Python classes can derive from `torch.distributed.Store`, but there are traps (measured with torch 2.13):
 
-* C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`; `clone` is called by `PrefixStore.clone`. All
-  other methods have one name.
-* torch asks `has_extended_api` before it calls `append`, `multi_get` or `multi_set`. The base class says no.
-* C++ keeps only the C++ half of the object. When the last Python reference goes (``PrefixStore("p", AsTorchStore(s))``,
-  ``init_process_group(store=AsTorchStore(s))``), so does the half that has the methods, and the next call aborts with an
-  internal assertion. Hence `AsTorchStore` keeps itself alive, until `release` or the end of the process.
-* The time limit lives in the C++ half: `set_timeout` from C++ never reaches Python. So each call that waits reads it there.
-* A limit of zero means none to torch.
+* C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. `PrefixStore.clone` calls `clone`. All other
+  methods have one name.
+* torch asks `has_extended_api` before it calls `append`, `multi_get` or `multi_set`. The base class answers no.
+* C++ keeps only the C++ half of the object. When the last Python reference is dropped (``PrefixStore("p", AsTorchStore(s))``,
+  ``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
+  internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
+* The time limit is in the C++ half: `set_timeout` from C++ never reaches Python. So each call that waits reads it there.
+* For torch, a limit of zero means no limit.
 
 Note [Waiting in torch's stores]
 --------------------------------
-`FromTorchStore` waits by asking, every 1 to 50 ms, and not by torch's own `wait`, which breaks our contract in three ways:
-a thread that waits in a TCPStore holds its mutex, so other threads of that handle stand still; who waits in a HashStore is
-not woken by `add`, but at his scope; a FileStore looks once per second. (Measured with torch 2.13.)
+`FromTorchStore` does not use torch's own `wait`. It asks every 1 to 50 ms, because torch's `wait` breaks our contract in three
+ways (measured with torch 2.13):
+
+* A thread that waits in a TCPStore holds its mutex, so it blocks other threads of this handle.
+* `add` does not wake a thread that waits in a HashStore; the thread returns only at its time limit.
+* A FileStore looks only once per second.
 
 Note [Set in torch's TCPStore]
 ------------------------------
-Its `set` is sent and not answered, so another handle may still see the old value after it (measured between two handles on one
-machine: 10 times in 5,000). The server answers a handle in the order in which that handle asked, so `FromTorchStore` asks one
-thing more.
+torch's TCPStore sends a `set` without an answer, so another handle may still see the old value afterwards (measured between two
+handles on one machine: 10 times in 5,000). The server answers the requests of a handle in order. So `FromTorchStore` sends one
+more request after a `set`, and waits for its answer.
 """
 
 from __future__ import annotations
@@ -42,20 +45,20 @@ from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, ke
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
-    """A key never came, for code of torch's that catches torch's own error."""
+    """A key was not set in time. Also torch's own error, for code of torch that catches that class."""
 
 
 class AsTorchStore(dist.Store):
-    """A store of ours, wherever torch takes a `torch.distributed.Store`: Gloo, `init_process_group(store=...)`, elastic.
+    """One of our stores as a `torch.distributed.Store`, for Gloo, `init_process_group(store=...)`, elastic.
 
     It lives until `release` or the end of the process.
 
     Args:
-        store: where the values are. The time limit is its at first, then whatever `set_timeout` is told.
+        store: the store with the values. Its time limit is used until `set_timeout` is called.
     """
 
     # See Note [A store that torch can hold].
-    _alive: set[AsTorchStore] = set()  # noqa: RUF012 - of the class on purpose
+    _alive: set[AsTorchStore] = set()  # noqa: RUF012 - shared by all objects on purpose
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -64,7 +67,7 @@ class AsTorchStore(dist.Store):
         self._alive.add(self)
 
     def release(self) -> None:
-        """Let go of the store. Nothing of torch's may use it after this."""
+        """Allow this object to be freed. torch must not use it afterwards."""
         self._alive.discard(self)
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -77,7 +80,7 @@ class AsTorchStore(dist.Store):
             return self._store.get(key, _limit(_torch_timeout(self)))
 
     def add(self, key: str, value: int) -> int:
-        """Count."""
+        """Add to a number."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
@@ -102,7 +105,7 @@ class AsTorchStore(dist.Store):
         return self._store.num_keys()
 
     def clone(self) -> AsTorchStore:
-        """Another torch store on the same store of ours, which any thread may use."""
+        """Another object on the same store. Any thread may use it."""
         return AsTorchStore(self._store)
 
     deleteKey = delete_key  # noqa: N815 - the name that C++ looks for
@@ -110,14 +113,15 @@ class AsTorchStore(dist.Store):
 
 
 class FromTorchStore(Store):
-    """A store of torch's, wherever we take a `Store`.
+    """A store of torch as one of our stores.
 
-    It waits by asking again and again. What torch leaves to chance otherwise stays so: its FileStore counts
-    a key of its own in `num_keys`, and its TCPStore ends the connection of a client that adds to a text.
+    It waits by asking again and again. Other peculiarities of torch's stores remain: FileStore counts a key of its own in
+    `num_keys`, and TCPStore closes the connection of a client that calls `add` on a text.
 
     Args:
-        store: where the values are.
-        timeout: seconds or a timedelta; None takes the limit that `store` has now. Later changes of either leave the other.
+        store: the store with the values.
+        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of one limit does not change
+            the other.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta | float | None = None) -> None:
@@ -125,7 +129,7 @@ class FromTorchStore(Store):
         self._store = store
 
     def describe(self) -> str:
-        """Which of torch's stores it is, and where."""
+        """The class of torch's store, and its address if it has one."""
         name = f"torch.distributed.{type(self._store).__name__}"
         return f"{name} at {self._store.host}:{self._store.port}" if isinstance(self._store, dist.TCPStore) else name
 
@@ -172,7 +176,7 @@ class FromTorchStore(Store):
     def delete_key(self, key: str) -> bool:
         """See [`Store.delete_key`][syncline.collectives.stores.Store.delete_key].
 
-        torch's FileStore says yes even if there was nothing, so this asks before.
+        torch's FileStore returns true even if the key did not exist, so this asks first.
         """
         name = as_key(key)
         with self._explained():
@@ -206,7 +210,7 @@ class FromTorchStore(Store):
 
 @contextmanager
 def _as_torchs_timeout() -> Iterator[None]:
-    """Turn our time-out into the one that torch's code catches, too."""
+    """A context that turns our time-out into one that torch's code catches, too."""
     try:
         yield
     except StoreTimeout as error:

@@ -1,7 +1,4 @@
-"""What the arguments of a collective are: tensors that stand for others, and what is wrong, as text for an error.
-
-A check is a pure function that returns a problem, or None.
-"""
+"""Checks of a collective's arguments. Each check is a pure function that returns a problem as text for an error, or None."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from ..reduce_op import PremulSum, ReduceOp
 from ..torch_internals import awaited_value, is_fake, is_functorch_wrapped
 from .layout import overlaps_itself
 
-# What nearly all arguments are, which need no further look.
+# Nearly all arguments have one of these types, and need no further check.
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, bool, str, type(None)})
 
 
 def are_usual(values: Iterable[object]) -> bool:
-    """Whether a quick look shows that there is nothing to wait for, to leave alone or to refuse in the arguments of a call."""
+    """Whether a quick test shows that `resolved` and `has_fakes` would find nothing in the arguments of a call."""
     for value in values:
         kind = type(value)
         if kind in _USUAL:
@@ -35,18 +32,18 @@ def are_usual(values: Iterable[object]) -> bool:
 
 
 def resolved(value: Any) -> Any:
-    """An argument, or a list of such, with the tensors that a collective can use.
+    """Replace tensors that stand for other tensors, in an argument or in a list of arguments.
 
     Note [Tensors that are no memory]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A tensor of a class that overrides `__torch_dispatch__` stands for something else, and its own memory is not there.
+    A tensor whose class overrides `__torch_dispatch__` has no memory of its own; it stands for something else.
 
-    1. An `AsyncCollectiveTensor`, the result of a functional collective of torch's, stands for the tensor that the collective
-       writes. Here it is waited for, and replaced by that tensor.
-    2. A `FakeTensor` stands for a tensor that does not exist: somebody asks for shapes. The call ends at once, and
-       communicates nothing, as nobody knows whether the other ranks ask as well (see `engine.observers.recorded`).
-    3. Another one, such as a `DTensor` or a `MaskedTensor`, is refused by its name in `checks.no_memory`; so are tensors
-       inside transformations of `torch.func`, and those whose memory was freed.
+    1. An `AsyncCollectiveTensor` (the result of torch's functional collectives) stands for the tensor that the collective
+       writes. This function waits for the collective, and returns that tensor.
+    2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. The call ends at once, without
+       communication, because other ranks may not make this call at all (see `engine.observers.recorded`).
+    3. `no_memory` refuses all others by name, such as `DTensor` and `MaskedTensor`. It also refuses tensors inside
+       transformations of `torch.func`, and tensors whose memory was freed.
     """
     if isinstance(value, list | tuple):
         return [resolved(entry) for entry in value]
@@ -55,7 +52,7 @@ def resolved(value: Any) -> Any:
 
 
 def has_fakes(values: Sequence[object]) -> bool:
-    """Whether a tensor among the arguments, or in their lists, is one that does not exist."""
+    """Whether the arguments, or lists among them, hold a FakeTensor."""
     return any(has_fakes(value) if isinstance(value, list | tuple) else is_fake(value) for value in values)
 
 
@@ -63,7 +60,7 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
-    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. False: ask them."""
+    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. If not, call both."""
     return (
         type(tensor) in _PLAIN_TYPES
         and ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
@@ -75,7 +72,7 @@ def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a library may read the tensor where it points to. Empty tensors may have an address or not."""
+    """Whether a library may read memory at the tensor's address. An empty tensor may have no address."""
     try:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # inside a transformation of torch.func
@@ -83,7 +80,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def no_memory(tensor: torch.Tensor) -> str | None:
-    """The problem if there is no memory where the tensor points to; see Note [Tensors that are no memory] in `checks`."""
+    """The problem if there is no memory at the tensor's address; see Note [Tensors that are no memory] in `checks`."""
     kind = type(tensor)
     if is_lazy(tensor):
         return f"expected a tensor, found {kind.__name__}, which has no shape yet; run a forward first"
@@ -108,17 +105,17 @@ def no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def is_integer(value: object) -> bool:
-    """Whether something is an integer, of Python's or another library's; a float that is equal to one is none."""
+    """Whether `value` is an integer of Python or of another library. A float such as 1.0 is not."""
     return hasattr(type(value), "__index__")
 
 
 def is_list_of_integers(value: object) -> bool:
-    """Whether something is a list, or another sequence, of nothing but integers."""
+    """Whether `value` is a sequence that holds only integers."""
     return isinstance(value, Sequence) and all(map(is_integer, value))
 
 
 def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
-    """Whether an argument is no tensor; for a name that ends in "s", no list of tensors. None stands for what is not given."""
+    """The problem if an argument is not a tensor, or, for a name that ends in "s", not a list of tensors (or None)."""
     for name, given in call_arguments.items():
         if name.endswith("s"):
             if given is not None and (isinstance(given, torch.Tensor | str) or not isinstance(given, Sequence)):
@@ -150,7 +147,7 @@ def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: s
 
 
 def unwritable(tensor: torch.Tensor) -> str | None:
-    """The problem if several elements of the tensor share one place in memory, so that it cannot be written."""
+    """The problem if several elements of the tensor share one place in memory, so that writing it makes no sense."""
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         return (
             "the tensor would be written, but several of its elements share one place in memory (strides "
@@ -160,7 +157,7 @@ def unwritable(tensor: torch.Tensor) -> str | None:
 
 
 def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> str | None:
-    """The problem if a list has not one tensor for each rank, each with the shape and dtype of `like`."""
+    """The problem unless a list has one tensor for each rank, each with the shape and dtype of `like`."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -172,7 +169,7 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
-    """The problem if a list has not one tensor for each rank, all of one dtype, that of this rank with the shape of `mine`."""
+    """The problem unless a list has one tensor for each rank: all with the dtype of `mine`, number `rank` with its shape."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -184,14 +181,14 @@ def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Te
 
 
 def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) -> str | None:
-    """The problem if `large` does not hold `size` times the elements of `small`, in the same dtype."""
+    """The problem unless `large` holds `size` times the elements of `small`, in the same dtype."""
     if large.dtype != small.dtype or large.numel() != size * small.numel():
         return f"expected the {what} to hold {size} times {tensor_in_words(small)}, found {tensor_in_words(large)}"
     return None
 
 
 def no_size(numel: object, dtype: object) -> str | None:
-    """The problem if there can be no flat tensor of so many elements of that dtype."""
+    """The problem if a flat tensor of `numel` elements of `dtype` cannot exist."""
     if not isinstance(dtype, torch.dtype):
         return f"expected a torch.dtype, found {dtype!r}"
     if not is_integer(numel) or not 0 <= cast(int, numel) * dtype.itemsize < 2**63:
@@ -214,7 +211,8 @@ def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, si
 
 
 def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> str | None:
-    """Whether two outputs, or an output and an input, share memory."""
+    """The problem if two outputs, or an output and an input, share memory."""
+    # In the order of their first bytes, a tensor can only overlap one that began before it. Two inputs may overlap.
     extents = sorted((*_extent(tensor), is_output) for tensor, is_output in _marked(outputs, inputs) if tensor.numel())
     written_to = read_to = -1
     for start, end, is_output in extents:
@@ -228,9 +226,9 @@ def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] 
 
 
 def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | None:
-    """Whether a tensor shares memory with a block in any other way than as the block's part number `rank`."""
+    """The problem if a tensor shares memory with a block, unless it is exactly the block's part number `rank`."""
     if not part.is_contiguous() or not block.is_contiguous():
-        return None  # either is copied first
+        return None  # the one with gaps is copied before the call, so the two no longer share memory
     start, end = _extent(part)
     first, last = _extent(block)
     if start >= end or end <= first or start >= last or start == first + rank * part.nbytes:
@@ -246,6 +244,9 @@ def _marked(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> 
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and the byte after the last, in memory; of a tensor with gaps (another may lie in them) the first element."""
+    """The addresses of the first byte and of the byte after the last one.
+
+    For a tensor with gaps, only the extent of its first element: another tensor may lie in the gaps.
+    """
     elements = tensor.numel() if tensor.is_contiguous() else 1
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, the plain order in which it travels, and the blocks into which collectives pack it."""
+"""The layout of tensors in memory, and the contiguous tensors and blocks into which a collective packs them."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from torch.autograd.graph import increment_version
 
 
 def untracked() -> torch.inference_mode:
-    """A context in which any tensor may be written: one that requires a gradient, and one made in inference mode.
+    """A context in which any tensor may be written, also if it requires a gradient or was made in inference mode.
 
-    (`torch.no_grad()` is not enough for the latter, which a collective may meet on a thread that is not in that mode.)
+    `torch.no_grad()` is not enough: outside of inference mode torch refuses to write a tensor that was made in it, and the mode
+    belongs to a thread. A collective may run on another thread than the caller's.
     """
     return torch.inference_mode()
 
 
 def mark_written(tensor: torch.Tensor) -> None:
-    """Let autograd know that a tensor's memory was written by other means than torch's."""
+    """Tell autograd that the tensor's memory was written, but not by torch."""
     if not tensor.is_inference():
         increment_version(tensor)
 
 
 def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of them needs `untracked`; to enter that costs more than to see that most need nothing."""
-    for tensor in tensors:  # noqa: SIM110 - a generator for `any` would cost as much again
+    """Whether one of the tensors needs `untracked`. Most need nothing, and this test is cheaper than entering the context."""
+    for tensor in tensors:  # noqa: SIM110 - `any` with a generator would double the cost
         if tensor.requires_grad or tensor.is_inference():
             return True
     return False
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two indices lead to the same place. A pure function.
+    """Whether two different indices mean the same place in memory. A pure function.
 
-    Cost: sorts the dimensions, unless these interleave in a way that only `as_strided` makes; then it looks at every
-    element.
+    Cost: sorts the dimensions. If they interleave in a way that only `as_strided` makes, looks at every element.
     """
     if 0 in shape:
         return False
-    reach = 0  # how far apart the elements lie that the dimensions so far span
+    reach = 0  # the distance between the first and the last element that the dimensions so far can reach
     for stride, length in sorted((stride, length) for length, stride in zip(shape, strides, strict=True) if length > 1):
         if stride == 0:
             return True
-        if stride <= reach:
+        if stride <= reach:  # a step may land between elements that are already there, or on one of them
             return _has_duplicates(shape, strides)
         reach += stride * (length - 1)
     return False
 
 
 def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its memory holds its values in order, else a copy that does.
+    """The tensor itself if its memory holds its values in order, else a contiguous copy.
 
-    It does not where there are strides, and where torch conjugates or negates lazily (`conj()`, `conj().imag`).
+    A copy is needed for tensors with strides, and for tensors that torch conjugates or negates lazily (`conj()`,
+    `conj().imag`).
     """
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
@@ -60,21 +61,22 @@ def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with one dimension; itself if it has one already."""
+    """View a contiguous tensor with one dimension. A tensor with one dimension is returned as it is."""
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor in plain order, flat, as uint8.
+    """View a contiguous tensor as flat uint8.
 
-    A single element is contiguous to torch whatever its stride, but a view as another dtype wants stride 1.
+    The stride is set to 1 because torch calls a single element contiguous with any stride, but views it as another dtype only
+    with stride 1.
     """
     return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def contents(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor of bytes on the CPU. They share its memory, so use them as long as the tensor lives."""
-    # An array of ctypes counts in 64 bits. `ctypes.string_at` takes a C int: beyond 4 GiB it returns the rest of a division.
+    """A memoryview of a flat uint8 tensor on the CPU. It shares the tensor's memory: use it only while the tensor lives."""
+    # Not `ctypes.string_at`: it takes the size as a C int, which overflows for large tensors. An array takes 64 bits.
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
 
 
@@ -85,6 +87,8 @@ def _has_duplicates(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return len(set(places.tolist())) < places.numel()
 
 
+# A collective moves a part (one rank's data), and most also a whole (the data of all ranks). These sets say which argument is
+# which: whether the part is read or written, and whether the program passes the whole as a list of tensors.
 _ONE_TENSOR = frozenset({"all_reduce", "reduce", "broadcast"})
 _PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
 _WHOLE_IS_LIST = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
@@ -93,16 +97,16 @@ _WHOLE_IS_LIST = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"}
 def pack(
     name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tensors that travel, contiguous.
+    """Pack a call's tensors into the contiguous tensors that a plan moves.
 
     Args:
-        name: the collective's.
+        name: the collective's name.
         reads: the call's tensors that are only read.
         writes: the call's tensors that are written.
         size: the number of ranks.
 
     Returns:
-        The part and the whole; the whole is None on the ranks of a gather or scatter that are not the root.
+        The part and the whole. In a gather or scatter, the whole is None on the ranks that are not the root.
     """
     if name in _ONE_TENSOR:
         wire = in_plain_order(writes[0])
@@ -124,25 +128,25 @@ def pack(
 def unpack(
     name: str, part: torch.Tensor, whole: torch.Tensor | None, writes: Sequence[torch.Tensor], *, is_root: bool = False
 ) -> None:
-    """Copy what has come to the tensors that the call writes; let autograd know what was written in place."""
+    """Copy the results to the tensors that the call writes, and tell autograd of tensors that were written in place."""
     wire = whole if name in _PART_IS_READ else part
     if wire is None or not writes or name == ("broadcast" if is_root else "reduce"):
-        return  # nothing was written on this rank
+        return  # this rank got no result: it is the root of a broadcast, or is not the root of a reduce or gather
     if name == "all_to_all" or (name in _WHOLE_IS_LIST and name in _PART_IS_READ):
         for output, piece in zip(writes, torch.split(flat(wire), [output.numel() for output in writes]), strict=True):
             output.copy_(piece.view(output.shape))
-    elif wire is writes[0]:
+    elif wire is writes[0]:  # no copy was needed: the library wrote the program's tensor itself
         mark_written(wire)
     else:
         writes[0].copy_(wire)
 
 
 def in_one_block(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors one after the other, flat; a single tensor in plain order itself."""
+    """Concatenate tensors into a flat one. A single contiguous tensor is not copied."""
     parts = [flat(in_plain_order(tensor)) for tensor in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def empty_block(part: torch.Tensor, size: int) -> torch.Tensor:
-    """Room for `size` tensors like `part`, flat."""
+    """Make a flat tensor with room for `size` tensors like `part`."""
     return torch.empty(size * part.numel(), dtype=part.dtype, device=part.device)

@@ -1,4 +1,4 @@
-"""Reduce tensors that lie in this process: the arithmetic that every host backend shares."""
+"""Reduce tensors in this process: the arithmetic that all host backends share."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 
-# Widened halves of this many elements stay in a core's cache: several times faster than all at once.
+# Halves (float16, bfloat16) are widened in pieces of this many elements, which stay in a core's cache. Several times faster
+# than widening all at once.
 _PIECE_NUMEL = 64 * 1024
 
 
 def core_op(op: Reduction) -> ReduceOp:
-    """What is done between the ranks: SUM for AVG and PREMUL_SUM, which scale before or after it."""
+    """The reduction between the ranks. For AVG and PREMUL_SUM it is SUM: they only scale before or after the sum."""
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a dtype is combined: halves in float32, all others in themselves."""
+    """The dtype in which values are combined: float32 for halves, else the dtype itself."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combine one tensor of each rank, first to last, so that whoever computes it gets the same bits.
+    """Combine one tensor of each rank, in the order of ranks, so that every rank that computes it gets the same bits.
 
-    Halves are widened to float32, combined (and scaled) there, and rounded once.
+    Halves are widened to float32, combined and scaled in float32, and rounded once.
 
     Args:
         op: a reduction that is defined for the dtype (see `check_reduction`).
-        terms: at least one tensor; all of the same shape and dtype, on one device. None is changed.
+        terms: at least one tensor; all have the same shape, dtype and device. They are not changed.
 
     Returns:
         A new tensor with the shape and dtype of the terms.
@@ -57,12 +58,12 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
 
 
 def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor]) -> None:
-    """As `reduce_in_rank_order`, into a tensor, which may be one of the terms."""
-    if len(terms) == 1 and not isinstance(op, PremulSum):
+    """As `reduce_in_rank_order`, but write the result to `out`, which may be one of the terms."""
+    if len(terms) == 1 and not isinstance(op, PremulSum):  # with one rank, only the factor changes anything
         if terms[0] is not out:
             out.copy_(terms[0])
         return
-    if _is_one_addition(op, terms, out.dtype):  # at once: small ones come often
+    if _is_one_addition(op, terms, out.dtype):  # a shortcut for a case that is frequent and small
         torch.add(terms[0], terms[1], out=out)
         return
     total = combine(op, terms, out)
@@ -73,7 +74,10 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
 
 
 def always_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
-    """`reduce_into` for terms that lie at the same place every time: a function of `out`, by that name."""
+    """Make a function that does `reduce_into` on these terms; it takes the keyword `out`. For terms at fixed addresses.
+
+    It decides once which arithmetic the terms need.
+    """
     if _is_one_addition(op, terms, dtype):
         return functools.partial(torch.add, *terms)
     if op is ReduceOp.AVG and len(terms) == 2 and dtype in EXACTLY_HALVED:
@@ -87,7 +91,7 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
     Args:
         op: as for `reduce_in_rank_order`.
         terms: as for `reduce_in_rank_order`.
-        out: may be written, last of all, if it has the accumulation dtype; may be one of the terms.
+        out: may be one of the terms. It is written by the last operation, and only if it has the accumulation dtype.
 
     Returns:
         `out`, or a new tensor.
@@ -100,6 +104,7 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
         return total
     if len(terms) == 1:
         return out if out is terms[0] else out.copy_(terms[0])
+    # The last operation alone writes `out`, which may be one of the terms.
     total = terms[0] if len(terms) == 2 else function(terms[0], terms[1])
     for term in terms[2:-1]:
         function(total, term, out=total)

@@ -1,4 +1,4 @@
-"""Reductions of sparse tensors: by gathering, for their elements lie elsewhere on each rank."""
+"""Reductions of sparse tensors. They gather all elements, because each rank has elements at other indices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIGNATURE_BYTES = 512
 
 
 class Gatherer(Protocol):
-    """What is needed of a process group."""
+    """The part of a process group that this module uses."""
 
     @property
     def size(self) -> int:
@@ -33,20 +33,22 @@ class Gatherer(Protocol):
 
 
 def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-    """Add up the COO tensors of all ranks, in place; every rank ends with the same elements and bits, coalesced.
+    """Add up the COO tensors of all ranks, in place. Every rank ends with the same elements and bits, coalesced.
 
     Args:
-        group: all its ranks call.
-        tensor: sparse COO; shape, dtype and number of sparse dimensions the same on every rank, any number of elements.
+        group: the process group; all its ranks call.
+        tensor: sparse COO. Every rank passes the same shape, dtype and number of sparse dimensions, and any elements.
         op: SUM, AVG or a `premul_sum`.
         async_op: return at once.
 
     Raises:
-        InvalidArgumentError: another reduction.
-        DisagreementError: on every rank, from the call or `wait()`: shape, dtype, number of sparse dimensions or `op` differ.
+        InvalidArgumentError: `op` is another reduction.
+        DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise it, from the call or from
+            `wait()`.
 
-    Cost: an all-gather of the element counts, then one of indices and one of values, each padded to the longest: p times
-    the longest rank's bytes on the wire, for p ranks. Not worth it where most elements are present.
+    Cost: an all-gather of the element counts, then one of the indices and one of the values. Ranks with fewer elements are
+    padded: with p ranks, p times the bytes of the rank with the most elements are on the wire. If most elements are present, a
+    dense all-reduce is cheaper.
     """
     if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
         raise InvalidArgumentError(
@@ -61,6 +63,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     def gather_elements(done: TensorsFuture) -> None:
         done.value()
         counts, digests = zip(*[entry.tolist() for entry in heads], strict=True)
+        # Every rank sees the same digests, so either all ranks take this branch or none does.
         if len(set(digests)) > 1:
             raise different_calls(Statements.of(_gather_signatures(group, signature, tensor.device)))
         with untracked():
@@ -69,10 +72,10 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     future = new_future([tensor])
 
     def finish(done: TensorsFuture) -> None:
-        """Not by `then`, which hands on the text of an error only."""
+        """Complete the future. A callback and not `then`, because torch's `then` keeps only the text of an error."""
         try:
             gather_elements(done)
-        except Exception as error:  # noqa: BLE001 - whoever waits must get it
+        except Exception as error:  # noqa: BLE001 - the future's waiters must get it
             fail_future(future, error, devices_of([tensor]))
         else:
             future.set_result([tensor])
@@ -85,7 +88,10 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 
 
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
-    """Issued from a callback, so it runs before whatever was issued after it: see Note [One total order] in `engine.queue`."""
+    """Gather all elements and add them up.
+
+    A callback calls it, so its collectives run before all later calls: see Note [One total order] in `engine.queue`.
+    """
     values = mine.values()
     if isinstance(op, PremulSum):
         values = values * op.factor

@@ -1,4 +1,4 @@
-"""Reduce-scatter in which the ranks get results of different sizes: as many reductions as there are ranks."""
+"""Reduce-scatter with results of different sizes: one reduction for each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .layout import untracked
 
 
 class Reducing(Protocol):
-    """What is needed of a process group."""
+    """The part of a process group that this module uses."""
 
     @property
     def rank(self) -> int:
@@ -27,7 +27,7 @@ class Reducing(Protocol):
 
 
 def is_uneven(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the inputs of a reduce-scatter differ in shape; the same on every rank, if the ranks do not disagree."""
+    """Whether the inputs of a reduce-scatter differ in shape. The same on every rank if all pass matching inputs."""
     return any(entry.shape != inputs[0].shape for entry in inputs[1:])
 
 
@@ -37,14 +37,15 @@ def reduce_scatter(
     """Combine the r-th inputs of all ranks on rank r, for every r.
 
     Args:
-        group: all its ranks call.
+        group: the process group; all its ranks call.
         output: like `inputs[rank]`; shares no memory with any input.
-        inputs: one for each rank, of any shapes (also without elements); number r has the same shape on every rank.
-        op: a reduction that the dtype has.
+        inputs: one for each rank, of any shape, also empty; number r has the same shape on every rank.
+        op: a reduction that is defined for the dtype.
         async_op: return at once.
 
     Cost: one `reduce` for each rank.
     """
+    # `reduce` overwrites the root's tensor, and inputs are only read: on its own root, each rank reduces the output instead.
     with untracked():
         output.copy_(inputs[group.rank])
     terms = [output if rank == group.rank else entry for rank, entry in enumerate(inputs)]

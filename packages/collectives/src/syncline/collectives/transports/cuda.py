@@ -1,4 +1,4 @@
-"""CUDA devices, by torch's streams, events and pinned memory; NCCL's own streams by CuPy."""
+"""CUDA devices. Streams, events and pinned memory are torch's; a group's own streams are made by CuPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaEvent(Event):
-    """An event that was recorded."""
+    """An event that was recorded on a stream when it was made."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -34,7 +34,7 @@ class CudaEvent(Event):
         self._event.wait(torch.cuda.current_stream(self._device))
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """The same for another stream."""
+        """Make `stream` wait for this event."""
         self._event.wait(stream)
 
     @override
@@ -43,7 +43,7 @@ class CudaEvent(Event):
 
 
 class CudaStream(Stream):
-    """One of torch's streams, or, with `is_own`, one of CUDA's own that nobody else has."""
+    """A stream of torch's pool, or, with `is_own`, a new stream of CUDA that nobody else uses."""
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
         self.device = device
@@ -68,10 +68,10 @@ class CudaStream(Stream):
         return CudaEvent(self._stream)
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Let torch record, on the current stream, the event that waiters and callbacks wait for.
+        """Complete the future. torch then records an event on the current stream, and waiters and callbacks wait for it.
 
-        The stream may hold later collectives by now, for which they would wait, too; so a stream of torch's pool stands in,
-        which waits for `done` only. In a capture they do wait for these: the other stream would never be joined.
+        This stream may already hold later collectives, and waiters would wait for them, too. So the current stream is one of
+        torch's pool that waits only for `done`. In a capture it must be this stream: the other one would never be joined.
         """
         assert isinstance(done, CudaEvent)
         ordered: torch.cuda.Stream = self._stream
@@ -87,7 +87,7 @@ class CudaStream(Stream):
 
 
 class CudaRuntime(DeviceRuntime):
-    """The GPUs that torch sees. Pinned memory is torch's: it knows by events when a copy no longer needs it."""
+    """The GPUs that torch sees. torch manages pinned memory: its events tell when a copy no longer needs the memory."""
 
     device_type = "cuda"
 
@@ -127,7 +127,7 @@ class CudaRuntime(DeviceRuntime):
     @contextmanager
     @override
     def background(self, device: torch.device) -> Iterator[None]:
-        # CUDA's rule that asking for an event spoils captures of other threads is lifted for this thread.
+        # By default, a thread that queries an event breaks the captures of other threads. The relaxed mode prevents this.
         driver = _driver()
         if driver is not None:
             driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
@@ -151,14 +151,14 @@ class CudaRuntime(DeviceRuntime):
         return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in pinned memory; the thread waits for it without holding the GIL."""
+        """Copy to pinned memory. The thread waits for the copy without holding the GIL."""
         host = self.empty_on_host(tensor)
         host.copy_(tensor.view(-1), non_blocking=True)
         self.finish(tensor)
         return host
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """A copy that the current stream makes in its time."""
+        """Put the copy on the current stream, and do not wait for it."""
         tensor.view(-1).copy_(host, non_blocking=True)
 
     @override
@@ -167,10 +167,10 @@ class CudaRuntime(DeviceRuntime):
 
 
 class StreamPool:
-    """Makes streams and lends them; what is no longer used is lent again.
+    """Makes streams, lends each to one user, and lends it again when the user is gone.
 
-    Two users of one stream would wait for one another, which they must not: a send and a receive, for one, may each be what
-    lets the other go on. Streams are never destroyed, because torch's allocator keeps memory for each by its handle.
+    Two users must not share a stream, because each would wait for the other: a send, say, may be needed before a receive can
+    end. Streams are never destroyed, because torch's allocator keeps memory for each stream by its handle.
 
     Args:
         make: makes a stream on a device, and returns its handle.
@@ -182,7 +182,7 @@ class StreamPool:
         self._lock = Lock()
 
     def acquire(self, device: torch.device, user: object) -> int:
-        """The handle of a stream that is the user's as long as that lives."""
+        """Get the handle of a stream. It belongs to `user` as long as this object lives."""
         with self._lock:
             idle = self._idle[device]
             handle = idle.pop() if idle else self._make(device)
@@ -191,7 +191,7 @@ class StreamPool:
 
 
 def _new_stream(device: torch.device) -> int:
-    """A stream of CUDA's own: torch's come from a pool of 32, which users would have to share."""
+    """Make a new stream of CUDA. torch's own streams come from a pool of 32, so users would share them."""
     from cupy.cuda import runtime
 
     with torch.cuda.device(device):
@@ -203,7 +203,7 @@ _own_streams = StreamPool(_new_stream)
 
 @functools.cache
 def _driver() -> Any | None:
-    """CUDA's driver; None where it has another name: then all goes on, only captures may be spoilt."""
+    """CUDA's driver library; None if it has another name. Without it everything works, but captures may break."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -211,5 +211,5 @@ def _driver() -> Any | None:
 
 
 def cuda_runtime() -> CudaRuntime | None:
-    """The layer for a new group, or None where this process sees no CUDA device."""
+    """The runtime for a new group; None if this process sees no CUDA device."""
     return CudaRuntime() if torch.cuda.is_available() else None

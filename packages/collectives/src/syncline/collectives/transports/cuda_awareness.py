@@ -1,4 +1,4 @@
-"""Can this MPI send from CUDA memory? Asked in a process of its own, because the wrong answer is a crash."""
+"""Find out whether this MPI takes CUDA memory. A child process tries it, because an MPI that does not may crash."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 TIMEOUT_S = 120.0
 
-# A launcher's variables would make the child a second process of the job.
+# With the launcher's variables, the child would join the job as a second process.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PMI2_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
-# Those of them by which a user chooses the transport, which is what the child is to test; and what a launcher sets among these.
+# Users choose MPI's transport with variables of this prefix, so the child must get them, except those that the launcher sets.
 _SETTINGS_PREFIX = "OMPI_MCA_"
 _LAUNCHER_SETTINGS = ("ess", "orte_", "pmix", "plm", "rmaps", "ras", "initial_wdir")
 
@@ -35,7 +35,7 @@ print("aware")
 
 @dataclass(frozen=True)
 class CudaAwareness:
-    """Whether MPI can be given CUDA memory, and how that was found out."""
+    """Whether MPI takes CUDA memory, and a sentence that says how it was found out."""
 
     is_aware: bool
     in_words: str
@@ -44,7 +44,7 @@ class CudaAwareness:
 def try_cuda_awareness(
     environ: Mapping[str, str] = os.environ, child: str = _CHILD, timeout_s: float = TIMEOUT_S
 ) -> CudaAwareness:
-    """Transfer and reduce CUDA memory by MPI in a child process of one rank."""
+    """Transfer and reduce CUDA memory by MPI, in a child process with one rank."""
     own = {name: value for name, value in environ.items() if not _is_the_launchers(name)}
     try:
         done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""DeviceTransport: tensors of a device beside those of the host, over a transport for host memory."""
+"""DeviceTransport moves tensors of a device, too, over a transport for host memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..engine.device import DeviceRuntime
 from ..engine.transport import Plan, Request, Transport
 from ..health.stalls import StatusPost
 
-# Of these the part goes in and the whole comes out; of the others the whole goes in and the part comes out.
+# These collectives read the part and write the whole. The others read the whole and write the part.
 _PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
 
 Keep = Callable[..., AbstractContextManager[None]]
 
 
 class DeviceTransport(Transport):
-    """Plans for tensors of the device go another way than those for tensors of the host: directly, or staged in host memory.
+    """Moves host tensors by the host transport. Moves device tensors by a direct transport, or copies them to host memory.
 
     Args:
-        host: for tensors in host memory, and for calls without a tensor.
-        rank: this rank in it.
-        device: the device, and how to copy.
-        direct: for tensors of the device; without it they are staged.
+        host: the transport for tensors in host memory, and for calls without a tensor.
+        rank: this rank in `host`.
+        device: the device's runtime, which copies.
+        direct: the transport for tensors of the device; None copies them through host memory.
     """
 
     def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
@@ -41,11 +41,11 @@ class DeviceTransport(Transport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """As the host transport does. A direct one compares each call: MPI takes CUDA memory in blocking calls only."""
+        """As for the host transport. A direct transport always compares each call: it uses only blocking calls of MPI."""
         return self._host.compares_every_call
 
     def describe(self) -> str:
-        """What the host transport says, and how tensors of the device travel."""
+        """The host transport's description, and whether tensors of the device go directly or through the host."""
         way = "staged through the host" if self._direct is None else "directly"
         return f"{self._host.describe()}, {self._device.device_type} {way}"
 
@@ -61,7 +61,7 @@ class DeviceTransport(Transport):
 
     @override
     def barrier(self, call: Call) -> None:
-        """The host's: it does not wait for the device."""
+        """The host transport's barrier. It does not wait for the device."""
         self._host.barrier(call)
 
     @override
@@ -127,7 +127,7 @@ class DeviceTransport(Transport):
 
     @contextmanager
     def _kept(self, *buffers: torch.Tensor | None) -> Iterator[None]:
-        """After a failure the library may still write to these: they are never given back."""
+        """Keep the buffers for ever if the body fails, because the library may still write to them."""
         try:
             yield
         except BaseException:
@@ -136,16 +136,16 @@ class DeviceTransport(Transport):
 
 
 class StagedPlan(Plan):
-    """Copies to host memory, runs a plan of the host, and copies back.
+    """Copies to host memory, runs a plan of the host transport, and copies back.
 
-    Cost: each tensor that is read crosses to the host once, each tensor that is written crosses back once.
+    Cost: one copy to the host for each tensor that is read, and one copy back for each tensor that is written.
 
     Args:
-        plan: for the same signature in host memory.
-        signature: of the calls.
+        plan: the host transport's plan for the same signature.
+        signature: the signature of the calls.
         rank: this rank.
-        device: copies.
-        kept: a context that keeps host memory if the plan fails inside it.
+        device: the runtime that copies.
+        kept: makes a context that keeps host memory for ever if the plan fails inside it.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:
@@ -161,14 +161,14 @@ class StagedPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """That of the host's plan."""
+        """The algorithm of the host's plan."""
         return self._plan.algorithm
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
         """As `Plan.run`."""
         device = self._device
         part_there = device.to_host(part) if self._part_goes_in else device.empty_on_host(part)
-        if whole is part or whole is None:
+        if whole is part or whole is None:  # one tensor, which must stay one on the host, too
             whole_there = None if whole is None else part_there
         else:
             whole_there = device.to_host(whole) if self._whole_goes_in else device.empty_on_host(whole)
@@ -181,7 +181,7 @@ class StagedPlan(Plan):
 
 
 class StagedArrival(Request):
-    """A receive into host memory, and the copy to the device after it."""
+    """A receive into host memory, and then the copy to the device."""
 
     def __init__(self, request: Request, there: torch.Tensor, tensor: torch.Tensor, device: DeviceRuntime) -> None:
         self._request = request
@@ -192,23 +192,23 @@ class StagedArrival(Request):
         self._is_over = False
 
     def wait(self, scope: CancelScope) -> None:
-        """Wait, then copy."""
+        """Wait for the message, then copy it to the device."""
         if not self._is_over:
             self._request.wait(scope)
             self._deliver()
 
     def test(self) -> bool:
-        """Ask, and copy if it has arrived."""
+        """Whether the message has arrived; if so, copy it to the device."""
         if not self._is_over and self._request.test():
             self._deliver()
         return self._is_over
 
     def source(self) -> int | None:
-        """The sender, once it is over."""
+        """The sender's rank, after the receive is over."""
         return self._request.source()
 
     def _deliver(self) -> None:
-        """The copy is over on return, for nobody knows on which thread the tensor will be used."""
+        """Copy to the device, and wait for the copy: the tensor may next be used on any thread, and so on any stream."""
         with self._order.entered():
             self._device.to_device(self._there, self._tensor)
             self._device.finish(self._tensor)

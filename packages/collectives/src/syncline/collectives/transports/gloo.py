@@ -1,4 +1,4 @@
-"""Gloo, the default that is embedded in torch: torch's own group, put into one total order."""
+"""The backend "gloo": the Gloo that is built into torch, with one total order of calls."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ from ..torch_internals import gloo_options
 from ..work import Work
 from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
 
-# The store may outlive a group (torchrun's does), so every connection writes under a number of its own; all ranks connect
-# equally often.
+# A store may outlive a group (torchrun's store does), so each connection uses keys with a number of its own. All ranks connect
+# the same number of times, so they use the same numbers.
 _generations = itertools.count()
-# Below it two collectives take longer than one of twice the bytes.
+# Below this size, two collectives take longer than one collective with twice the bytes.
 _SCATTER_HALVES_FROM_BYTES = 64 * 1024
-# A collective that takes long looks whether waiting is in vain; rarer the longer it takes.
+# A waiting collective checks whether waiting is useless: first after _FIRST_LOOK_S, then less often, up to _LOOK_S apart.
 _FIRST_LOOK_S, _LOOK_S = 0.1, 0.5
 _LARGEST_TAG = 2**31 - 1
-# The key under which a process that comes later finds the host of rank 0, and its address.
+# Under this key, a process that starts later finds the host of rank 0 and its address.
 _HOST_0 = "host of rank 0"
 Devices = tuple[Mapping[str, str], ...]
-"""What Gloo listens on: {"hostname": an address} or {"interface": its name}."""
+"""The places where Gloo listens: {"hostname": address} or {"interface": name}."""
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 in_forks(_open.clear)
 
@@ -79,9 +79,9 @@ class GlooTransport(LibraryTransport):
 
     Args:
         group: the torch group.
-        store: where subsets of its ranks find one another.
-        devices: what Gloo listens on.
-        liveness: says which of the ranks are lost; None where nobody can know.
+        store: the store in which subsets of the ranks meet.
+        devices: the places where Gloo listens.
+        liveness: finds out which ranks are lost; None if it is not known which processes the ranks are.
     """
 
     backend_name = "gloo"
@@ -93,15 +93,18 @@ class GlooTransport(LibraryTransport):
         self.liveness = liveness
         self._store = store
         self.devices = devices
-        self._subsets: Counter[str] = Counter()  # how many of each name and members were made
+        self._subsets: Counter[str] = Counter()  # by name and members: how many subsets were made
         _open.add(self)
 
     def describe(self) -> str:
-        """Gloo's version is torch's."""
+        """The version of torch, which contains Gloo."""
         return f"gloo of torch {torch.__version__}"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Gloo's ring; halves of some size as a reduce-scatter and an all-gather, which move two bytes for each."""
+        """Gloo's ring. Large float16 and bfloat16 tensors use a reduce-scatter and an all-gather instead.
+
+        These two move 2 bytes for each element; the ring moves 4.
+        """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
             return
@@ -167,7 +170,7 @@ class GlooTransport(LibraryTransport):
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Another Gloo group, which meets in the same store, where no other of its name and members has met."""
+        """Make another Gloo group. It meets in the same store, under keys that no subset with the same name has used."""
         rank = list(members).index(self._group.rank)
         group = f"{name}/{crc32(repr(list(members)).encode()):x}"
         self._subsets[group] += 1
@@ -175,27 +178,27 @@ class GlooTransport(LibraryTransport):
         return connect(store, rank, len(members), name, scope, self.devices)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
-        """After connecting under a shorter limit: let subsets meet in this store, and collectives take so many seconds."""
+        """Set the store where subsets meet, and the time limit of collectives. Call it after connecting under another limit."""
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
-        """Gloo closes its sockets when the last reference to the group goes."""
+        """Drop the group: Gloo closes its sockets when the last reference is gone."""
         _open.discard(self)
         del self._group
 
     def abort(self) -> None:
-        """Keep the torch group until the process is gone: its destructor would wait for what is in flight.
+        """Keep the torch group for ever, because its destructor would wait for collectives in flight.
 
-        The reference is never given back, not even when the interpreter ends: two ranks that gave up one collective would then
-        wait for one another.
+        The reference is not dropped even when the interpreter ends: otherwise two ranks that gave up the same collective would
+        wait for each other at exit.
         """
         _open.discard(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     @override
     def leave_to_parent(self) -> None:
-        """The destructor would wait for threads that a fork does not have."""
+        """Keep the torch group for ever: its destructor would wait for threads that a forked child does not have."""
         self.abort()
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
@@ -203,7 +206,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Lines in the store, and how many were written."""
+    """One line for each rank in the store, and a count of all lines written. If the count is unchanged, no line is new."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -236,27 +239,27 @@ def connect(
     liveness: Liveness | None = None,
     interfaces: Sequence[str] = (),
 ) -> GlooTransport:
-    """Connect with the other ranks, who call it with the same store, size and name.
+    """Connect with the other ranks. All ranks call it with the same store, size and name.
 
-    Gloo's own limit holds for each of its steps, and not for connecting as a whole. So the ranks meet in the store first, which
-    is where one that does not come is found, and Gloo connects on a thread that is left behind when the time is up. Ranks that
-    know one another (`liveness`) do not meet before.
+    Gloo's own time limit holds for each of its steps, not for the whole connection. So the ranks first meet in the store, which
+    shows whether a rank does not come. Then Gloo connects on its own thread, which is left behind when the time limit is
+    reached. With `liveness` the ranks already know each other, and skip the first step.
 
     Args:
-        store: where they meet.
-        rank: this one.
-        size: how many there are.
-        name: of the group.
-        scope: for all of it.
-        devices: what Gloo listens on, on this rank; by default on `interfaces`, or at an address that all ranks reach.
-        liveness: of ranks that know one another.
+        store: the store in which the ranks meet.
+        rank: this rank.
+        size: the number of ranks.
+        name: the group's name.
+        scope: the time limit for everything.
+        devices: the places where this rank's Gloo listens; default: `interfaces`, or an address that all ranks can reach.
+        liveness: the liveness of ranks that know each other.
         interfaces: see `ConnectRequest`.
 
     Raises:
         CollectiveTimeout: not all ranks came, or Gloo did not connect them in time.
-        DisagreementError: the ranks were told different sizes.
-        LaunchError: the hosts do not reach one another.
-        RankLostError: a rank ended while they connected.
+        DisagreementError: the ranks were given different sizes.
+        LaunchError: the hosts cannot reach each other.
+        RankLostError: a rank ended while the ranks connected.
         TransportError: Gloo failed.
     """
     place = f"Gloo could not connect rank {rank} of {size} in group '{name}'"
@@ -278,9 +281,9 @@ def connect(
 
 
 def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> Devices:
-    """What this rank lets Gloo listen on, so that all others reach it."""
+    """The places where this rank's Gloo listens, so that all other ranks can reach it."""
     if interfaces:
-        (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # what is wrong with them is said here
+        (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # only to raise if one does not fit
         return tuple({"interface": name} for name in interfaces)
     if size == 1 or met.share_loopback:
         return _at(LOOPBACK)
@@ -313,12 +316,12 @@ def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, device
 
 
 def _tag(tag: int, tensor: torch.Tensor) -> int:
-    """Gloo compares neither dtypes nor sizes, so only tensors of one dtype and size meet."""
+    """Encode dtype and size in the tag, because Gloo compares neither: a receive then matches only tensors like its own."""
     return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
 
 
 def _wait(work: Work, scope: CancelScope) -> None:
-    """Wait, and look now and then whether that is in vain."""
+    """Wait, and check now and then whether waiting is useless."""
     assert isinstance(work, TorchWork)
     slice_s = _FIRST_LOOK_S
     try:
@@ -343,22 +346,23 @@ class GlooBackend(Backend):
         return True
 
     def missing(self) -> str | None:
-        """Some builds of torch have no Gloo."""
+        """The problem if this build of torch has no Gloo."""
         if dist.is_available() and dist.is_gloo_available():
             return None
         return "this build of torch has no Gloo; install one of torch's standard wheels"
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Rendezvous, then connect every rank with every other over TCP."""
+        """Meet the other ranks, then connect each rank with all others over TCP."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")
         if request.joins:
             return _newcomer(request)
-        own_addresses(request.interfaces)  # an interface that this host does not have is an error before anybody waits
+        own_addresses(request.interfaces)  # raises for an unknown interface before any rank waits
         store, rank, size, address = meeting_place(request)
         if request.launch is not None and request.launch.is_mpi:
-            # Once more, after MPI's own, hence before it: a process that MPI keeps at its end shall not keep its sockets.
+            # Functions of `atexit` run last in, first out. MPI has registered its own by now, which may keep the process at its
+            # end. Registered again, `_hang_up` runs before it and closes the sockets.
             atexit.register(_hang_up)
         devices = () if address is None or request.interfaces else _at(address)
         store = _numbered(store)
@@ -373,7 +377,7 @@ class GlooBackend(Backend):
 
 
 def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
-    """A group of one, whose process waits until the members of a job let it in; they met in the store that it finds."""
+    """Make a group of one rank for a process that waits until a job lets it in. It uses the store in which the job met."""
     lack = admit_lack(request)
     if lack is not None:
         raise LaunchError(f"backend 'gloo': SYNCLINE_JOIN=1 says that this process joins a job that runs, but {lack}")
@@ -389,7 +393,7 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
 
 
 def _devices_of_newcomer(request: ConnectRequest, store: Store) -> Devices:
-    """What a process that comes later lets Gloo listen on: the address from which it reaches that of rank 0."""
+    """The place where a newcomer's Gloo listens: the address from which this host reaches rank 0."""
     if request.interfaces:
         own_addresses(request.interfaces)
         return tuple({"interface": name} for name in request.interfaces)
@@ -431,14 +435,15 @@ def _numbered(store: dist.Store) -> dist.Store:
 
 @atexit.register
 def _hang_up() -> None:
-    """Close the connections of all groups, so that ranks that wait for this one fail, as when the process is gone.
+    """Close the connections of all groups at exit, so that ranks that wait for this one fail at once.
 
     Note [Leaving while Gloo's thread drops a work]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A collective is over before Gloo's own thread has dropped its work, and with it perhaps the last reference to a tensor. On a
-    busy machine the program may end in between. That thread then finds no interpreter to drop the tensor with, and aborts the
-    process ("terminate called without an active exception"). To close a group waits for its threads, so it is done while there
-    is an interpreter; but not while something is in flight, for which closing would wait as long as for the time limit.
+    When a collective is over, Gloo's own thread may still hold its work, and with it the last reference to a tensor. On a busy
+    machine the program may end before the thread drops the work. Then the thread finds no interpreter to drop the tensor with,
+    and aborts the process ("terminate called without an active exception"). Closing a group waits for its threads. So we close
+    the groups while there is an interpreter. We do not close them while a call is in flight: closing would wait for the call,
+    up to its time limit.
     """
     finish_all()
     for transport in list(_open) if all_idle() else []:

@@ -1,4 +1,4 @@
-"""How the survivors of a Gloo group meet again: in the store in which they met at first, if that is still there."""
+"""Connect the survivors of a Gloo group again. They meet in the store of the first rendezvous, if it still exists."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 
 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why the store in which the ranks meet would not outlive each of them; None if it would. A pure function.
+    """Why the store in which the ranks meet may end with one of the ranks; None if it outlives all. A pure function.
 
-    A store that the caller gave is taken for one that does.
+    A store from the caller is assumed to outlive them.
     """
     if size == 1 or request.store is not None:
         return None
@@ -44,7 +44,7 @@ def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = 
 
 
 def admit_lack(request: ConnectRequest) -> str | None:
-    """Why a process that comes later would not find the store in which the ranks meet; None if it would. A pure function."""
+    """Why a process that starts later cannot find the store in which the ranks meet; None if it can. A pure function."""
     if request.store is not None or (request.init_method or "").startswith("file:"):
         return None
     return (
@@ -55,11 +55,11 @@ def admit_lack(request: ConnectRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a newcomer must know of a job.
+    """The facts about a job that a newcomer must know.
 
     Attributes:
-        size: how many ranks it began with.
-        options: what changes how the ranks communicate.
+        size: the number of ranks at the start.
+        options: the options that change how the ranks communicate.
     """
 
     size: int
@@ -67,15 +67,17 @@ class Job:
 
 
 class GlooReconnector(StoreReconnector):
-    """Members are processes; each leaves in the store who it is, so that those on its machine know when it has ended.
+    """Connects members that are processes. Each member writes its process identity to the store.
+
+    Members on the same machine can thus find out when it has ended.
 
     Args:
-        store: where the first generation met.
-        generation: of the group as it is.
-        job: what newcomers must know.
-        connect: connects `(generation, liveness, store, timeout_s)` by Gloo; the store is good for no longer than that.
+        store: the store in which the first generation met.
+        generation: the group's current generation.
+        job: the facts that newcomers must know.
+        connect: connects by Gloo; takes `(generation, liveness, store, timeout_s)`. It may use the store only for this time.
         lack: why the members cannot meet again, or None.
-        lack_for_newcomers: why nobody else can come, or None.
+        lack_for_newcomers: why newcomers cannot come, or None.
     """
 
     def __init__(
@@ -100,11 +102,11 @@ class GlooReconnector(StoreReconnector):
 
     @classmethod
     def of_newcomer(cls, store: dist.Store, options: Mapping[str, bool], connect: Connect, timeout_s: float) -> GlooReconnector:
-        """That of a process that came later.
+        """The reconnector of a process that starts later.
 
         Raises:
-            StoreError: the job's ranks have left no word here that newcomers need.
-            DisagreementError: they were given other options.
+            StoreError: the store lacks the facts about the job that a newcomer needs.
+            DisagreementError: the job's ranks were given other options.
         """
         said = json.loads(FromTorchStore(store).get(_JOB, timeout_s))
         job = Job(said["size"], said["options"])
@@ -137,7 +139,7 @@ class GlooReconnector(StoreReconnector):
         if member not in self._processes:
             key = f"process/{member}"
             if not self.store.check([key]):
-                return None  # it has not come so far, or was killed on the way
+                return None  # the member has not written it yet, or was killed before
             self._processes[member] = ProcessIdentity.parse(self.store.get(key).decode())
         return self._processes[member]
 
@@ -149,7 +151,7 @@ class GlooReconnector(StoreReconnector):
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
         watched = AsTorchStore(_WatchedStore(self._keys(generation), lambda: self._ended(generation), timeout_s))
         transport = self._connect(generation, self._liveness(generation), watched, timeout_s)
-        watched.release()  # after a failure a thread of Gloo's may still ask it
+        watched.release()  # only on success: after a failure, a thread of Gloo may still use the store
         return transport
 
     def _ended(self, generation: Generation) -> list[int]:
@@ -157,7 +159,7 @@ class GlooReconnector(StoreReconnector):
 
 
 class _WatchedStore(PrefixStore):
-    """A store in which nobody waits for a member that has ended."""
+    """A store whose waits end with an error when a member has ended."""
 
     def __init__(self, store: Store, ended: Callable[[], Sequence[int]], timeout_s: float) -> None:
         super().__init__("gloo", store, timeout_s)

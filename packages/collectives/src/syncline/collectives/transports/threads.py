@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the reference that the other backends are held against, and the test bed."""
+"""Ranks as threads of one process: a simple reference for the other backends, and a backend for tests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ..tensors.reduction import reduce_in_rank_order, reduce_into
 
 
 class SharedState:
-    """What the ranks of a group share, as threads of one process: the rounds of its collectives, and mailboxes.
+    """The memory that the ranks of a group share, as threads of one process: rounds of collectives, and mailboxes.
 
-    The n-th `exchange` of a rank belongs to the n-th of every other rank. `post` puts a message into the receiver's mailbox;
-    `collect` takes it out. One condition variable guards everything. No function of a caller runs while it is held.
+    The n-th `exchange` of a rank belongs to the n-th `exchange` of every other rank. `post` puts a message into the receiver's
+    mailbox; `collect` takes it out. One condition variable guards everything. No function of a caller runs while it is held.
     """
 
     def __init__(self, size: int) -> None:
@@ -46,7 +46,7 @@ class SharedState:
         """Leave a value and return the values of all ranks of the same round, by rank.
 
         Raises:
-            TimeoutError: not all came in time; the message names those that did not.
+            TimeoutError: some ranks did not come in time; the message names them.
             TransportError: the group was aborted.
         """
         with self._condition:
@@ -58,16 +58,19 @@ class SharedState:
             return [arrived[r] for r in range(self.size)]
 
     def post(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
-        """Leave a message."""
+        """Put a message into the receiver's mailbox."""
         with self._condition:
             self._mail[dst].append((src, tag, tensor))
             self._condition.notify_all()
 
     def collect(self, dst: int, src: int | None, tag: int, scope: CancelScope) -> tuple[int, torch.Tensor]:
-        """Take the oldest message from that rank (any, if None) with that tag; sender and content.
+        """Take the oldest message with this tag from rank `src`, or from any rank if `src` is None.
+
+        Returns:
+            The sender and the content.
 
         Raises:
-            TimeoutError: none came in time.
+            TimeoutError: no message came in time.
             TransportError: the group was aborted.
         """
         with self._condition:
@@ -83,14 +86,14 @@ class SharedState:
             return self._find(dst, src, tag) is not None
 
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
-        """The shared state of a subset of the ranks. The n-th of a name is the same object for all members that ask."""
+        """The shared state of a subset of the ranks. The n-th call for a name gives all members the same object."""
         with self._condition:
             number = self._asked[name, members, rank]
             self._asked[name, members, rank] += 1
             return self._children.setdefault((name, members, number), SharedState(len(members)))
 
     def abort(self) -> None:
-        """Wake everybody who waits, here and in the subsets."""
+        """Wake all waiting threads, in this group and in its subsets."""
         with self._condition:
             self._aborted = True
             self._condition.notify_all()
@@ -122,7 +125,10 @@ class SharedState:
 
 
 class InProcessTransport(LibraryTransport):
-    """Each collective has two rounds: show the other ranks my tensor; then, when all have read, write."""
+    """Each collective has two rounds. In the first, ranks show each other their tensors; after the second, they write.
+
+    The second round makes sure that all ranks have read a tensor before its owner overwrites it.
+    """
 
     backend_name = "in_process"
 
@@ -134,17 +140,17 @@ class InProcessTransport(LibraryTransport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """When the ranks meet."""
+        """True: the ranks compare the call's words whenever they meet."""
         return True
 
     def describe(self) -> str:
-        """Its name and the number of threads."""
+        """The backend's name and the number of threads."""
         return f"in_process: {self._shared_state.size} rank(s) as threads"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Every rank reduces all tensors itself, in rank order."""
         tensors = self._show(tensor, call)
-        if self._size == 1:  # in place: nobody reads it meanwhile
+        if self._size == 1:  # in place, because no other rank reads it
             reduce_into(tensor, op, tensors)
             return
         result = reduce_in_rank_order(op, tensors)
@@ -255,7 +261,7 @@ class InProcessTransport(LibraryTransport):
 
 
 class _Sent(Request):
-    """A message that lies in a mailbox: the sender is done."""
+    """A sent message. It is already in the mailbox, so the send is over."""
 
     def wait(self, scope: CancelScope) -> None:
         pass
@@ -268,7 +274,7 @@ class _Sent(Request):
 
 
 class _Receiving(Request):
-    """A message that will be taken from a mailbox."""
+    """A receive, which takes its message from the mailbox."""
 
     def __init__(self, shared_state: SharedState, rank: int, tensor: torch.Tensor, src: int | None, tag: int) -> None:
         self._shared_state = shared_state
@@ -298,13 +304,13 @@ class _Receiving(Request):
 
 
 class InProcessReconnector(StoreReconnector):
-    """Members are threads, who meet in the memory that they share.
+    """Connects members that are threads: they meet in the memory that they share.
 
     Args:
-        store: in memory, of all ranks.
-        generation: of the group as it is.
-        first_size: how many ranks there were at first.
-        states: for each generation its shared state; of all ranks.
+        store: a store in memory, which all ranks share.
+        generation: the group's current generation.
+        first_size: the number of ranks at the start.
+        states: for each generation its shared state; all ranks share this dictionary.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int, states: dict[int, SharedState]) -> None:
@@ -313,7 +319,7 @@ class InProcessReconnector(StoreReconnector):
         self._states = states
 
     def newcomer(self) -> InProcessReconnector:
-        """That of a thread that comes later."""
+        """The reconnector of a thread that comes later."""
         me = self._join_queue.take_number()
         return InProcessReconnector(self.store, Generation(WAITING, (me,), me), self._first_size, self._states)
 
@@ -328,25 +334,25 @@ class InProcessReconnector(StoreReconnector):
 
 
 class InProcessGroup(ShrinkableGroup):
-    """A group of threads, one of which may be lost on purpose."""
+    """A group of threads. A test may lose a rank on purpose."""
 
     _reconnector: InProcessReconnector
 
     def lose(self) -> None:
-        """From now on this rank counts as a process that was killed: for tests of what the others do. It must call no more."""
+        """Treat this rank as a killed process from now on, for tests of the other ranks. This rank must not call again."""
         self._reconnector.store.set(f"ended/{self._generation.me}", b"")
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
-        """The group of one more thread, which waits to be let in: for tests. Any thread may call it."""
+        """Make the group of one more thread, which waits to be let in. For tests. Any thread may call it."""
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 
 def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[InProcessGroup]:
-    """One group of `size` ranks in this process; hand each to the thread that plays its rank.
+    """Make a group of `size` ranks in this process. Returns one object for each rank; give each to its own thread.
 
     Raises:
-        InvalidArgumentError: the size is below one.
+        InvalidArgumentError: `size` is below one.
     """
     if size < 1:
         raise InvalidArgumentError(f"expected at least one rank, found {size}")
@@ -363,14 +369,14 @@ def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) 
 
 
 class InProcessBackend(Backend):
-    """The group of one: what a script gets that nothing launched."""
+    """A group of one rank, for a script that was started without a launcher."""
 
     def missing(self) -> str | None:
-        """Nothing, ever."""
+        """Always None: this backend needs nothing."""
         return None
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Return a group of one; more ranks are threads, which only `syncline.collectives.testing.run_ranks` starts."""
+        """Make a group of one rank. For more ranks as threads, use `syncline.collectives.testing.run_ranks`."""
         asked = request.world_size or (request.launch.least_world_size() if request.launch else 1)
         if asked != 1:
             raise LaunchError(

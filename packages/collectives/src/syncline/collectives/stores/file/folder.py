@@ -1,15 +1,15 @@
-"""Folder: a folder in which nobody but this user can have put, changed or replaced anything.
+"""Folder: a folder in which only this user can have put, changed or replaced files.
 
 Note [A folder of our own]
 --------------------------
-Who can write into a folder can put a symbolic link there under the name of a file that we are about to truncate, or
-records that we are about to believe. So:
+Another user who can write into a folder could put a symbolic link there, with the name of a file that we are about to truncate,
+or false records that we would read. So:
 
-1. What we make is for its owner only, the folders above it included (0700; files 0600).
-2. The folder itself and the files in it are opened without following symbolic links, and the files relative to the opened
-   folder, so that neither can be exchanged between look and use. Links above it are the user's business: `~/scratch` is one.
-3. What was opened must belong to this user, and nobody else may write it. Who this user is says the file system, by the
-   owner of a file that we make: NFS maps root, or everybody, to another number.
+1. Folders and files that we make are for their owner only, including folders above (folders 0700, files 0600).
+2. We open the folder and its files without following symbolic links, and the files relative to the opened folder. So neither
+   can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often one.
+3. An opened folder or file must belong to this user, and nobody else may write it. We take the user's number from the owner of
+   a file that we make, because NFS may map root, or all users, to another number.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ...errors import StoreUnavailableError
 
 
 class Folder:
-    """See Note [A folder of our own]. Any thread or process may use it.
+    """A folder of this user; see Note [A folder of our own]. Any thread or process may use it.
 
     Args:
-        path: made, for the owner only, if it is not there.
+        path: the folder; it is made, for the owner only, if it does not exist.
 
     Raises:
-        StoreUnavailableError: it is a symbolic link, belongs to somebody else, or others can write it.
-        OSError: it cannot be made or written.
+        StoreUnavailableError: the folder is a symbolic link, belongs to another user, or others can write it.
+        OSError: the folder cannot be made or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class Folder:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor of the folder, for the length of a `with` statement; names are looked up in it by `dir_fd`."""
+        """A context with a descriptor of the folder, to be used as `dir_fd`."""
         descriptor = _open_here(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._check(self.path, descriptor)
@@ -55,9 +55,9 @@ class Folder:
             os.close(descriptor)
 
     def open_file(self, folder: int, name: str, flags: int) -> int:
-        """A descriptor of the file `name`, with the `flags` of `os.open`; `folder` is what `opened` gave."""
+        """Open the file `name` with the `flags` of `os.open`, and return its descriptor. `folder` comes from `opened`."""
         path = self.path / name
-        descriptor = _open_here(path, flags | os.O_NONBLOCK, folder)  # a pipe would keep us waiting
+        descriptor = _open_here(path, flags | os.O_NONBLOCK, folder)  # opening a pipe would block without O_NONBLOCK
         try:
             self._check(path, descriptor)
         except BaseException:
@@ -92,7 +92,7 @@ def _make(path: Path) -> None:
 
 
 def _open_here(path: Path, flags: int, folder: int | None = None) -> int:
-    """Open without following a link; in `folder` if it is given."""
+    """Open without following a symbolic link, relative to `folder` if it is given."""
     try:
         return os.open(path if folder is None else path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:

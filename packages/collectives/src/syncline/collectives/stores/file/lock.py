@@ -1,23 +1,23 @@
-"""LinkLock: mutual exclusion between processes, on any hosts, by the one name of a file.
+"""LinkLock: mutual exclusion between processes on any hosts, by a hard link.
 
 Note [Locking by link]
 ----------------------
-`flock` and `fcntl` locks are local to one host, without a word, on several cluster file systems in their usual
-configuration (BeeGFS, Lustre mounted with `localflock`, NFS mounted with `nolock` or `local_lock`); `fcntl` locks moreover
-do not exclude threads of one process. Making a hard link is atomic on the *server* of all of them: exactly one process
-succeeds in giving the name `lock` to its own file. So::
+On several cluster file systems in their usual configuration (BeeGFS, Lustre mounted with `localflock`, NFS mounted with
+`nolock` or `local_lock`), `flock` and `fcntl` locks silently work on one host only. `fcntl` locks also do not exclude threads
+of one process. Making a hard link is atomic on the *server* of all these file systems: exactly one process can give the name
+`lock` to its own file. So::
 
     1. write a file `ticket-<random>` that says who we are
-    2. link(ticket, "lock"), again and again until the scope
-    3. ours, if link said so, or if the ticket now has two names: an NFS client that lost the server's answer
+    2. link(ticket, "lock"), again and again until the scope ends
+    3. the lock is ours if link succeeds, or if the ticket now has two names: an NFS client that lost the server's answer
        asks again, and is told that the name exists (open(2) recommends this check)
     4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
-A process that is killed between 2 and 4, some milliseconds, leaves the lock behind. A process of the same machine can know
-that the holder has ended (`process_identity`), and takes the lock away. So that only one does, and never the lock of the next
-holder, it must first make the file `break-<the holder's ticket>`, which nobody removes. On other machines nobody can know;
-there the others fail at their scope, with an error that names the holder and the file to delete. Breaking the lock by age
-would let two in.
+A process that is killed between 2 and 4 (some milliseconds) leaves the lock behind. A process on the same machine can find out
+that the holder has ended (`ProcessIdentity`), and takes the lock away. Only one process may do so, and it must not take the
+lock of the next holder. So it must first create the file `break-<the holder's ticket>`, which is never removed. Processes on
+other machines cannot find out. They fail at the end of their scope, with an error that names the holder and the file to delete.
+If we broke the lock by its age, two processes could hold it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ..store import poll
 from .folder import Folder
 
 _LOCK = "lock"
-_LONGEST_NAME = 2000  # a host name is in it three times
+_LONGEST_NAME = 2000  # bytes read of a ticket, which contains the host name three times
 
 
 class LinkLock:
-    """A lock called `lock` in `folder`; see Note [Locking by link]. It may be used by any thread or process.
+    """A lock called `lock` in `folder`; see Note [Locking by link]. Any thread or process may use it.
 
     Args:
-        folder: on a file system with hard links.
+        folder: a folder on a file system with hard links.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -51,7 +51,7 @@ class LinkLock:
 
     @contextmanager
     def held(self, timeout_s: float) -> Iterator[None]:
-        """Hold the lock for the length of a `with` statement.
+        """A context that holds the lock.
 
         Raises:
             StoreTimeout: another process held it for all of `timeout_s` seconds.
@@ -76,14 +76,14 @@ class LinkLock:
         return ticket
 
     def _take_over(self, folder: int, ticket: str) -> bool:
-        """Take the lock away from a holder that has certainly ended, and try again; whether it is ours now."""
+        """Take the lock away from a holder that has certainly ended, and try again. Returns whether the lock is ours now."""
         try:
             _, theirs, process, *_ = [*self._read_lock(folder).split("\n"), "", ""]
             if not theirs.startswith("ticket-") or not has_ended(ProcessIdentity.parse(process)):
                 return False
             os.close(self._folder.open_file(folder, f"break-{theirs}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except OSError:
-            return False  # it was released meanwhile, or another process takes it away
+            return False  # the lock was released meanwhile, or another process takes it away
         os.unlink(_LOCK, dir_fd=folder)
         return _take(folder, ticket)
 
@@ -122,5 +122,5 @@ def _release(folder: int, ticket: str) -> None:
 def _has_two_names(folder: int, ticket: str) -> bool:
     try:
         return os.stat(ticket, dir_fd=folder, follow_symlinks=False).st_nlink == 2
-    except FileNotFoundError:  # somebody removed the folder while we were in it
+    except FileNotFoundError:  # the folder was removed meanwhile
         return False

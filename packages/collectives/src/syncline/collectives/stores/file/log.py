@@ -2,16 +2,16 @@
 
 Note [A log on a shared file system]
 ------------------------------------
-NFS promises little, but this it does: who opens a file after another host has closed it sees what that host wrote. (About
-a *new name* in a folder it promises nothing for up to a minute, so a file for each key would be slow to appear.) Hence:
+NFS guarantees this: if a process opens a file after another host has closed it, it sees everything that the host wrote. (NFS
+guarantees nothing about a *new name* in a folder for up to a minute, so a file for each key would be slow to appear.) So:
 
-1. The log is created when a store is opened; from then on its name does not change.
-2. A writer holds the lock (Note [Locking by link] in `file.lock`), reads what is new, appends one record, and syncs and closes
-   the file before it releases the lock. The sync also brings out errors of a full disk or quota, in the writer.
-3. A reader takes no lock. It opens the file anew each time, and reads on from where it stopped.
-4. A record carries its length and checksum. A reader stops before one that is not whole yet, and tries again later. A
-   writer, who knows that nobody else is writing, cuts off the remains of one that failed.
-5. The file only grows, so a client's cache can tell by the size alone that it is out of date.
+1. The log is created when a store is opened. From then on its name does not change.
+2. A writer holds the lock (Note [Locking by link] in `file.lock`), reads new records, appends one record, and syncs and closes
+   the file before it releases the lock. The sync also makes errors of a full disk or quota appear in the writer.
+3. A reader takes no lock. It opens the file again each time, and reads on from where it stopped.
+4. A record contains its length and checksum. If a record is incomplete, a reader stops before it, and tries again later. A
+   writer holds the lock, so it knows that an incomplete record comes from a write that failed, and cuts it off.
+5. The file only grows, so a client's cache sees from the size alone that it is out of date.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ...errors import StoreError
 from .folder import Folder
 
 _LOG = "log"
-_HEAD = struct.Struct(">II")  # bytes of the body, and their CRC-32
-_BODY = struct.Struct(">?I")  # whether there is a value, and bytes of the key
+_HEAD = struct.Struct(">II")  # the number of bytes of the body, and their CRC-32
+_BODY = struct.Struct(">?I")  # whether there is a value, and the number of bytes of the key
 
 
 def encode(key: str, value: bytes | None) -> bytes:
-    """One record: from now on `key` has `value`, or is gone."""
+    """Encode one record: from now on `key` has `value`, or is removed if `value` is None."""
     name = key.encode()
     body = _BODY.pack(value is not None, len(name)) + name + (value or b"")
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
 def decode(data: bytes) -> tuple[list[tuple[str, bytes | None]], int]:
-    """The whole records at the beginning of `data`, and how many bytes they take.
+    """The complete records at the beginning of `data`, and the number of bytes that they take.
 
     Raises:
-        ValueError: a record is whole, and not one that `encode` makes.
+        ValueError: a record is complete, but `encode` cannot have made it.
     """
     records: list[tuple[str, bytes | None]] = []
     start = 0
@@ -70,10 +70,10 @@ def _split(body: bytes) -> tuple[str, bytes | None]:
 
 
 class Log:
-    """The table that the file `log` describes. Not for several threads at once.
+    """The table that is stored in the file `log`. Only one thread at a time may use it.
 
     Args:
-        folder: where the file is; it is created, for the owner only, if it is not there.
+        folder: the folder of the file. The file is created, for the owner only, if it does not exist.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -84,10 +84,10 @@ class Log:
             pass
 
     def refresh(self) -> None:
-        """Bring `values` up to date with what others appended.
+        """Read the records that others have appended into `values`.
 
         Raises:
-            StoreError: a record is not one of ours.
+            StoreError: Syncline has not written a record.
         """
         with self._open(os.O_RDONLY) as file:
             file.seek(self._end)
@@ -105,7 +105,7 @@ class Log:
         self._end += size
 
     def append(self, key: str, value: bytes | None) -> None:
-        """Write one change. Call it with the lock held, after `refresh`."""
+        """Write one change. Hold the lock, and call `refresh` before."""
         record = encode(key, value)
         with self._open(os.O_RDWR) as file:
             self._write(file, record)

@@ -1,28 +1,28 @@
-"""file_rendezvous: the processes of one run find each other in a folder, whatever earlier runs have left there.
+"""file_rendezvous: the processes of one run find each other in a folder that may contain files of earlier runs.
 
 Note [Rendezvous among leftovers]
 ------------------------------
 A process cannot see whether a file belongs to this run. So it trusts a file only if the file repeats a random number that
-this process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Nothing in it needs to be
-true; it only must have the form of what a rendezvous writes::
+this process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Its records may be out of
+date, but they must have the form that a rendezvous writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to it
-                                                 2. draws the id of a new run, reads every join/r, also of r that
-                                                    are none of its ranks, sets offer to (run, size, {r: number})
-    3. reads offer until it holds his number:
-       a live rank 0 has seen him; sets
-       here/<run>/r to the size it was told
-                                                 4. done when here/<run>/r is there for every r, else back to 2:
-                                                    a join/r of an earlier run is answered too, which does no harm
+                                                 2. draws the id of a new run, reads every join/r (also of r that
+                                                    are not ranks of this run), sets offer to (run, size, {r: number})
+    3. reads offer until it has the number:
+       then a live rank 0 has seen this rank;
+       sets here/<run>/r to its own size
+                                                 4. done when here/<run>/r exists for every r, else back to 2:
+                                                    a join/r of an earlier run is answered, too, which does no harm
 
-Ranks that were told different sizes find out in 3 and 4.
+Ranks that were given different sizes find out in 3 and 4.
 
-The rendezvous store counts those who use the store of the run. Whoever leaves last removes that one; a process that was killed
-never leaves, so the folder stays then.
+The rendezvous store counts the processes that use the store of the run. The last one that leaves removes the run's store. A
+process that was killed never leaves, so then the folder stays.
 
-The store of the run is a fresh one, named by the random id of step 2. Two runs at the same time in the same rendezvous
-store could mix their ranks; `rendezvous_id` keeps them apart.
+Each run has a new store, named by the random id of step 2. Two runs at the same time in the same rendezvous store could mix
+their ranks; `rendezvous_id` keeps them apart.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ def file_rendezvous(
     rendezvous_id: str = "rendezvous",
     timeout: timedelta | float | None = None,
 ) -> FileStore:
-    """A new file store for this run, without an id that names the run.
+    """Make a new file store for this run. The caller needs no id of the run.
 
-    All processes of the run call it, with the same `path`, `world_size` and `rendezvous_id`. Rank 0 returns when all are there.
+    All processes of the run call it, with the same `path`, `world_size` and `rendezvous_id`. Rank 0 returns when all have come.
 
     Args:
-        path: a folder that all processes reach under this name; it may hold the remains of earlier runs.
-        rank: this process's number.
-        world_size: how many processes there are.
-        rendezvous_id: tells runs apart that meet in the same folder at the same time; named like a `run_id`.
-        timeout: seconds or a timedelta; for the rendezvous, and for the store that it gives.
+        path: a folder that all processes reach under this name; it may contain files of earlier runs.
+        rank: this process's rank.
+        world_size: the number of processes.
+        rendezvous_id: keeps runs apart that meet in the same folder at the same time; has the form of a `run_id`.
+        timeout: seconds or a timedelta; for the rendezvous, and for the new store.
 
     Raises:
-        StoreTimeout: not all came in time; on rank 0, the message names the missing ranks.
+        StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
         StoreUnavailableError: the folder cannot be written, or others can write it.
-        StoreError: a record there is not one that a rendezvous writes; all ranks are told so at once.
-        DisagreementError: the ranks were told different sizes.
+        StoreError: a record in the folder was not written by a rendezvous. All ranks raise it at once.
+        DisagreementError: the ranks were given different sizes.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
     if not 0 <= rank < world_size:
@@ -83,7 +83,7 @@ def file_rendezvous(
             raise
         return own
     offer = _join(store, rank)
-    own = _used(store, path, offer.run, timeout)  # before rank 0 may go on, and leave
+    own = _used(store, path, offer.run, timeout)  # before the next line, after which rank 0 may go on, and leave
     store.set(f"here/{offer.run}/{rank}", str(world_size))
     if offer.size not in (0, world_size):
         leave_run(own, rendezvous_id)
@@ -92,11 +92,11 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """This process is done with the store of a run. The last one removes it; what is wrong with it then harms nobody.
+    """Leave the store of a run. The last process that leaves removes it. Errors of the store are ignored.
 
     Args:
-        store: what `file_rendezvous` or `join_latest_run` gave.
-        rendezvous_id: what they were given.
+        store: the store from `file_rendezvous` or `join_latest_run`.
+        rendezvous_id: the same value as in that call.
     """
     with suppress(StoreError):
         key, common = _users(store.folder.name), FileStore(store.folder.parent, rendezvous_id)
@@ -108,10 +108,9 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
 def join_latest_run(
     path: str | os.PathLike[str], *, rendezvous_id: str = "rendezvous", timeout: timedelta | float | None = None
 ) -> FileStore:
-    """The store of the run that met last in this folder, for a process that comes later; waits until there is one.
+    """The store of the run that met last in this folder, for a process that starts later. Waits until there is one.
 
-    The folder may hold the remains of earlier runs, and this may be one of them: whether its processes still live is for those
-    who read its store to find out.
+    The last run may have ended long ago. This function does not check whether its processes are alive; the caller must.
 
     Args:
         path: as for `file_rendezvous`.
@@ -119,8 +118,8 @@ def join_latest_run(
         timeout: seconds or a timedelta; for the wait, and for the store that it gives.
 
     Raises:
-        StoreTimeout: no run has met there in time.
-        StoreError: a record there is not one that a rendezvous writes.
+        StoreTimeout: no run has met in the folder in time.
+        StoreError: a record in the folder was not written by a rendezvous.
     """
     store = FileStore(path, rendezvous_id, timeout)
     if not poll(lambda: store.check(["offer"]), CancelScope(store.timeout.total_seconds())):
@@ -171,7 +170,7 @@ def _host(store: FileStore, run: str, world_size: int) -> None:
 
 
 def _join(store: FileStore, rank: int) -> _Offer:
-    _read_joined(store)  # what is bad there ends all ranks, before one of them writes over it
+    _read_joined(store)  # raises for a bad record before this rank overwrites it, so that all ranks see it
     number = secrets.token_hex(16)
     store.set(f"join/{rank}", number)
     offer = _Offer("", 0, {})
@@ -197,7 +196,7 @@ def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> Disag
 
 
 class _Offer(NamedTuple):
-    """The id of a run, how many ranks it has (0: an earlier version did not say), and the numbers of those seen by rank 0."""
+    """The id of a run, its size (0: an earlier version did not write it), and the numbers of the ranks that rank 0 has seen."""
 
     run: str
     size: int
@@ -205,7 +204,7 @@ class _Offer(NamedTuple):
 
 
 def _read_joined(store: FileStore) -> dict[str, str]:
-    """The numbers of the ranks above 0 that have come, by rank; also of those of earlier and larger jobs."""
+    """The numbers of the ranks above 0 that have come, by rank. Includes ranks of earlier and larger jobs."""
     numbers = {key.removeprefix("join/"): store.get(key) for key in store.list_keys() if key.startswith("join/")}
     for rank, number in numbers.items():
         if not _NUMBER.fullmatch(number):
@@ -214,7 +213,7 @@ def _read_joined(store: FileStore) -> dict[str, str]:
 
 
 def _read_offer(store: FileStore) -> _Offer:
-    """What rank 0 has offered; nothing to nobody if it has not."""
+    """The offer of rank 0; an empty offer if there is none yet."""
     if not store.check(["offer"]):
         return _Offer("", 0, {})
     try:

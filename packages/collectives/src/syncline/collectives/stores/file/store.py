@@ -25,23 +25,22 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 class FileStore(table.LockedStore):
-    """A store in the folder `path/run_id`, which is made if it is not there.
+    """A store in the folder `path/run_id`, which is made if it does not exist.
 
-    It needs no daemon, no port and no lock server: hard links and close-to-open consistency are enough, so NFS, Lustre,
-    BeeGFS, GPFS and local file systems will do. A change costs about twenty operations on the file system, one of them a
-    sync; a look costs two opens and one read. Waiting asks again every 1 to 50 ms. The log grows with every change: this is
-    a place to meet, not a database.
+    It needs no daemon, port or lock server. Hard links and close-to-open consistency are enough, so NFS, Lustre, BeeGFS, GPFS
+    and local file systems work. A change costs about twenty operations on the file system, including one sync. A read costs
+    two opens and one read. A wait reads every 1 to 50 ms. The log grows with every change, so use the store only to let
+    processes meet, not as a database.
 
-    What an earlier run left behind is in the folder of *its* run and is never read. That is why there is no default for
-    `run_id`: give what names this run and no other, such as the scheduler's job and step number together. Where there is
-    no such thing, `file_rendezvous` finds one.
+    Data of an earlier run is in the folder of *that* run, and is never read. So `run_id` has no default: give an id that only
+    this run has, such as the scheduler's job number and step number together. If you have no such id, use `file_rendezvous`.
 
-    A folder that other users can write is refused. Only the owner can read and write what the store makes.
+    The store refuses a folder that other users can write. Only the owner can read and write the store's files.
 
     Args:
         path: a folder that all processes reach under this name.
         run_id: letters, digits, dot, dash and underscore; the same in all processes of a run, and new in every run.
-        timeout: seconds or a timedelta; see `Store`. It also limits how long a change waits for its turn.
+        timeout: seconds or a timedelta; see `Store`. It also limits how long a change waits for the lock.
 
     Raises:
         StoreUnavailableError: the folder cannot be made or written, others can write it, it is a symbolic link, or its file
@@ -56,7 +55,7 @@ class FileStore(table.LockedStore):
                 f"run_id={run_id!r}: expected 1 to 200 letters, digits, dots, dashes and underscores, the first no dot or dash"
             )
         self._folder = Path(path).absolute() / run_id
-        self._reading = threading.Lock()  # this handle's threads share one Log
+        self._reading = threading.Lock()  # because the threads of this handle share one Log
         self._lock, self._log = self._open()
 
     @property
@@ -97,14 +96,14 @@ class FileStore(table.LockedStore):
         return len(self._values())
 
     def list_keys(self) -> list[str]:
-        """All keys that have a value; no other kind of store has to tell them."""
+        """All keys that have a value. Other kinds of stores do not have this method."""
         return list(self._values())
 
     def remove(self) -> None:
-        """Delete the folder of this run. Call it in one process, when all of them are done with the store.
+        """Delete the folder of this run. Call it in one process, when all processes are done with the store.
 
         Raises:
-            StoreError: it cannot be deleted.
+            StoreError: the folder cannot be deleted.
         """
         with self._explained():
             shutil.rmtree(self._folder)
@@ -119,13 +118,13 @@ class FileStore(table.LockedStore):
             return answer
 
     def _values(self) -> dict[str, bytes]:
-        """The table as it is now; a copy, because other threads go on."""
+        """A copy of the current table. A copy, because other threads may change the table."""
         with self._explained(), self._reading:
             self._log.refresh()
             return dict(self._log.values)
 
     def _open(self) -> tuple[LinkLock, Log]:
-        """Make the folder and its log, and try everything once that a change will need."""
+        """Make the folder and its log, and try the lock once, so that problems appear now."""
         try:
             folder = Folder(self._folder)
             lock = LinkLock(folder)

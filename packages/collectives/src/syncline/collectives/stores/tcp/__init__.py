@@ -1,4 +1,4 @@
-"""A store that one process serves to the others over TCP, behind a shared secret. Needs pyzmq, from the first use on."""
+"""A store that one process serves to the others over TCP, protected by a shared secret. Using it needs pyzmq."""
 
 from .secret import new_secret
 from .server import TCPStoreServer

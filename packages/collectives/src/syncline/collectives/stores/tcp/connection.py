@@ -23,32 +23,32 @@ _HANDSHAKE_ENDED = {
 }
 _CONNECTION_ENDED = {zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED}
 
-# A server says its first byte at once, from a thread of ZeroMQ's own, however busy its process is.
+# A server sends its first byte at once, from a thread of ZeroMQ, even if its process is busy.
 GREETING_S = 10.0
 _FIRST_BYTE = b"\xff"
-_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # of each process that is a fork of this one, by process id
+_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process id: a forked child must not use its parent's context
 
 
 class HungUpError(ConnectionError):
-    """The server ended the connection during the handshake: it has another secret, or it is just ending."""
+    """The server closed the connection during the handshake: it has another secret, or it is about to end."""
 
 
 class Connection:
-    """A connection whose two ends have proved to hold the same secret. For one thread at a time.
+    """A connection whose two ends have proved that they have the same secret. Only one thread at a time may use it.
 
-    It does not reconnect: who sends a request again cannot know whether it was carried out already.
+    It does not reconnect, because nobody could know whether a request that is sent again was already carried out.
 
     Args:
         host: the server's address or name.
         port: the server's port.
         secret: the shared secret.
-        scope: for connecting and for the handshake.
+        scope: the time limit for connecting and the handshake.
 
     Raises:
-        HungUpError: the server hung up on us.
-        StoreAuthenticationError: the server does not hold our secret.
-        ProtocolError: what listens there is no store.
-        OSError: nobody listens, or the connection broke (ConnectionError), or the time is up (TimeoutError).
+        HungUpError: the server closed the connection.
+        StoreAuthenticationError: the server does not have our secret.
+        ProtocolError: the program at this port is not a store.
+        OSError: nobody listens, the connection broke (ConnectionError), or the time limit was reached (TimeoutError).
     """
 
     def __init__(self, host: str, port: int, secret: bytes, scope: CancelScope) -> None:
@@ -71,23 +71,23 @@ class Connection:
         self._socket.curve_serverkey = public_key(secret, "server")
         self._socket.reconnect_ivl = -1
         self._socket.ipv6 = True
-        # After the handshake there is something to hear there as soon as the connection ends, and only then.
+        # After the handshake, the monitor socket gets an event only when the connection ends.
         self._events = self._socket.get_monitor_socket(sum(_HANDSHAKE_ENDED | _CONNECTION_ENDED))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._events, zmq.POLLIN)
 
     def is_open(self) -> bool:
-        """Whether the server has not hung up since the last exchange."""
+        """Whether the connection is still open since the last exchange."""
         return not self._events.poll(0, zmq.POLLIN)
 
     def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
-        """Send a request for `table` and wait for its answer; the table that it is from, and the answer.
+        """Send a request for `table` and wait for the answer. Returns the table that answered, and the answer.
 
-        After an error, close the connection: the answer may still be on its way.
+        After an error, close the connection, because the answer may still arrive.
 
         Raises:
-            OSError: the connection broke (ConnectionError), or the time is up (TimeoutError).
+            OSError: the connection broke (ConnectionError), or the time limit was reached (TimeoutError).
         """
         try:
             self._socket.send_multipart([table, *split(message)], zmq.NOBLOCK)
@@ -102,7 +102,7 @@ class Connection:
         return answered_by, b"".join(parts)
 
     def close(self) -> None:
-        """Hang up. Only in the process that connected, not in its forks."""
+        """Close the connection. Call it only in the process that connected, not in a forked child."""
         self._socket.disable_monitor()
         self._events.close(0)
         self._socket.close(0)
@@ -124,7 +124,7 @@ class Connection:
 
 
 def other_secret(where: str) -> StoreAuthenticationError:
-    """The error for two ends that cannot convince each other."""
+    """The error for a client and a server with different secrets."""
     return StoreAuthenticationError(
         f"{where}: this process and the server do not hold the same secret, so nothing was read or written; "
         "give both the same one, and check that the port belongs to a server of this job"
@@ -132,24 +132,24 @@ def other_secret(where: str) -> StoreAuthenticationError:
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """ZeroMQ's one thread for all connections of this process. It lives as long as the process."""
+    """The ZeroMQ context of this process: one thread for all connections. It lives as long as the process."""
     pid = os.getpid()
     if pid not in _contexts:
         made = zmq.Context()
-        if _contexts.setdefault(pid, made) is not made:  # another thread was faster
+        if _contexts.setdefault(pid, made) is not made:  # another thread has made one meanwhile
             made.term()
     return _contexts[pid]
 
 
 def _reach(host: str, port: int, scope: CancelScope) -> str:
-    """Which of the addresses of `host` takes connections. Unlike ZeroMQ, the system says why none does.
+    """Find the address of `host` that accepts connections. We use a plain socket first, because ZeroMQ gives no reasons.
 
     Raises:
-        ProtocolError: another program has that port.
-        OSError: nobody takes connections there.
+        ProtocolError: another program uses this port.
+        OSError: no address accepts connections.
     """
     with socket.create_connection((host, port), max(scope.remaining_s(), 1e-3)) as probe:
-        if probe.getsockname() == probe.getpeername():  # nobody listens, and the system gave us that very port for ours
+        if probe.getsockname() == probe.getpeername():  # connected to itself: the system chose this port for our own end
             raise ConnectionRefusedError("connection refused")
         probe.settimeout(min(GREETING_S, max(scope.remaining_s(), 1e-3)))
         try:
@@ -158,7 +158,7 @@ def _reach(host: str, port: int, scope: CancelScope) -> str:
             if scope.is_over():
                 raise TimeoutError("it took the connection and said nothing") from None
             raise ProtocolError(f"it says nothing for {GREETING_S:g} s") from None
-        if first not in (_FIRST_BYTE, b""):  # nothing: it is just ending
+        if first not in (_FIRST_BYTE, b""):  # an empty answer comes from a server that is about to end
             raise ProtocolError(f"it begins with {first!r}")
         number, _ = socket.getnameinfo(probe.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
     return endpoint(number, port)

@@ -1,4 +1,4 @@
-"""ServerLoop: one thread that serves every client of a TCP store, none of which can hold up another."""
+"""ServerLoop: one thread that serves all clients of a TCP store. No client can block another one."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .sockets import public_key, set_options, split
 
 _LONGEST_PROOF_TIMEOUT_S = 86400.0
 _BACKLOG = 1024
-# Where ZeroMQ asks whether a client with that public key may come in (RFC 27); within this loop's context.
+# At this address, inside the loop's context, ZeroMQ asks whether a client's public key is accepted (RFC 27).
 _ASKS_AT = "inproc://zeromq.zap.01"
 
 
 class ServerLoop:
-    """Lets clients in, reads and answers. Sockets are made by the caller's thread and then belong to that of `run`.
+    """Authenticates clients and answers requests. The caller's thread makes the sockets; then only `run`'s thread uses them.
 
     Args:
-        endpoint: the one address to listen on, as ZeroMQ writes it.
+        endpoint: the one address to listen on, in ZeroMQ's form.
         secret: the shared secret.
         limit_bytes: the longest message of a client.
-        proof_timeout_s: how long a client may take to prove that it holds the secret.
+        proof_timeout_s: how long a client may take to prove that it has the secret.
 
     Raises:
-        zmq.ZMQError: it cannot listen there.
+        zmq.ZMQError: ZeroMQ cannot listen on the address.
     """
 
     def __init__(self, endpoint: str, secret: bytes, limit_bytes: int, proof_timeout_s: float) -> None:
         self._client_key = public_key(secret, "client")
         self._limit_bytes = limit_bytes
         self._service: Service[bytes] = Service()
-        self._table = secrets.token_bytes(8)  # no other server has the table that this one has
+        self._table = secrets.token_bytes(8)  # identifies this server's table; a new server has another one
         self._context = zmq.Context()
         try:
             self._gate = self._context.socket(zmq.REP)
@@ -45,7 +45,7 @@ class ServerLoop:
             set_options(self._clients, secret, "server")
             self._clients.curve_server = True
             self._clients.zap_domain = b"store"
-            self._clients.zap_enforce_domain = True  # whom nobody judges does not come in
+            self._clients.zap_enforce_domain = True  # a client is refused unless `_judge` accepts it
             self._clients.handshake_ivl = ceil(1000 * min(proof_timeout_s, _LONGEST_PROOF_TIMEOUT_S))
             self._clients.backlog = _BACKLOG
             self._clients.ipv6 = "[" in endpoint
@@ -56,11 +56,11 @@ class ServerLoop:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which the server listens."""
         return int(self._clients.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def stop(self) -> None:
-        """Make `run` return, and wait until it has closed the sockets. From any thread but that of `run`, once."""
+        """Make `run` return, and wait until it has closed the sockets. Call it once, not on the thread of `run`."""
         self._context.term()
 
     def run(self) -> None:
@@ -83,21 +83,21 @@ class ServerLoop:
             self._gate.close(0)
 
     def _pause_ms(self) -> int | None:
-        """Until a wait runs out."""
+        """The time until the next client's wait expires; None if no client waits."""
         expiry = self._service.next_expiry()
         return None if expiry is None else ceil(1000 * max(0.0, expiry - time.monotonic()))
 
     def _judge(self) -> None:
-        """ZeroMQ asks about a client that has the private key to `key`."""
+        """Answer ZeroMQ's question whether to accept a client. The client has already proved that it has the private key."""
         version, number, _domain, _address, _identity, _mechanism, key, *_ = self._gate.recv_multipart()
         is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")
         self._gate.send_multipart([version, number, *verdict, b"", b""])
 
     def _serve(self) -> None:
-        """Take one request. What is none is answered with what is wrong with it; nothing was changed."""
+        """Answer one request. An invalid request changes nothing, and gets an error reply that says what is wrong."""
         client, table, *parts = self._clients.recv_multipart()
-        if table not in (b"", self._table):
+        if table not in (b"", self._table):  # the client has used the table of an earlier server at this address
             self._answer([(client, pack(Status.OTHER_TABLE))])
             return
         message = b"".join(parts)
@@ -109,6 +109,6 @@ class ServerLoop:
             self._answer([(client, pack(Status.REFUSED, str(error).encode()))])
 
     def _answer(self, replies: list[tuple[bytes, bytes]]) -> None:
-        """To those that have gone, and to those that do not read their answers, nothing is sent."""
+        """Send answers. ZeroMQ drops answers to clients that are gone or do not read."""
         for client, message in replies:
             self._clients.send_multipart([client, self._table, *split(message)])

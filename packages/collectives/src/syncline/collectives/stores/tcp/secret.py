@@ -1,18 +1,18 @@
-"""The secret that server and clients share, and the two private keys that follow from it.
+"""The secret that server and clients share, and the two private keys that are derived from it.
 
 Note [Keys from a secret]
 -------------------------
-Server and clients talk through ZeroMQ's CURVE (CurveZMQ, RFC 26: Curve25519, XSalsa20, Poly1305; fresh keys for each
-connection). It encrypts, authenticates, and refuses what is forged, altered, repeated or reordered. Both key pairs follow
-from the secret, so that nothing but the secret must be handed around::
+Server and clients communicate through ZeroMQ's CURVE (CurveZMQ, RFC 26: Curve25519, XSalsa20, Poly1305; new keys for each
+connection). It encrypts and authenticates, and refuses messages that were forged, altered, repeated or reordered. Both key
+pairs are derived from the secret, so only the secret must be given to all processes::
 
     server's private key = HMAC-SHA256(secret, "... server")      client's private key = HMAC-SHA256(secret, "... client")
 
-* A client without the secret does not know the server's public key, which never travels: the server hangs up on it. One
-  that knew that key would still lack the client's private key, without which the server's loop refuses it.
-* A server without the secret cannot open what the client says first: the client leaves before it has sent a request.
-* **Guessing:** whoever stands in for the server can try secrets at leisure on what a client says first. Hence the least
-  length; `new_secret` gives 256 random bits.
+* A client without the secret does not know the server's public key, which is never sent. So the server closes the connection.
+  Even with this key, the client would lack the client's private key, and the server's loop would refuse it.
+* A server without the secret cannot decrypt the client's first message. So the client leaves before it has sent a request.
+* **Guessing:** a program that pretends to be the server can try many secrets on a client's first message. So a secret has a
+  minimum length; `new_secret` gives 256 random bits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import secrets
 from ...errors import InvalidArgumentError, StoreUnavailableError
 
 SHORTEST_SECRET_BYTES = 16
-# Of both ends; another version of what they say to each other gets another number, and so other keys.
+# The version of the protocol. Another version needs another number here, and so gets other keys.
 _PROTOCOL = b"syncline store 2 "
 
 
 def new_secret() -> str:
-    """A secret that nobody can guess: 256 random bits as text, to be handed to all processes of the job."""
+    """Make a secret that nobody can guess: 256 random bits as text. Give it to all processes of the job."""
     return secrets.token_hex(32)
 
 
 def as_secret(secret: bytes | str) -> bytes:
-    """A secret that is long enough.
+    """Check the length of a secret, and return its bytes.
 
     Raises:
-        InvalidArgumentError: it is shorter than 16 bytes.
+        InvalidArgumentError: the secret is shorter than 16 bytes.
     """
     raw = secret.encode() if isinstance(secret, str) else bytes(secret)
     if len(raw) < SHORTEST_SECRET_BYTES:
@@ -53,7 +53,7 @@ def private_key(secret: bytes, role: str) -> bytes:
 
 
 def require_pyzmq() -> None:
-    """Raise unless ZeroMQ can be used, with CURVE.
+    """Raise unless ZeroMQ with CURVE can be used.
 
     Raises:
         StoreUnavailableError: pyzmq is missing, or was built without CURVE.

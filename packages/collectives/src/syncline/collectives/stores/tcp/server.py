@@ -1,4 +1,4 @@
-"""TCPStoreServer: the one process that holds the table of a TCP store."""
+"""TCPStoreServer: the server of a TCP store, in the process that holds the table."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ DEFAULT_PROOF_TIMEOUT_S = 10.0
 
 
 class TCPStoreServer:
-    """Serves a table to every `TCPStore` that holds the same secret, on a thread of its own, until `close`.
+    """Serves a table to every `TCPStore` that has the same secret, on a thread of its own, until `close`.
 
-    It listens on exactly one address. A client that does not prove to hold the secret can neither read nor write, makes the
-    server keep some 100 KiB at most, is dropped after `proof_timeout`, and delays nobody.
+    It listens on exactly one address. A client that does not prove that it has the secret can neither read nor write. Such a
+    client makes the server keep at most about 100 KiB, is dropped after `proof_timeout`, and delays no other client.
 
     Args:
-        host: the one address to listen on, as number or name; not a wildcard such as ``0.0.0.0``.
-        port: 0 takes a free one; `port` says which.
-        secret: at least 16 bytes, known to all processes of the job and nobody else; `new_secret` makes one.
+        host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
+        port: the port; 0 takes a free one, which the attribute `port` then has.
+        secret: at least 16 bytes, known only to the processes of the job; `new_secret` makes one.
         max_message_bytes: the longest message that a client may send; a value must be a little shorter.
         proof_timeout: seconds or a timedelta that a client may take to prove that it holds the secret; 10 s if None.
 
     Raises:
         StoreUnavailableError: the port is in use, the address is not one of this machine, or pyzmq is missing.
-        InvalidArgumentError: a wildcard, an impossible port, or a short secret.
+        InvalidArgumentError: `host` is a wildcard, `port` is impossible, or the secret is too short.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class TCPStoreServer:
 
     @property
     def host(self) -> str:
-        """The address that it listens on, as number."""
+        """The address on which the server listens, as a number."""
         return self._host
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which the server listens."""
         return self._port
 
     def close(self) -> None:
-        """Hang up on all clients and forget the table. What waits then fails with a StoreError. May be repeated."""
+        """Close all connections and forget the table. Waiting calls fail with a StoreError. A second call does nothing."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -86,7 +86,7 @@ class TCPStoreServer:
 
 
 def _address(host: str, port: int) -> str:
-    """The one address that `host` stands for, as number."""
+    """The address of `host`, as a number."""
     if not 0 <= port <= 65535:
         raise InvalidArgumentError(f"port={port}: expected 0 to 65535, where 0 takes a free port")
     try:

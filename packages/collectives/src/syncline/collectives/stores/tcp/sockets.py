@@ -1,9 +1,9 @@
-"""What both ends of a TCP store have in common: a message cut into parts, and the options of their ZeroMQ sockets.
+"""Shared code of both ends of a TCP store: cutting a message into parts, and the options of ZeroMQ sockets.
 
 Note [Parts of a message]
 -------------------------
-ZeroMQ takes memory for a part of a message as soon as it has read its length, also from those who have not proved yet that
-they hold the secret. So no part is longer than 64 KiB, and a length above that ends the connection at once.
+ZeroMQ allocates memory for a part of a message as soon as it has read the part's length, also for clients that have not proved
+yet that they have the secret. So no part is longer than 64 KiB, and a greater length ends the connection at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 LONGEST_MESSAGE_BYTES = 64 * 1024 * 1024
 _PART_BYTES = 64 * 1024
-_ENCRYPTION_BYTES = 64  # CURVE adds 33: a name, a nonce, flags and a tag
-# Of each connection and direction; an honest client has one request under way.
+_ENCRYPTION_BYTES = 64  # CURVE adds 33 bytes: a name, a nonce, flags and a tag
+# For each connection and direction. A correct client has only one request in flight.
 _MOST_QUEUED_MESSAGES = 2
-# A peer whose machine has died without a word is noticed after 90 seconds. The kernel does this; a stopped process stays.
+# The kernel notices after 90 seconds that a peer's machine is dead. It does not notice a stopped process.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_PAUSE_S, _KEEPALIVE_PROBES = 60, 10, 3
 
 
@@ -30,7 +30,7 @@ def split(message: bytes) -> list[bytes]:
 
 
 def set_options(socket: zmq.Socket[bytes], secret: bytes, role: str) -> None:
-    """Limits, keepalive, an end that waits for nothing, and the keys of `role` ("server" or "client")."""
+    """Set limits, keepalive, a close that does not wait, and the keys of `role` ("server" or "client")."""
     from zmq.utils import z85
 
     socket.linger = 0
@@ -45,7 +45,7 @@ def set_options(socket: zmq.Socket[bytes], secret: bytes, role: str) -> None:
 
 
 def public_key(secret: bytes, role: str) -> bytes:
-    """The public key of `role`, as text of 40 characters (Z85), which is how ZeroMQ writes keys."""
+    """The public key of `role`, in ZeroMQ's form: text of 40 characters (Z85)."""
     import zmq
     from zmq.utils import z85
 
@@ -53,5 +53,5 @@ def public_key(secret: bytes, role: str) -> bytes:
 
 
 def endpoint(host: str, port: int) -> str:
-    """What ZeroMQ calls an address; `host` is a number."""
+    """An address in ZeroMQ's form. `host` is a number."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

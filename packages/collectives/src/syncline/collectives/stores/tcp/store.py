@@ -21,33 +21,34 @@ if TYPE_CHECKING:
     from .connection import Connection
 
 GRACE_S = 5.0
-"""The server watches the time limits of waits. This much later the client stops to believe that it is alive."""
+"""The server watches the time limits of waits. If it is this many seconds late, the client takes it for dead."""
 
 
 class TCPStore(ServedStore):
     """A client of a `TCPStoreServer`.
 
-    Each thread that calls has a connection of its own while the call lasts, so that one that waits holds up no other;
-    connections are kept for later calls. Cost of a call: one round trip; six more for a new connection.
+    During a call, each thread has a connection of its own, so a thread that waits blocks no other thread. Connections are kept
+    for later calls. Cost of a call: one round trip; six more for a new connection.
 
-    A call whose connection breaks is an error at once, and is not repeated: an `add` might count twice. A connection that
-    broke between two calls is replaced, and the server must still be the same one: another has another table.
+    If the connection breaks during a call, the call fails at once. It is not repeated, because an `add` might count twice. A
+    connection that broke between two calls is replaced. The server must still be the same one, because a new server has a new
+    table.
 
     Args:
         host: address or name of the server.
-        port: its port.
-        secret: what the server was given.
-        timeout: seconds or a timedelta; see `Store`. It also limits how long to try to connect, as the server may start
+        port: port of the server.
+        secret: the server's secret.
+        timeout: seconds or a timedelta; see `Store`. It also limits how long to try to connect, because the server may start
             later than its clients.
 
     Raises:
         StoreTimeout: no server was there in time.
         StoreAuthenticationError: the server has another secret.
         StoreUnavailableError: pyzmq is missing.
-        StoreError: what listens on that port is no store.
+        StoreError: the program at this port is not a store.
     """
 
-    _parents: ClassVar[list[Connection]] = []  # what a fork must leave alone, for good
+    _parents: ClassVar[list[Connection]] = []  # keeps the parent's connections alive in a forked child, for ever
 
     def __init__(self, host: str, port: int, *, secret: bytes | str, timeout: timedelta | float | None = None) -> None:
         super().__init__(timeout)
@@ -55,7 +56,7 @@ class TCPStore(ServedStore):
         self._port = port
         self._secret = as_secret(secret)
         require_pyzmq()
-        self._table = b""  # which one the server has; none that we know of before its first answer
+        self._table = b""  # the identity of the server's table; not known before the first answer
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._owner = os.getpid()
@@ -63,7 +64,7 @@ class TCPStore(ServedStore):
         self._put_back(self._connect_patiently(CancelScope(self._timeout_s)))
 
     def describe(self) -> str:
-        """Address and port of the server."""
+        """The store with its address and port, in words."""
         return f"TCP store at {self._host}:{self._port}"
 
     @override
@@ -75,11 +76,11 @@ class TCPStore(ServedStore):
         self._call_waiting(Op.WAIT, as_keys(keys), self._limit_s(timeout))
 
     def clone(self) -> TCPStore:
-        """Another handle on the same table, with connections and a time limit of its own."""
+        """Another handle on the same table, with its own connections and time limit."""
         return TCPStore(self._host, self._port, secret=self._secret, timeout=self.timeout)
 
     def close(self) -> None:
-        """Hang up. Calls after it are errors; those under way in other threads end as they would have. May be repeated."""
+        """Close the connections. Later calls are errors; calls in flight on other threads go on. A second call does nothing."""
         with self._lock:
             self._closed = True
             self._leave_parents_alone()
@@ -91,7 +92,7 @@ class TCPStore(ServedStore):
         return self._exchange(pack(op, *fields), self._timeout_s)[1]
 
     def _call_waiting(self, op: Op, keys: list[str], timeout_s: float) -> list[bytes]:
-        """Ask until the keys are there, as the server does not let anybody wait for long."""
+        """Ask again and again until the keys exist, because the server ends each wait after `LONGEST_WAIT_S`."""
         scope, names = CancelScope(timeout_s), [key.encode() for key in keys]
         while True:
             left_s = scope.remaining_s()
@@ -114,7 +115,7 @@ class TCPStore(ServedStore):
         except OSError as error:
             connection.close()
             raise self._broken(error, timeout_s) from error
-        except BaseException:  # interrupted: the answer is still to come, and would be taken for that of the next call
+        except BaseException:  # interrupted: the answer would arrive later, and be taken for the answer to the next call
             connection.close()
             raise
         self._put_back(connection)
@@ -157,7 +158,7 @@ class TCPStore(ServedStore):
             raise self._broken(error, scope.timeout_s) from error
 
     def _leave_parents_alone(self) -> None:
-        """In a fork: the connections belong to the parent. Nothing is done to them here, not even by their destructors."""
+        """In a forked child, put the parent's connections aside. Not even their destructors may run here."""
         if self._owner != os.getpid():
             self._parents.extend(self._idle)
             self._owner, self._idle = os.getpid(), []
@@ -170,7 +171,7 @@ class TCPStore(ServedStore):
         connection.close()
 
     def _connect_patiently(self, scope: CancelScope) -> Connection:
-        """Try until there is a server; an answer that no later attempt can better is an error at once."""
+        """Try to connect until there is a server. Errors that will not go away, such as another secret, are raised at once."""
         found: list[Connection] = []
         last: list[OSError] = []
 
@@ -189,7 +190,7 @@ class TCPStore(ServedStore):
         return found[0]
 
     def _connect(self, scope: CancelScope) -> Connection:
-        """Try once; twice if the server hangs up on us, which one that is just ending does only once."""
+        """Connect. If the server closes the connection, try once more: a server that was about to end is then gone."""
         from .connection import Connection, HungUpError, other_secret
 
         try:

@@ -1,4 +1,4 @@
-"""MPI as a backend: whether it can be loaded, what can be wrong before it starts, and its start; see `connection`."""
+"""The backend "mpi": checks before MPI starts, and its start. `connection` does the rest."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class MPIBackend(Backend):
     """Ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
 
     def missing(self) -> str | None:
-        """Whether mpi4py is there, finds an MPI library, which it must load to know, and the launcher can start it."""
+        """The problem if mpi4py is missing, finds no MPI library (it must load it to know), or the launcher does not fit."""
         if _parent_has_mpi or is_fork_of_rank():
             return _IN_FORK
         return missing_library() or conflict_with_launcher()
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Start MPI if nobody has, and make a group of a duplicate of MPI_COMM_WORLD, or of the given communicator."""
+        """Start MPI if it does not run, and make a group of a duplicate of MPI_COMM_WORLD or of the given communicator."""
         lack = self.missing()
         if lack is not None:
             kind = BackendUnavailableError if missing_library() else LaunchError
@@ -56,7 +56,7 @@ class MPIBackend(Backend):
             if launch is not None and launch.local_rank == 0:
                 _warn_of_little_memory(launch.local_world_size or 1)
             start(connecting)
-            from .connection import connect  # now that an MPI library is known to be there
+            from .connection import connect  # imports mpi4py.MPI, which needs an MPI library: `missing` has found one
 
             return connect(request, connecting)
 

@@ -1,4 +1,4 @@
-"""Connecting the processes of an MPI job, once MPI can be loaded."""
+"""Connect the processes of an MPI job. Import it only when an MPI library can be loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .waiting import spin_for
 
 
 def connect(request: ConnectRequest, connecting: Connecting) -> HostGroup:
-    """Make a group of a duplicate of MPI_COMM_WORLD, or of the communicator that was asked for. MPI runs."""
+    """Make a group of a duplicate of MPI_COMM_WORLD, or of the communicator in the request. MPI must run."""
     abort_on_uncaught()
     spin_for(request.spin_s)
     job = MPI.COMM_WORLD if request.communicator is None else _checked(request.communicator)
@@ -72,7 +72,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Connect the ranks of a communicator, which are `members` of the job. A collective of it."""
+    """Connect the ranks of a communicator. `members` are their ranks in the job. A collective of the communicator."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -91,7 +91,7 @@ def _transport(
 
 
 def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
-    """Whether every rank has CUDA devices whose memory MPI can be given. A collective of the communicator."""
+    """Whether MPI takes CUDA memory on every rank. A collective of the communicator."""
     is_aware = device is not None and _cuda_awareness().is_aware
     return bool(communicator.allreduce(is_aware, MPI.LAND))
 
@@ -102,7 +102,7 @@ def _cuda_awareness() -> CudaAwareness:
 
 
 def _checked(communicator: object) -> MPI.Intracomm:
-    """The communicator that the caller gave; `launch_by` has seen that this rank is in it."""
+    """The caller's communicator. `launch_by` has checked that this rank is in it."""
     if not isinstance(communicator, MPI.Intracomm):
         raise InvalidArgumentError(
             f"communicator={communicator!r}: expected an intra-communicator of mpi4py, such as MPI.COMM_WORLD.Split(color)"

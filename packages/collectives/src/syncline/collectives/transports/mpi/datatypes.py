@@ -1,4 +1,4 @@
-"""From torch dtypes and reductions to MPI's: one table each."""
+"""Translate torch dtypes and our reductions to MPI's, and describe tensors as MPI messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpi4py import MPI
 from ...reduce_op import ReduceOp, Reduction
 from ...tensors.reduction import core_op
 
-# The types that MPI itself can reduce. float16, bfloat16 and float8 are not among them: no MPI type is portable for them,
-# and none may travel as an integer into a reduction. See `MPITransport`, which moves them as bytes and adds in float32.
+# The types that MPI itself can reduce. MPI has no portable type for float16, bfloat16 and float8, and must not reduce them as
+# integers. `MPITransport` moves them as bytes and adds them in float32.
 REDUCIBLE: dict[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -37,7 +37,7 @@ _OPS: dict[ReduceOp, MPI.Op] = {
     ReduceOp.BXOR: MPI.BXOR,
 }
 
-# MPI's C_BOOL has logical reductions only; on truth values they are the minimum, the maximum and the bitwise ones.
+# MPI's C_BOOL has only logical reductions. On bools they are the same as minimum, maximum and the bitwise reductions.
 _OPS_ON_BOOL: dict[ReduceOp, MPI.Op] = {
     ReduceOp.MIN: MPI.LAND,
     ReduceOp.BAND: MPI.LAND,
@@ -52,11 +52,13 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 
 @functools.lru_cache(maxsize=256)
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-    """The type and reduction by which MPI itself does what `op` promises, or None if it does not.
+    """The MPI type and reduction with which MPI does exactly what `op` promises; None if it cannot.
 
-    AVG and PREMUL_SUM are a SUM that the caller scales. None for what is not in `REDUCIBLE`. None for MIN and MAX of floats:
-    what MPI makes of a not-a-number depends on the rank. None for sums of small integers, which shall wrap around: with vector
-    instructions Open MPI lets them stick at the largest value.
+    AVG and PREMUL_SUM are a SUM; the caller scales. None for:
+
+    - dtypes that are not in `REDUCIBLE`.
+    - MIN and MAX of floats: with not-a-number, MPI's result depends on the rank.
+    - sums of small integers: they must wrap around, but Open MPI's vector instructions stop at the largest value.
     """
     core = core_op(op)
     is_fickle = core in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point
@@ -69,7 +71,7 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 def memory(tensor: torch.Tensor) -> MPI.buffer:
     """The bytes of a contiguous tensor, for MPI to read and write. The caller keeps the tensor alive.
 
-    Of a CUDA tensor MPI knows no stream, so this waits until the device has done what the current stream was given.
+    MPI knows nothing of CUDA streams. So for a CUDA tensor this waits until the current stream has finished its operations.
     """
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -77,19 +79,19 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 
 
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
-    """A contiguous tensor as one message of bytes, also if MPI cannot count them: before version 4 it counts in C ints.
+    """Describe a contiguous tensor as one message of bytes, of any size, although MPI before version 4 counts in C ints.
 
     Args:
         tensor: as for `memory`.
-        unit_bytes: larger tensors travel as one element of a type that is made of units of so many bytes. The type is not part
-            of the message: the other side may count in bytes.
+        unit_bytes: a larger tensor is sent as one element of an MPI type that is made of units of this many bytes. The type is
+            not part of the message, so the other side may count in bytes.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE
     return memory(tensor), 1, _type_of(tensor.nbytes, unit_bytes)
 
 
-@functools.cache  # never freed: there are few sizes as large as that
+@functools.cache  # the types are never freed, because few different sizes are that large
 def _type_of(nbytes: int, unit_bytes: int) -> MPI.Datatype:
     units, rest = divmod(nbytes, unit_bytes)
     unit = MPI.BYTE.Create_contiguous(unit_bytes)

@@ -1,6 +1,7 @@
-"""What MPI knows of ranks that have failed: ULFM, in Open MPI started with `mpirun --with-ft ulfm`.
+"""Failed ranks as MPI sees them: ULFM, in Open MPI started with `mpirun --with-ft ulfm`.
 
-Elsewhere nothing is known, and nothing is done: MPICH and Intel MPI have the functions, but give up as a whole.
+With other MPIs these functions find no failed ranks and do nothing. MPICH and Intel MPI have the functions of ULFM, but the
+whole job fails when a rank does.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from .library import translated
 
 
 def is_fault_tolerant() -> bool:
-    """Whether this job was started so that it outlives the loss of a rank."""
+    """Whether this job was started such that it survives the loss of a rank."""
     return MPI.get_vendor()[0] == "Open MPI" and tolerates_faults(os.environ)
 
 
 def missing_for_shrink() -> str | None:
-    """What keeps the ranks that are left from going on, with the remedy; None if nothing does."""
+    """Why the surviving ranks cannot go on, with the remedy; None if they can."""
     if is_fault_tolerant():
         return None
     if MPI.get_vendor()[0] == "Open MPI":
@@ -33,7 +34,7 @@ def missing_for_shrink() -> str | None:
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
-    """The ranks of a communicator that MPI knows to have failed. Local; does not block."""
+    """The ranks of a communicator that have failed, as far as this process's MPI knows. Does not communicate or block."""
     if not is_fault_tolerant() or MPI.Is_finalized():
         return []
     try:
@@ -42,12 +43,12 @@ def failed_ranks(communicator: MPI.Comm) -> list[int]:
             return translated(communicator.Get_failed(), whole)
         finally:
             whole.Free()
-    except MPI.Exception:  # it was freed meanwhile
+    except MPI.Exception:  # the communicator was freed meanwhile
         return []
 
 
 def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
-    """Let what runs on these communicators end with an error, on all ranks. May block while a rank stands still."""
+    """End all operations on these communicators with an error, on all ranks. May block while a rank is stopped."""
     if not is_fault_tolerant() or MPI.Is_finalized():
         return
     for communicator in communicators:
@@ -55,12 +56,12 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
             if communicator is not None and not communicator.Is_revoked():
                 communicator.Revoke()
         except MPI.Exception:
-            pass  # it was freed meanwhile
+            pass  # the communicator was freed meanwhile
 
 
 @contextmanager
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
-    """Revoke them if what is done inside fails: the others may wait there for this rank, which lives and will not come."""
+    """Revoke the communicators if the body fails. Other ranks may wait in them for this rank, which is alive but won't come."""
     try:
         yield
     except BaseException:

@@ -1,24 +1,24 @@
-"""How the ranks of a communicator meet for the first time, without waiting for ever for one that does not come.
+"""The first meeting of the ranks of a communicator. It ends with an error if a rank does not come in time.
 
 Note [The first meeting]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-The communicator is the user's: MPI_COMM_WORLD, or the one that `init_process_group` was given. Other messages of the user's may
-be under way on it, and a receive from any rank with any tag would take a message of ours. So nothing is sent there but
-collectives, which no receive sees; and all of them are non-blocking, for a rank may never come::
+The communicator is the user's: MPI_COMM_WORLD, or the one given to `init_process_group`. The user's own messages may be in
+flight on it, and the user's receive from any rank with any tag would match a message of ours. So we use only collectives there,
+which no receive matches. All of them are non-blocking, because a rank may never come::
 
-    1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): what has come there says who is here
-    2. all ranks tell one another the version of Syncline that they run (Iallgather)
-    3. each tests its requests until all are complete, or the time is over
-    4. all compare the versions; only then does any rank send what another version might not understand
+    1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): bytes that have arrived show who is here
+    2. all ranks tell each other their version of Syncline (Iallgather)
+    3. each rank tests its requests until all are complete, or the time limit is reached
+    4. all ranks compare the versions; messages that another version might not understand are sent only after this
 
-If the time is over in 3, the listeners look which bytes have come, before MPI says that the gather is complete. It never will
-be, and nobody reads anything else there. The requests stay with MPI, which has no way to take a collective back. If a rank
-calls again, it goes on with the same ones: the ranks that come late find them.
+If the time limit is reached in 3, the listeners look which bytes have arrived, although the gather is not complete and never
+will be. Nothing else reads this memory. The requests stay in MPI, which cannot cancel a collective. If a rank calls again, it
+goes on with the same requests, so ranks that come late find them.
 
-There are blocks, so that no rank needs a connection with all others (over TCP each is a file), and three listeners in each, for
-one of them may be the rank that does not come.
+Ranks form blocks so that no rank needs a connection to all others (over TCP, each connection is an open file). Each block has
+three listeners, because one of them may be the rank that does not come.
 
-This must stay as it is in all versions, for it is how they find out that they differ.
+Never change this protocol: with it, different versions find out that they differ.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ...version import __version__
 
 _HELLO_BYTES = 64
 _LONGEST_PAUSE_S = 0.01
-# The ranks that know who is missing come to their end first, for the first error may end the job.
+# Other ranks raise this much later than the listeners. The first error may end the job, so it should name the missing ranks.
 _LISTENERS_FIRST_S = 2.0
 _BLOCK_RANKS = 64
 
 
 def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __version__) -> None:
-    """Return when all ranks of the communicator have come, and run this version of Syncline. A collective.
+    """Return when all ranks of the communicator have come and run the same version of Syncline. A collective.
 
     Raises:
-        CollectiveTimeout: not all came; it says which did not, or which ranks know.
-        DisagreementError: they run different versions; on all ranks.
+        CollectiveTimeout: some ranks did not come; the message names them, or the ranks that know them.
+        DisagreementError: the ranks run different versions. All ranks raise it.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
     if meeting is None:
@@ -61,7 +61,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
 
 
 def blocks(size: int) -> list[range]:
-    """The ranks in blocks, each of which has listeners of its own; see `speakers`. A pure function."""
+    """Divide the ranks into blocks. Each block has its own listeners; see `speakers`. A pure function."""
     return [range(start, min(start + _BLOCK_RANKS, size)) for start in range(0, size, _BLOCK_RANKS)]
 
 
@@ -71,7 +71,7 @@ class _Meeting:
     def __init__(self, communicator: MPI.Intracomm, version: str) -> None:
         self.communicator = communicator
         self._rank, size = communicator.Get_rank(), communicator.Get_size()
-        # MPI writes to and reads from these as long as it has the requests.
+        # MPI reads and writes these buffers as long as the requests exist, so they live in this object.
         self._mine, self._nothing = b"\1", b""
         self._here = bytearray(_BLOCK_RANKS)
         self._hello = version.encode()[:_HELLO_BYTES].ljust(_HELLO_BYTES, b"\0")
@@ -85,7 +85,7 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """All ranks take part, as in any collective; those outside the block with nothing."""
+        """Start the gather to one listener. All ranks take part, as in any collective; ranks outside the block send nothing."""
         landing = None
         if listener == self._rank:
             counts = [int(rank in block) for rank in range(size)]
@@ -113,13 +113,13 @@ class _Meeting:
         return [piece.rstrip(b"\0").decode(errors="replace") for piece in pieces]
 
     def _absent(self) -> list[int]:
-        """Which ranks of the block have not come, as far as this rank listens."""
+        """The ranks of the block that have not come. Empty if this rank is not a listener."""
         if self._rank not in self._listeners:
             return []
         return [rank for rank in self._block if not self._here[rank - self._block[0]] and rank != self._rank]
 
     def _is_first_of(self, absent: list[int]) -> bool:
-        """Whether this rank, of the listeners that are here, is the one to speak."""
+        """Whether this rank is the first of the listeners that have come; only this one logs."""
         return bool(absent) and self._rank == min(rank for rank in self._listeners if rank not in absent)
 
     def _in_words(self, absent: list[int]) -> str:

@@ -1,24 +1,26 @@
-"""A rank that leaves the job early must not leave the others hanging, and one that finishes first must not end their work.
+"""End the job when a rank fails, and keep it running when a rank merely finishes first.
 
-MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. So a rank that
-dies of an exception waits there, silently, for ranks that wait for it in a collective, for ever. Three guards end that:
+MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. Without our guards,
+a rank that fails with an exception would wait there silently, while the other ranks wait for it in a collective: for ever.
+There are three guards:
 
-1. An exception that nobody caught (in the main thread) is printed with the rank, and the job is aborted. At an interactive
-   prompt it ends what was typed, and nothing else.
-2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with that status.
-3. A rank that exits in any other way meets all others in a barrier of a communicator used for nothing else, for as long as
-   they take, but not for one whose process is gone: MPI cannot end such a job in order, so it is aborted then, unless MPI
-   tolerates the fault; the process then has `FINALIZE_S` seconds to end. If they do not come at once, it tells that it has
-   left (see `LeaveNotices`). Whoever waits for that rank hears of it and fails, with words that say in which call: see Note
-   [Who will not come] in `health.leaving`.
+1. If nobody catches an exception in the main thread, the rank prints it, with its rank, and aborts the job. (At an interactive
+   prompt, the exception ends only the command that was typed.)
+2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with this status.
+3. A rank that exits in any other way meets all other ranks in a barrier of a separate communicator, and waits as long as they
+   take. If they do not come at once, it tells them that it has left (see `LeaveNotices`). Ranks that wait for it then fail,
+   with an error that names the call: see Note [Who will not come] in `health.leaving`.
 
-A program may end MPI itself, by `MPI.Finalize()`, and go on. MPI then runs what was registered for its end before anything else
-happens to it (the attributes of MPI_COMM_SELF): our groups are closed there, and the ranks meet as in 3. After it no thread
-of ours may call MPI, which would abort the process. Those that look now and then do so under `while_mpi_runs`; the end waits
-for none of them for longer than a second, since MPI may hold up the thread meanwhile.
+   It does not wait for a rank whose process is gone. MPI cannot end such a job in order, so the job is aborted. If MPI
+   tolerates the fault, the job is not aborted; this process then has `FINALIZE_S` seconds to end.
 
-A fork of a rank is no rank: its exceptions, its status and its end are its own, and it leaves MPI alone. See Note [Forks] in
-`forks`.
+A program may end MPI itself with `MPI.Finalize()`, and go on. MPI first deletes the attributes of MPI_COMM_SELF. In such a
+callback we close our groups, and the ranks meet as in 3. Afterwards our threads must not call MPI, which would abort the
+process. Threads that look now and then do so under `while_mpi_runs`. The end of MPI waits at most one second for such a look,
+because MPI may block the thread meanwhile.
+
+A forked child of a rank is not a rank: its exceptions, its exit status and its end concern only itself, and it does not call
+MPI. See Note [Forks] in `forks`.
 """
 
 from __future__ import annotations
@@ -52,19 +54,19 @@ from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .leave_notices import LeaveNotices
 from .library import no_more_mpi, while_mpi_runs
 
-# Open MPI 5.0.11 sometimes never leaves MPI_Finalize in a job that lost ranks. Its mpiexec takes a rank that a signal ends
-# there for another one that was lost, and ends with status 0 all the same.
+# Open MPI 5.0.11 sometimes never returns from MPI_Finalize in a job that lost ranks. So a signal ends the process after this
+# time. mpiexec counts it as another lost rank, and still ends with status 0.
 FINALIZE_S = 15.0
-# Ranks that leave at about the same time need no notices.
+# Ranks that leave within this time need no notices.
 NOTICE_AFTER_S = 0.1
-# A rank that points to another one gives that one so long to end the job.
+# A rank that points to another rank gives it this long to end the job.
 _PATIENCE_S = 10.0
-# mpiexec passes on what ranks print in its own time; what it has not read when the job is aborted is lost (MPICH 5.0).
+# mpiexec forwards the output of ranks with a delay. Output that it has not read when the job is aborted is lost (MPICH 5.0).
 _FORWARDING_S = 0.3
 
 
 def abort_on_uncaught() -> None:
-    """Install the first guard. Concerns this process only, so it can be done before anything that may fail."""
+    """Install the first guard. It needs no other rank, so install it before any step that may fail."""
     if are_handled_elsewhere():
         return
     if sys.excepthook is not _on_uncaught:
@@ -72,7 +74,7 @@ def abort_on_uncaught() -> None:
         sys.excepthook = _on_uncaught
 
 
-_generation = generation()  # of the process that has MPI
+_generation = generation()  # differs in a forked child, which has no MPI
 _previous_hook: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
@@ -89,24 +91,23 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 def is_interactive() -> bool:
-    """Whether somebody sits at a prompt of this process: `python`, `python -i`, IPython or Jupyter."""
+    """Whether this process has an interactive prompt: `python`, `python -i`, IPython or Jupyter."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
 
 
 class ExitBarrier(Inherited):
-    """The second and the third guard. Making it is a collective of all processes of the job.
+    """The second and the third guard. Its construction is a collective of all processes of the job.
 
-    The job is what the groups of this rank can know of: all ranks of MPI, or those of the communicator that
-    `init_process_group` was given.
+    The job here is all ranks of MPI, or the ranks of the communicator that was given to `init_process_group`.
 
     Args:
-        job: a communicator of all its ranks.
+        job: a communicator of all ranks of the job.
 
     Attributes:
-        leavers: who has left.
-        liveness: whose process is gone.
-        period_s: so often the monitor has this rank look for notices, also while it computes, and pass them on.
-        may_block: yes: a look calls MPI.
+        leavers: the ranks that have left.
+        liveness: finds out whose process is gone.
+        period_s: the monitor calls `look` this often, also while the rank computes, to receive notices and pass them on.
+        may_block: True, because `look` calls MPI.
     """
 
     period_s = 1.0
@@ -130,13 +131,13 @@ class ExitBarrier(Inherited):
 
     @override
     def in_fork(self) -> None:
-        """The guards are the rank's. mpi4py would end MPI at the very end; in a fork that never returns."""
+        """Remove the guards in a forked child, and leave out mpi4py's end of MPI, which would never return there."""
         atexit.unregister(self._on_exit)
         atexit.register(_end_without_mpi)
 
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
-        """That of a communicator with these ranks, in this order; made at the first call. A collective of them."""
+        """The barrier of a communicator with these ranks in this order, made at the first call. A collective of the ranks."""
         same = (MPI.IDENT, MPI.CONGRUENT)
         for made in _made:
             if not made._has_met and MPI.Comm.Compare(job, made._communicator) in same:
@@ -145,17 +146,17 @@ class ExitBarrier(Inherited):
         return _made[-1]
 
     def look(self, _: float) -> None:
-        """See `period_s`."""
-        with suppress(MPI.Exception), while_mpi_runs() as runs:  # a rank is lost; the others may leave all the same
+        """Receive notices and pass them on. The monitor calls it every `period_s` seconds."""
+        with suppress(MPI.Exception), while_mpi_runs() as runs:  # if a rank is lost, others may still leave
             if runs:
                 self.leavers.left()
 
     def _on_finalize(self, *_: object) -> None:
-        """The program ends MPI: close our groups first, the latest one first, and meet the other ranks."""
+        """MPI calls this when the program ends MPI: close our groups, the newest first, then meet the other ranks."""
         if self._has_met:
             return
         for group in self.leavers.open_groups():
-            with suppress(SynclineError):  # it has failed before, and whoever used it was told
+            with suppress(SynclineError):  # the group had failed, and its user has seen the error
                 group.close()
         self._end(0)
         no_more_mpi()
@@ -191,7 +192,7 @@ class ExitBarrier(Inherited):
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
-        """Whether all ranks are here; tells of this rank when they are not and it has nothing in flight."""
+        """Whether all ranks have come. If not, send this rank's notice once, when it has no call in flight."""
         if everybody_left.Test():
             return True
         if not self._has_told and time.monotonic() > notice_s and all_idle():
@@ -202,7 +203,7 @@ class ExitBarrier(Inherited):
     def _wait(self, is_over: Callable[[], bool]) -> None:
         pause_s = 1e-5
         while not is_over():
-            self.leavers.left()  # so that nobody's notice waits to be read
+            self.leavers.left()  # read the notices of others, so that their sends complete
             lost = self.liveness.reason_to_give_up()
             if lost is not None:
                 raise lost
@@ -214,22 +215,22 @@ _made: list[ExitBarrier] = []
 
 
 def _end_without_mpi() -> None:
-    """End this process as Python does, but for functions in C that libraries have left for the very end.
+    """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
 
-    What was registered later has been called. As Python does, call the rest, and write what files have not written yet.
+    Functions that were registered with `atexit` after this one have run already. Run the others, and flush open files.
     """
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()
-    status = exit_status() or int(getattr(sys, "last_value", None) is not None)  # of an exception that nobody caught
+    status = exit_status() or int(getattr(sys, "last_value", None) is not None)  # 1 after an uncaught exception
     for thing in gc.get_objects():
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with suppress(OSError, ValueError):  # it was closed, perhaps by the other side
+            with suppress(OSError, ValueError):  # the file or its other end is closed
                 thing.flush()
     os._exit(status)
 
 
 def _end_within(limit_s: float) -> None:
-    """Have the system end this process by SIGALRM, if it has not ended by then: nothing of Python runs in MPI_Finalize."""
+    """Let SIGALRM end this process after `limit_s` seconds. Python code cannot do it: none runs inside MPI_Finalize."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
@@ -246,7 +247,7 @@ def _who() -> str:
 
 
 def _say(text: str) -> None:
-    """Write to the stream that the process began with: torch.distributed lends its excepthook another, to print it later."""
+    """Write to the stream that the process began with: torch.distributed runs its excepthook with another, printed later."""
     sys.stdout.flush()
     stream = sys.__stderr__ or sys.stderr
     stream.write(text.rstrip("\n") + "\n")

@@ -1,4 +1,4 @@
-"""The notices of ranks that have left the job, passed on from neighbour to neighbour."""
+"""Notices of ranks that have left the job. Each rank passes them on to its neighbours."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _TELL_EVERY_S = 0.2
 
 
 class LeaveNotices:
-    """Tells the neighbours (see Note [Neighbours] in `neighbours`) that this rank has left, and which others have.
+    """Tells the neighbours (see Note [Neighbours] in `neighbours`) that this rank has left, and which other ranks have.
 
-    A rank passes on what it hears when it looks for notices: often while it waits for others, in a call or at the end of the
-    job, and now and then while it computes (see `ExitBarrier`). Any thread may call.
+    A rank receives notices and passes them on when it looks for them: often while it waits for others (in a call or at the end
+    of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call.
 
-    Cost: for N ranks 2 log2 N messages from each rank for all that leave within `_TELL_EVERY_S` seconds. Those that have
-    started the same are told together.
+    Cost: with N ranks, each rank sends 2 log2 N messages for all ranks that leave within `_TELL_EVERY_S` seconds. Ranks that
+    have started the same calls share one entry. Construction is a collective.
 
     Args:
-        communicator: of all processes of the job; on it nothing else has the tag `LEAVING`. Making this is a collective.
-        clock: seconds.
+        communicator: a communicator of all processes of the job. No other message on it has the tag `LEAVING`.
+        clock: returns seconds.
     """
 
     def __init__(self, communicator: MPI.Intracomm, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,13 +44,13 @@ class LeaveNotices:
         self._sent: list[MPI.Request] = []
 
     def leave(self, started: Mapping[str, int]) -> None:
-        """This rank leaves; `started` as in `Leaving`."""
+        """Tell the neighbours that this rank leaves. `started` is as in `Leaving`."""
         with self._lock:
             self._note(Leaving(self._communicator.Get_rank(), started))
             self._tell()
 
     def receive(self) -> list[Leaving]:
-        """Who has left since the last call, as far as this rank hears; pass it on."""
+        """Receive the notices that have arrived since the last call, return new ones, and pass them on."""
         with self._lock:
             found: list[Leaving] = []
             if self._is_closed:
@@ -63,23 +63,23 @@ class LeaveNotices:
             return found
 
     def stop(self) -> None:
-        """All ranks have left: nothing is passed on from now on."""
+        """Stop passing notices on, because all ranks have left."""
         with self._lock:
             self._passes_on = False
 
     def close(self) -> None:
-        """The communicator is about to be freed: nothing is received from now on."""
+        """Stop receiving, because the communicator is about to be freed."""
         with self._lock:
             self._is_closed = True
 
     def are_sent(self) -> bool:
-        """Whether MPI has taken all that this rank has said."""
+        """Whether MPI has finished all sends of this rank."""
         with self._lock:
             self._sent = [request for request in self._sent if not request.Test()]
             return not self._sent
 
     def _note(self, notice: Leaving) -> bool:
-        """Whether it is new."""
+        """Remember a notice. Returns whether it is new."""
         is_new = notice.rank not in self._known
         if is_new:
             self._known.add(notice.rank)
@@ -92,7 +92,7 @@ class LeaveNotices:
             same.setdefault(tuple(sorted(notice.started.items())), []).append(notice.rank)
         message = [(dict(started), runs(sorted(ranks))) for started, ranks in same.items()]
         for neighbour in self._neighbours:
-            with suppress(MPI.Exception):  # one that is lost need not know
+            with suppress(MPI.Exception):  # a lost neighbour need not know
                 self._sent.append(self._communicator.isend(message, neighbour, Tag.LEAVING))
         self._news.clear()
         self._next_telling = self._clock() + _TELL_EVERY_S

@@ -1,4 +1,4 @@
-"""The MPI library itself: its name, its errors as ours, our tags, and how a rank waits for it."""
+"""The MPI library: its name, its errors as ours, our tags on its communicators, and waiting for a request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...engine.cancel_scope import CancelScope
 from ...errors import TransportError
 from .waiting import ARRIVAL_NAP_S, Patience
 
-# Testing costs about 0.3 us; a small collective between ranks of a node is over after a few of them.
+# A test of a request costs about 0.3 us. A small collective between ranks of a node is over after a few tests.
 _TESTS_BEFORE_YIELDING = 50
-# Over a network they cost more, 2 us with MPICH. Fewer lose time where the network brings 3 GB/s. With 50, four ranks on two
-# cores, whose network brings 0.1 GB/s, took a fifth more of the processors.
+# Over a network a test costs more: 2 us with MPICH. With fewer tests, time is lost on a network of 3 GB/s. With 50 tests, four
+# ranks on two cores and a network of 0.1 GB/s used a fifth more processor time.
 _TESTS_BEFORE_NAPPING = 15
 
 
@@ -26,17 +26,17 @@ class Tag(enum.IntEnum):
     PAIRWISE = 1
     """`all_to_all`: the ranks' parts."""
     STATEMENTS = 2
-    """`TimeoutReport`: what ranks wait for."""
+    """`TimeoutReport`: the calls in which ranks wait."""
     NOTHING = 3
-    """Never sent: a probe for it lets MPI make progress."""
+    """Never sent. A probe for it lets MPI make progress."""
     LEAVING = 4
-    """`LeaveNotices`: that ranks have left, and what they started before."""
+    """`LeaveNotices`: the ranks that have left, and the calls that they started before."""
     RING = 5
     """`RingAllReduce`: pieces of a part."""
     STATUS = 6
-    """`MPIStatusPost`: what a rank has waited in for long."""
+    """`MPIStatusPost`: the call in which a rank has waited for long."""
     GREETING = 7
-    """`connect_neighbours`: nothing."""
+    """`connect_neighbours`: empty messages."""
 
 
 def library_name() -> str:
@@ -47,7 +47,7 @@ def library_name() -> str:
 
 @contextmanager
 def mpi_errors() -> Iterator[None]:
-    """Raise what MPI reports as a `TransportError`."""
+    """A context that turns MPI's errors into `TransportError`."""
     try:
         yield
     except MPI.Exception as error:
@@ -66,13 +66,16 @@ _LONGEST_CALL_S = 1.0
 
 @contextmanager
 def while_mpi_runs() -> Iterator[bool]:
-    """For a thread that looks now and then: whether MPI can be called, which stays so until the end of the context."""
+    """A context for threads that look now and then. Its value says whether MPI may be called until the context ends."""
     with _calling:
         yield not (_is_over or MPI.Is_finalized())
 
 
 def no_more_mpi() -> None:
-    """The program is ending MPI. A look that is under way gets `_LONGEST_CALL_S`, for MPI may hold it up until its end."""
+    """Forbid calls of MPI, because the program ends it. Waits `_LONGEST_CALL_S` at most for a thread that is in such a call.
+
+    It does not wait for longer, because MPI may block this thread until its own end.
+    """
     global _is_over
     _is_over = True
     if _calling.acquire(timeout=_LONGEST_CALL_S):
@@ -80,7 +83,7 @@ def no_more_mpi() -> None:
 
 
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """The ranks that the members of one MPI group have in another; frees the first."""
+    """The ranks in the MPI group `whole` of the members of another group. Frees `members`."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:
@@ -97,22 +100,22 @@ def wait(
 ) -> None:
     """Block until an MPI request is complete.
 
-    It tests the request, a few times at once and then with rests between tests: with as many ranks as cores the backward pass
-    runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce): spinning 6,700 us,
-    `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
+    First it tests the request a few times without a pause. Then it rests between tests, because with as many ranks as cores the
+    backward pass runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce): spinning
+    6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
 
     Args:
-        request: to wait for.
+        request: the request.
         scope: ends the wait.
-        status: of the request.
+        status: the status of the request, to be filled in.
         longest_nap_s: see `Patience`.
-        naps_at_once: sleep from the first rest on. A rank that sleeps is sooner on its core again than one that has yielded,
-            if others compute there, and leaves them more of it. For what a network brings as a single message; MPI libraries
-            make progress only when asked, and a collective of theirs takes many steps.
+        naps_at_once: sleep from the first rest on. If other threads compute on the core, a thread that sleeps gets the core
+            back sooner than one that yields, and leaves them more of it. Use it only for a single message over a network: an
+            MPI library makes progress only when called, and its collectives take many steps.
 
     Raises:
-        TimeoutError: the time limit was reached. The request stays active: MPI cannot withdraw a collective.
-        BaseException: the scope's reason; the request stays active, too.
+        TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.
+        BaseException: the reason with which the scope was cancelled. The request stays active.
     """
     for _ in range(_TESTS_BEFORE_NAPPING if naps_at_once else _TESTS_BEFORE_YIELDING):
         if request.Test(status):

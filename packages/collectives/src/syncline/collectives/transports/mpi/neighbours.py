@@ -1,18 +1,18 @@
-"""What a rank tells its neighbours beside the collectives: after a time-out, and when a call takes long.
+"""Messages between neighbours beside the collectives: after a time-out, and when a call takes long.
 
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
-If each of N ranks told each other one, N^2 messages would be sent just when something is wrong. And a rank may never come back
-from a send to one that it is not connected with: MPICH over TCP connects two processes when one first sends to the other, and
-waits inside the send until that one calls MPI, too. The rank that all wait for does not.
+If each of N ranks told every other rank, N^2 messages would be sent just when something is wrong. Also, a send to a rank
+without a connection may never return: MPICH over TCP connects two processes at the first send, and waits inside the send until
+the other process calls MPI, too. The rank that everybody waits for may never do so.
 
-So a rank talks to its neighbours: those that are 1, 2, 4, ... ranks before and after it. They are connected when the group is
-made, and all other ranks are at most log2 N of them away. What a rank hears from one neighbour it tells the others::
+So a rank talks only to its neighbours: the ranks that are 1, 2, 4, ... before and after it. Neighbours are connected when the
+group is made. All other ranks are at most log2 N steps away. A rank passes on to its neighbours what it hears::
 
-      what this rank says --> its 2 log2 N neighbours --> theirs --> ...      each tells again when it has heard something new
+      message of this rank --> its 2 log2 N neighbours --> their neighbours --> ...      a rank sends again when it hears news
 
-It does not matter which ranks keep silent, as long as those that talk are neighbours of one another. Where they are not, as
-ranks 0 and 3 of 8 with all others silent, they do not hear of one another.
+It does not matter which ranks are silent, as long as the ranks that talk are connected through neighbours. If they are not
+(ranks 0 and 3 of 8, with all others silent), they do not hear of each other.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ...health.statements import Statements, ranks_in_words
 from .library import Tag, while_mpi_runs
 from .waiting import yield_cpu
 
-# How long a rank listens after a time-out. Together with what MPI takes for it, less than the monitor leaves such a call.
+# How long a rank listens after a time-out. With MPI's own time it must stay below the time that the monitor gives such a call.
 _LISTEN_S = 1.5
 _TELL_EVERY_S = 0.1
 _LONGEST_BYTES = 4096
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The neighbours of a rank, ascending: its partners in `rounds`. A pure function; they have that rank as a neighbour."""
+    """The neighbours of a rank, ascending: its partners in `rounds`. Neighbourhood is mutual. A pure function."""
     return sorted({peer for partners in rounds(rank, size) for peer in partners})
 
 
 def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
-    """The neighbours of this rank, connected with it. A collective of all ranks of the communicator.
+    """Connect this rank with its neighbours, and return them. A collective of all ranks of the communicator.
 
-    Cost: an empty message to each.
+    Cost: one empty message to each neighbour.
     """
     found = neighbours(communicator.Get_rank(), communicator.Get_size())
     nothing = [bytearray(), MPI.BYTE]
@@ -56,17 +56,17 @@ def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
 
 
 class TimeoutReport:
-    """Lets the ranks that ran out of time tell one another where they stand. Making it is a collective.
+    """Lets ranks whose time limit was reached tell each other in which call they wait. Its construction is a collective.
 
-    Ranks that wait for the same missing rank time out at about the same time, so the rank that stays silent is the one to look
-    for. Each tells its neighbours (see Note [Neighbours]) what it waits for, and what it has heard of others,
-    and listens for `_LISTEN_S` seconds, or until all have been heard.
+    Ranks that wait for the same missing rank time out at about the same time, so the silent rank is the one to look for. Each
+    rank tells its neighbours (see Note [Neighbours]) in which call it waits, and what it has heard of other ranks. It listens
+    for `_LISTEN_S` seconds, or until it has heard of all ranks.
 
-    Cost: for N ranks at most 2 log2 N messages from each, and as many again every `_TELL_EVERY_S` seconds while it hears of
-    more ranks: about log2 N times. Ranks that wait for the same are told together.
+    Cost: with N ranks, each rank sends at most 2 log2 N messages, and again every `_TELL_EVERY_S` seconds while it hears of
+    more ranks: about log2 N times. Ranks that wait in the same call share one entry.
 
     Args:
-        communicator: a private one, on which nothing else has the tag `STATEMENTS`.
+        communicator: a private communicator, on which no other message has the tag `STATEMENTS`.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -74,19 +74,19 @@ class TimeoutReport:
         self._rank = communicator.Get_rank()
         self._size = communicator.Get_size()
         self._neighbours = connect_neighbours(communicator)
-        # MPI may read and write what is not complete as long as this lives.
+        # MPI may still read and write the buffers of requests that are not complete. So they live as long as this object.
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._coming: list[tuple[MPI.Request, bytearray]] = []
 
     def collect(self, signature: str) -> str:
-        """Tell the others what this rank waits for, and put what they say into words."""
+        """Tell the other ranks in which call this rank waits, and describe in words where they are."""
         said = Statements()
         said.add(signature.encode()[:_LONGEST_BYTES].decode(errors="replace"), [self._rank])
         self._exchange(said)
         return self._in_words(said)
 
     def _exchange(self, said: Statements) -> None:
-        """Add what the others say, and pass it on."""
+        """Collect the statements of other ranks in `said`, and pass them on."""
         now = time.monotonic()
         end, next_telling, told = now + _LISTEN_S, now, 0
         while len(said.heard) < self._size and now < end:
@@ -102,12 +102,15 @@ class TimeoutReport:
     def _tell(self, said: Statements) -> None:
         message = said.packed().encode()
         for neighbour in self._neighbours:
-            with suppress(MPI.Exception):  # it may be lost; the others are told all the same
+            with suppress(MPI.Exception):  # this neighbour may be lost; go on with the others
                 request = self._communicator.Isend([message, MPI.BYTE], neighbour, Tag.STATEMENTS)
                 self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Add what has come; whether anything has. The end of a long message may never come: its sender has listened enough."""
+        """Add the messages that have arrived to `said`. Returns whether there was one.
+
+        It never waits for the rest of a long message: the sender may have stopped listening, and then the rest never comes.
+        """
         status = MPI.Status()
         while (found := self._communicator.Improbe(MPI.ANY_SOURCE, Tag.STATEMENTS, status)) is not None:
             message = bytearray(status.Get_count(MPI.BYTE))
@@ -134,13 +137,14 @@ class TimeoutReport:
 
 
 class MPIStatusPost(StatusPost):
-    """Sends lines towards rank 0, from neighbour to neighbour (see Note [Neighbours]), by up to two ways each.
+    """Sends lines to rank 0, from neighbour to neighbour (see Note [Neighbours]), on up to two ways each.
 
-    Rank 13 = 8 + 4 + 1 sends to ranks 12 and 5: its number without the lowest bit, and without the highest. So a line comes to
-    rank 0 as well if one rank between stands still. Nothing waits: a line has a few KB at most, which MPI takes at once.
+    Rank 13 = 8 + 4 + 1 sends to ranks 12 and 5: its number without the lowest bit, and without the highest bit. So a line
+    reaches rank 0 even if one rank on the way is stopped. No rank waits, because a line has at most 4 KB, which MPI accepts at
+    once.
 
     Args:
-        communicator: on which nothing else has the tag `STATUS`, and neighbours are connected.
+        communicator: a communicator with connected neighbours, on which no other message has the tag `STATUS`.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -149,7 +153,7 @@ class MPIStatusPost(StatusPost):
         self._towards = towards_zero(self._rank)
         self.hops = max(1, (communicator.Get_size() - 1).bit_length())
         self._count = 0
-        self._known = [0] * communicator.Get_size()  # of each rank how many lines it had posted, at the latest that came
+        self._known = [0] * communicator.Get_size()  # for each rank the number of its latest line that has arrived
         self._sent: list[tuple[MPI.Request, bytes]] = []
 
     @override
@@ -177,7 +181,7 @@ class MPIStatusPost(StatusPost):
             self._sent.append((self._communicator.Isend([packed, MPI.BYTE], rank, Tag.STATUS), packed))
 
     def _new(self) -> dict[int, bytes]:
-        """The latest line of each rank of which one has come that is not known: most come by two ways."""
+        """The latest line of each rank that has sent a new one. Most lines arrive twice, by two ways."""
         found: dict[int, bytes] = {}
         status = MPI.Status()
         while self._communicator.Iprobe(MPI.ANY_SOURCE, Tag.STATUS, status):
@@ -191,5 +195,5 @@ class MPIStatusPost(StatusPost):
 
 
 def towards_zero(rank: int) -> list[int]:
-    """The neighbours to which a rank sends what is for rank 0. A pure function."""
+    """The neighbours to which a rank sends lines for rank 0. A pure function."""
     return sorted({rank & (rank - 1), rank ^ (1 << (rank.bit_length() - 1))}) if rank else []

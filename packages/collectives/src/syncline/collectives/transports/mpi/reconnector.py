@@ -1,4 +1,4 @@
-"""How the survivors of an MPI group meet again: MPI itself agrees on who is left (ULFM)."""
+"""Connect the survivors of an MPI group again. MPI itself agrees on the survivors (ULFM)."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ Connect = Callable[[MPI.Intracomm, Sequence[int]], Transport]
 
 
 class MPIReconnector(Reconnector):
-    """Members are the ranks of the communicator of the first generation, which is all of the job that the group knows.
+    """Reconnects members that are ranks of the first generation's communicator.
 
     Note [Shrinking by ULFM]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     ::
 
-        1. each survivor revokes the communicators of the old group: who still waits in one leaves it with an error
-        2. MPI_Comm_shrink: one communicator of those that live, in their order, the same on all
-        3. over it each connects as at the start of the job; that may fail on some, if another rank dies meanwhile
-        4. MPI_Comm_agree: have all connected? All survivors get the same answer. If not, again from 1, with what 2 gave;
-           after `MOST_ATTEMPTS` times with the same members all of them give up
+        1. each survivor revokes the communicators of the old group: a rank that still waits in one gets an error
+        2. MPI_Comm_shrink makes a communicator of the survivors, in their order, the same on all
+        3. each survivor connects over it as at the start of the job; this may fail if another rank dies meanwhile
+        4. MPI_Comm_agree: have all connected? All survivors get the same answer. If not, repeat from 1 with the communicator
+           of step 2; after `MOST_ATTEMPTS` times with the same members, all of them give up
 
-    All four run on one thread of their own (`DetachedCall`), because a call of MPI cannot be ended: 1 comes before 2 on every
-    rank, 4 after 3, and whoever called `shrink` waits for that thread, at most for `silence_timeout_s`. If `shrink` is called
-    again, it goes on waiting for the same thread, or, if that ended with an error, goes on with the communicator that the last
-    step 2 gave: a rank never shrinks a communicator twice.
+    All four steps run in this order on one separate thread (`DetachedCall`), because a call of MPI cannot be ended. The thread
+    that called `shrink` waits for it, at most for `silence_timeout_s`. If `shrink` is called again, it waits for the same
+    thread. If that thread has failed, a new one starts with the communicator of the last step 2: a rank never shrinks the same
+    communicator twice.
 
-    MPI counts a rank that is only silent among those that live. So nobody is given up: `shrink` fails, and may be repeated.
+    MPI counts a silent rank as alive. So no rank is given up: `shrink` fails, and may be repeated.
 
     Args:
-        communicator: of all members of the first generation; used by nobody else.
-        connect: makes the transport over a communicator of members with these ranks in the job. All of them call it.
-        leavers: of the job.
-        name: of the group.
+        communicator: a communicator of all members of the first generation, for this object only.
+        connect: makes the transport; takes a communicator, and its members' ranks in the job. All members call it.
+        leavers: the leavers of the job.
+        name: the group's name.
     """
 
     def __init__(self, communicator: MPI.Intracomm, connect: Connect, leavers: Leavers, name: str) -> None:
@@ -56,12 +56,12 @@ class MPIReconnector(Reconnector):
         self._leavers = leavers
         self._name = name
         self._transport = connect(communicator, self.generation.members)
-        self._number = 0  # of the latest shrink
+        self._number = 0  # counts the communicators that `_meet` has shrunk
         self._meeting: DetachedCall[Generation] | None = None
 
     @property
     def transport(self) -> Transport:
-        """Of the present generation."""
+        """The transport of the present generation."""
         return self._transport
 
     @override
@@ -93,7 +93,7 @@ class MPIReconnector(Reconnector):
         return self._transport
 
     def _meet(self) -> Generation:
-        """See Note [Shrinking by ULFM]; on a thread of its own."""
+        """Do the steps of Note [Shrinking by ULFM]. Runs on a thread of its own."""
         attempts, members = 0, self.generation.members
         while True:
             self._transport.interrupt()
@@ -121,7 +121,7 @@ class MPIReconnector(Reconnector):
         return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
-        """The transport, or why there is none: whatever that is, the others are told in step 4."""
+        """The transport, or the error if there is none. In both cases step 4 follows, where the other ranks learn of it."""
         try:
             return self._connect(self._communicator, generation.members), None
         except Exception as error:  # noqa: BLE001 - see above
@@ -131,9 +131,9 @@ class MPIReconnector(Reconnector):
 
 
 def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
-    """Whether all are connected, and live: the same answer on all that do."""
+    """Whether all ranks are alive and connected. All survivors get the same answer."""
     try:
         return bool(communicator.Agree(int(is_connected)))
-    except MPI.Exception as error:  # MPI reports a failure that not all knew of, on all
+    except MPI.Exception as error:  # if some ranks did not know of a failure, MPI raises on all ranks
         logger.debug("the ranks did not agree: %s", mapped(error))
         return False

@@ -17,10 +17,10 @@ from .waiting import MESSAGE_NAP_S
 
 
 class MPIRequest(Request):
-    """A non-blocking MPI send or receive; keeps its tensor alive until it is over, also when the request is dropped before.
+    """A non-blocking MPI send or receive. It keeps its tensor alive until it is over, even if the object is dropped before.
 
     MPI reads or writes the tensor whenever the other rank comes. A receive that was given up is not cancelled: its message may
-    be on its way, and would be taken by the next receive.
+    be in flight, and the next receive would take it.
     """
 
     _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
@@ -50,26 +50,26 @@ class MPIRequest(Request):
 
     def __del__(self) -> None:
         if not self._over:
-            self._abandoned.append((self._request, self._tensor))  # no call of MPI: it may be any thread, at any time
+            self._abandoned.append((self._request, self._tensor))  # no MPI call, because any thread may run this at any time
 
     @classmethod
     def free_abandoned(cls) -> None:
-        """Let go of the tensors of requests that were dropped and are over by now."""
+        """Release the tensors of dropped requests that are over by now."""
         for _ in range(len(cls._abandoned)):
             try:
                 entry = cls._abandoned.popleft()
-            except IndexError:  # another thread does the same
+            except IndexError:  # another thread is in this function, too
                 return
             try:
                 is_over = entry[0].Test()
             except MPI.Exception:
-                is_over = False  # nobody knows
+                is_over = False  # not known; MPI may still use the tensor
             if not is_over:
                 cls._abandoned.append(entry)
 
     def _end(self) -> None:
         self._over = True
-        # Not Get_count, which Open MPI 4 answers in a C int.
+        # Not Get_count: in Open MPI 4 its result is a C int.
         if self._receives and (sent := self._status.Get_elements(MPI.BYTE)) != self._tensor.nbytes:
             raise DisagreementError(
                 f"rank {self._status.Get_source()} sent {sent} bytes, this rank expects {self._tensor.nbytes}; make both sides "

@@ -1,4 +1,4 @@
-"""All-reduce of large tensors between ranks that are each alone on a node: a ring whose pieces overlap."""
+"""All-reduce of large tensors in a ring, for ranks that are each alone on a node. Sending and reducing overlap."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ from .library import Tag, mpi_errors
 from .sync import MessageSync
 from .waiting import MESSAGE_NAP_S
 
-# A piece is reduced and passed on while the others of its part are on the wire. A part has this many, but none is small against
-# what a message costs, or too large for the caches of a processor.
+# A piece is reduced and passed on while other pieces of its part are on the wire. A part has this many pieces, unless a piece
+# would be too small for the cost of a message, or too large for the processor's caches.
 PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
 MOST_PIECE_BYTES = 512 << 10
-# Open MPI's own for what it sends over TCP at once, with its header, and what it is where it is not set.
+# Open MPI sends messages up to this limit over TCP at once: the variable that sets it, its default, and room for the header.
 TCP_EAGER_LIMIT, _TCP_EAGER_BYTES, _HEADER_BYTES = "OMPI_MCA_btl_tcp_eager_limit", 64 << 10, 4 << 10
-# For pieces that come in before they are reduced. With less the wire waits for the reduction.
+# Memory for pieces that have arrived and wait for their reduction. With less memory the wire waits for the reduction.
 LANDING_BYTES = 2 << 20
 DTYPES = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 class RingAllReduce:
-    """Reduces in a ring, as Patarasu and Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009, describe, piece by piece.
+    """Reduces in a ring, piece by piece, as in Patarasu and Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009.
 
-    The tensor is divided into as many parts as there are ranks, and each part into pieces. In the first p - 1 steps each rank
-    passes a part on, adding its own terms, until every rank has one part of the result; in p - 1 more the results go around. A
-    piece goes on as soon as it is there: the steps overlap, and only the first piece of each waits for the network's latency.
+    The tensor is divided into one part for each rank, and each part into pieces. In the first p - 1 steps, each rank adds its
+    own terms to a part and passes it on, until every rank has one part of the result. In p - 1 more steps the results go around
+    the ring. A rank passes a piece on as soon as it has it. So the steps overlap, and only the first piece of each step waits
+    for the network's latency.
 
-    Every wait is for a single message, and ends with the scope, also with an MPI library whose collectives must block.
-    The same inputs give the same bits in every run, and on every rank: each part is reduced by one chain of ranks.
+    Every wait is for a single message, and ends with the scope. This holds also for an MPI library whose collectives must
+    block. The same inputs give the same bits in every run and on every rank, because one chain of ranks reduces each part.
 
-    Cost, for n bytes and p ranks: each sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`, and in Open
-    MPI up to n/p on a rank that is slower than its network.
+    Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`, and in
+    Open MPI up to n/p on a rank that is slower than its network.
 
-    Why not MPI's own: MPICH's over TCP sends a part as a whole, then reduces it as a whole, so that wire and processor wait for
-    each other: 25 MiB between two hosts of 1 Gbit/s took it 1.5 to 1.8 times as long (see docs/figures.md, "Between hosts").
+    Why not MPI's own all-reduce: over TCP, MPICH sends a whole part and then reduces the whole part, so wire and processor wait
+    for each other. For 25 MiB between two hosts with 1 Gbit/s, it took 1.5 to 1.8 times as long (see docs/figures.md, "Between
+    hosts").
 
     Args:
-        communicator: on which nobody else uses `Tag.RING`.
-        sync: of that communicator.
+        communicator: a communicator on which no other message has the tag `Tag.RING`.
+        sync: the sync of this communicator.
         piece_bytes: the largest piece; the same on all ranks. See `largest_piece_bytes`.
     """
 
@@ -59,18 +61,18 @@ class RingAllReduce:
         self._piece_bytes = piece_bytes
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: Call, *, divisor: int = 1) -> None:
-        """Reduce in place, after all ranks have come for the same call.
+        """Reduce in place. Call it after all ranks have come for the same call.
 
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
-            op: one of those between ranks (see `core_op`).
-            call: of which this is a part.
-            divisor: of the result. Each rank divides the part that it has of it, piece by piece.
+            op: a reduction that `core_op` returns.
+            call: the call that this reduction belongs to.
+            divisor: divides the result. Each rank divides its part of the result, piece by piece.
         """
         count = pieces_of_part(tensor.nbytes // self._size, self._piece_bytes)
         parts = [part.tensor_split(count) for part in tensor.tensor_split(self._size)]
-        # Message n to the next rank has piece n of the route. Message n from the previous rank has piece n + count: its terms,
-        # or in the second half of the steps the result.
+        # The route lists the pieces in the order in which this rank sends them. Message n to the next rank is piece n of the
+        # route. Message n from the previous rank is piece n + count: a partial sum in the first half, a result in the second.
         route = [piece for step in range(2 * self._size - 1) for piece in parts[(self._rank - step) % self._size]]
         messages, sums = len(route) - count, (self._size - 1) * count
         last_sums = range(sums - count, sums)
@@ -84,7 +86,7 @@ class RingAllReduce:
             place = route[number + count]
             if number < sums:
                 place = landing[number % depth][: place.numel()]
-            else:  # where a piece lies that has gone, at the latest when the next rank has it
+            else:  # a result goes straight to its place, which still holds a partial sum: wait until that has been sent
                 self._wait(sent[number - sums], call)
             received.append(self._receive(place))
 
@@ -106,7 +108,7 @@ class RingAllReduce:
                         post(number + depth)
                 for request in sent:
                     self._wait(request, call)
-        except BaseException:
+        except BaseException:  # MPI may still read and write the memory of the requests that are left
             self._sync.keep(sent, received, route, landing)
             raise
 
@@ -121,17 +123,17 @@ class RingAllReduce:
 
 
 def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
-    """Into how many pieces a part of so many bytes is divided, on all ranks alike. A pure function."""
+    """The number of pieces for a part of `nbytes` bytes; the same on all ranks. A pure function."""
     size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), piece_bytes)
     return max(1, -(-nbytes // size))
 
 
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
-    """The largest piece that this rank would send.
+    """The largest piece that this rank would send, in bytes.
 
-    Open MPI sends over TCP at once what is within its limit, and what is larger only when the receiver has asked for it. The
-    request waits in line behind all that its sender has sent: wire and ranks then move data in one direction at a time. The
-    limit is the user's, in mpirun's words or the environment: Open MPI trusts that all ranks have the same.
+    Over TCP, Open MPI sends a message within its eager limit at once. It sends a larger one only when the receiver asks for it,
+    and this request queues behind the receiver's own data: data then moves in one direction at a time. So pieces stay within
+    the limit. The user sets the limit for mpirun or in the environment; Open MPI assumes that it is the same on all ranks.
     """
     given = environ.get(TCP_EAGER_LIMIT, "")
     limit = int(given) if given.isascii() and given.isdigit() else _TCP_EAGER_BYTES

@@ -1,4 +1,4 @@
-"""Sync: how the ranks of a group come together for one call, and find out whether it is the same call. Here by messages."""
+"""Sync lets the ranks of a group come together for one call and compare it. MessageSync does so by MPI messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .neighbours import TimeoutReport
 from .waiting import ARRIVAL_NAP_S
 
 NOWHERE = -1
-"""The place of a tensor that lies in no window."""
+"""The place of a tensor that is in no window."""
 
 _T = TypeVar("_T")
 
@@ -27,36 +27,36 @@ Run = Callable[[Callable[[], MPI.Request]], object]
 
 
 class Sync(ABC):
-    """Lets the ranks wait for one another. All ranks call its methods at the same points of their order."""
+    """Lets the ranks wait for each other. All ranks call its methods in the same order."""
 
     @abstractmethod
     def same(self, call: Call, place: int = NOWHERE) -> bool:
-        """Return when all ranks have come, and made the same call.
+        """Return when all ranks have come with the same call.
 
         Args:
-            call: of this rank; `Call.digest` says what is compared.
-            place: where this rank's tensor lies; compared as well.
+            call: this rank's call; `Call.digest` is compared.
+            place: the place of this rank's tensor; compared, too.
 
         Returns:
-            Whether all ranks gave the same place, and not `NOWHERE`.
+            Whether all ranks gave the same place, and the place is not `NOWHERE`.
 
         Raises:
-            DisagreementError: the ranks make different calls; on all ranks.
+            DisagreementError: the ranks make different calls. All ranks raise it.
             TimeoutError: a rank did not come; the text says what is known of the ranks.
-            TransportError: a rank has given up, or the library failed; or the scope's reason.
+            TransportError: a rank has given up, the library failed, or the scope was cancelled with this reason.
         """
 
     @abstractmethod
     def wait(self, call: Call) -> None:
-        """Return when all ranks have come. Raises as `same` does, but compares nothing."""
+        """Return when all ranks have come. Compares nothing; otherwise raises the errors of `same`."""
 
 
 class MessageSync(Sync):
-    """By collectives of MPI on a communicator of its own. Also runs any non-blocking operation of MPI to its end.
+    """Syncs by MPI collectives on its own communicator. Also runs any non-blocking MPI operation to its end.
 
     Args:
-        communicator: on which nobody else starts collectives.
-        report: asks the ranks after a time-out.
+        communicator: a communicator on which nobody else starts collectives.
+        report: asks the other ranks after a time-out.
     """
 
     def __init__(self, communicator: MPI.Intracomm, report: TimeoutReport) -> None:
@@ -66,7 +66,7 @@ class MessageSync(Sync):
         self._given_up: list[object] = []
 
     def same(self, call: Call, place: int = NOWHERE) -> bool:
-        """As `Sync.same`. One reduction compares both numbers: if all are the same, the largest is also the smallest."""
+        """As `Sync.same`. One MAX of each number and of its negative compares: if all are equal, largest and smallest agree."""
         digest, numbers = call.digest(), self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place, -place
         spec = (numbers, MPI.INT64_T)
@@ -80,10 +80,10 @@ class MessageSync(Sync):
         self.run(call, self._communicator.Ibarrier)
 
     def disagreement(self, call: Call) -> DisagreementError:
-        """The error that names what each rank called. All ranks call this, when they know that the calls differ.
+        """The error that lists each rank's call. A collective: all ranks call it when they know that their calls differ.
 
         Raises:
-            TimeoutError: a rank does not answer: it has given up before.
+            TimeoutError: a rank does not answer, because it has given up before.
         """
         signatures = all_gather_objects(self._communicator, call.words, lambda start: self.run(call, start))
         return different_calls(Statements.of(signatures))
@@ -100,7 +100,7 @@ class MessageSync(Sync):
 
         Raises:
             TimeoutError: the time limit was reached; the text says where the other ranks are.
-            TransportError: MPI failed; or the scope's reason.
+            TransportError: MPI failed, or the scope was cancelled with this reason.
         """
         request = None
         try:
@@ -116,20 +116,20 @@ class MessageSync(Sync):
             raise
 
     def keep(self, *objects: object) -> None:
-        """Keep requests that were given up, and what MPI may still write to. The group's `_given_up` keeps the tensors."""
+        """Keep requests that were given up, and memory that MPI may still use. The tensors are in `engine.group._given_up`."""
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:
-        """A time-out in words that say where the other ranks are. Asks them, for a second or two."""
+        """A TimeoutError that says where the other ranks are. Asking them takes one or two seconds."""
         with mpi_errors():
             return TimeoutError(self._report.collect(call.words))
 
 
 def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[_T]:
-    """What each rank of a communicator gives, without any of them blocking inside MPI.
+    """Gather an object from each rank of a communicator, without blocking inside MPI.
 
-    mpi4py's own form blocks. It has no time limit, and with some MPI libraries it stops the other threads of the process, in
-    which other groups may do the same: on two ranks in different order, and both wait for ever.
+    mpi4py's own `allgather` blocks without a time limit. With some MPI libraries it also blocks the other threads of the
+    process. If two groups then do this on two ranks in a different order, both ranks wait for ever.
     """
     packed = MPI.pickle.dumps(mine)
     sizes = array("q", [0]) * communicator.Get_size()

@@ -28,31 +28,33 @@ from .ring_all_reduce import RingAllReduce
 from .sync import MessageSync, Sync
 from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S
 
-# MPI before version 4 counts in C ints. A larger tensor travels in pieces of this many bytes, or as one message made of them.
+# MPI before version 4 counts in C ints. A larger tensor is sent in pieces of this many bytes, or as one message made of them.
 PIECE_BYTES = 1 << 30
 
-# From here on the ranks synchronise first; see Note [Presync]. Below, Open MPI's non-blocking form loses at most 3 us.
+# From this size on, the ranks synchronise first; see Note [Presync]. Below it, Open MPI's non-blocking form loses at most 3 us.
 PRESYNC_MIN_BYTES = 32 << 10
 BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI" and not is_fault_tolerant()
 
-_TAGS = 32_767  # MPI promises at least as many
+_TAGS = 32_767  # MPI guarantees at least this many
 
 
 class MPITransport(LibraryTransport):
     """Non-blocking MPI collectives, whose waits end with the scope of the call.
 
-    Cost, for n bytes and p ranks: each collective is the MPI library's own, but some reductions are not: those of float16 and
-    bfloat16 (MPI has no portable type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), and all if
-    `reproducible`. These are an all-to-all of bytes, a reduction in rank order on the rank that owns the slice, and for
-    `all_reduce` an all-gather: 2 n (p-1)/p bytes on the wire from each rank, as a ring has, and 2 n of extra memory.
-    `reduce_scatter` ends after the first half of that, `reduce` with a gather.
+    Each collective is the MPI library's own, except for some reductions: float16 and bfloat16 (MPI has no portable type), sums
+    of small integers, MIN and MAX of floats (see `mpi_reduction`), and all reductions if `reproducible`. Each rank then owns a
+    slice. An all-to-all of bytes brings all terms of the slice to the owner, which reduces them in rank order. For `all_reduce`
+    an all-gather follows, for `reduce` a gather, for `reduce_scatter` nothing.
+
+    Cost of such an `all_reduce`, for n bytes and p ranks: 2 n (p-1)/p bytes on the wire from each rank, as in a ring, and 2 n
+    bytes of extra memory.
 
     Args:
-        communicator: used by this transport alone.
+        communicator: a communicator for this transport only.
         reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
             library chooses.
-        report: asks the ranks after a time-out; by default those of this communicator.
-        on_device: tensors lie in the memory of a device, and MPI takes them.
+        report: asks the other ranks after a time-out; default: a report over this communicator.
+        on_device: tensors are in a device's memory, which MPI takes.
     """
 
     backend_name = "mpi"
@@ -84,10 +86,10 @@ class MPITransport(LibraryTransport):
         return f"mpi: {library_name()}"
 
     def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
-        """Reduce large tensors in a ring from now on, where MPI chose before. For ranks that are each alone on a node.
+        """Reduce large tensors in a ring from now on, instead of by MPI. For ranks that are each alone on a node.
 
         Args:
-            ring_bytes: from how many bytes of a rank's part on; the same on all ranks.
+            ring_bytes: use the ring if a rank's part has at least this many bytes; the same on all ranks.
             piece_bytes: the largest piece; the same on all ranks.
         """
         if self._size > 1 and not self._on_device:
@@ -95,14 +97,14 @@ class MPITransport(LibraryTransport):
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
     def sync(self, call: Call) -> Sync:
-        """How all ranks come together for a call."""
+        """The sync with which all ranks come together for a call."""
         return self._messages
 
     @override
     def plan(self, signature: Signature) -> Plan:
         return MPIPlan(self, signature, self._size)
 
-    # ---- reductions; all ranks are here for the same call, if it is large: see Note [Presync] ----
+    # ---- reductions. For a large call, all ranks have come already: see Note [Presync] ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
@@ -122,16 +124,17 @@ class MPITransport(LibraryTransport):
         self._scale_after(tensor, op)
 
     def all_reduce_widened(self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Call) -> None:
-        """Reduce a tensor of a wider dtype here, divide the result, round it once and hand it out in the tensor's dtype.
+        """Reduce a tensor of a wider dtype, divide the result, round it once, and give it to all ranks in the narrower dtype.
 
-        Cost: n wide elements and n others travel, (p - 1)/p of each; `all_reduce` of the wide ones takes two times n of them.
+        Cost, for n elements and p ranks: each rank sends n (p-1)/p wide elements and as many narrow ones. `all_reduce` of the
+        wide tensor would send 2 n (p-1)/p wide elements.
 
         Args:
-            wide: the terms, at most a piece.
-            op: one of those between ranks (see `core_op`).
-            divisor: of the result.
-            tensor: as many elements; overwritten with the result.
-            call: of which this is a part.
+            wide: the terms; at most `PIECE_BYTES`.
+            op: a reduction that `core_op` returns.
+            divisor: divides the result.
+            tensor: as many elements, in the narrower dtype; overwritten with the result.
+            call: the call that this reduction belongs to.
         """
         self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
 
@@ -153,7 +156,7 @@ class MPITransport(LibraryTransport):
             self._scale_after(tensor, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Every rank gets its part of all blocks, as bytes, and reduces it in rank order."""
+        """Every rank receives its part of all blocks as bytes, and reduces these terms in rank order."""
         rows = block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         results = []
@@ -174,8 +177,8 @@ class MPITransport(LibraryTransport):
             self._collective("Bcast", (spec, root), piece.nbytes, call)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """Gather bytes, in place where the tensor is this rank's part."""
-        if tensor.dtype not in REDUCIBLE:  # torch does not copy all others
+        """Gather bytes, without a copy if the tensor is already this rank's part of the block."""
+        if tensor.dtype not in REDUCIBLE:  # torch cannot copy some of the other dtypes, so copy bytes
             block, tensor = bytes_of(block), bytes_of(tensor)
         part = block.view(self._size, tensor.numel())[self._rank]
         if part.data_ptr() != tensor.data_ptr():
@@ -219,7 +222,7 @@ class MPITransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Exchange bytes pairwise. MPI's own form would need every rank to know whether any pair exceeds its counts."""
+        """Exchange bytes pairwise. For MPI's own all-to-all, every rank would have to know if any pair exceeds a C int."""
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -257,12 +260,12 @@ class MPITransport(LibraryTransport):
         return MPIStatusPost(self._private)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """A communicator of the members, in their order. MPI makes it without a time limit."""
+        """Make a communicator of the members, in their order. MPI has no time limit for this."""
         communicator = self._communicator_of(members, number)
         return MPITransport(communicator, reproducible=self._reproducible, on_device=self._on_device)
 
     def close(self) -> None:
-        """Free the communicator; all ranks do."""
+        """Free the communicators. All ranks call it."""
         self._private.Free()
         self._communicator.Free()
 
@@ -271,11 +274,11 @@ class MPITransport(LibraryTransport):
         return failed_ranks(self._communicator)
 
     def interrupt(self) -> None:
-        """Revoke the communicators, where MPI can."""
+        """Revoke the communicators, if MPI can."""
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:
-        """MPI has no way to wake the other ranks short of ending the job, which is not ours to decide: do nothing."""
+        """Do nothing: MPI can wake the other ranks only by ending the job, and the program must decide that."""
 
     def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
         with mpi_errors():
@@ -288,7 +291,7 @@ class MPITransport(LibraryTransport):
                 whole.Free()
 
     def takes_ring(self, signature: Signature) -> bool:
-        """Whether calls of that signature are done in the ring, not by MPI."""
+        """Whether calls of this signature use the ring, not MPI's all-reduce."""
         if signature.name != "all_reduce" or self._native(signature.element_dtype, signature.reduction) is None:
             return False
         return self._ring is not None and signature.nbytes >= self._ring_min_bytes and signature.dtype in RING_DTYPES
@@ -296,14 +299,14 @@ class MPITransport(LibraryTransport):
     # ---- reducing here ----
 
     def _native(self, dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-        """How the MPI library reduces that; None if it is reduced here."""
+        """The MPI type and reduction for the dtype; None if this transport must reduce itself."""
         return None if self._reproducible else mpi_reduction(dtype, op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         self._hand_out(self._reduced_slice(tensor, op, call), tensor, call)
 
     def _hand_out(self, mine: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """Every rank has its slice of the result, and gets the whole."""
+        """Give all ranks the whole result, from the slice that each rank has."""
         counts = self._byte_counts(tensor)
         tensor.tensor_split(self._size)[self._rank].copy_(mine)
         spec = (memory(tensor), (counts, _starts(counts)), MPI.BYTE)
@@ -316,7 +319,7 @@ class MPITransport(LibraryTransport):
         self._collective("Gatherv", ((memory(mine), MPI.BYTE), there, root), tensor.nbytes, call)
 
     def _reduced_slice(self, tensor: torch.Tensor, op: Reduction, call: Call) -> torch.Tensor:
-        """Every rank gets its slice of all tensors and reduces it in rank order."""
+        """Receive this rank's slice of all tensors, and reduce it in rank order."""
         counts = self._byte_counts(tensor)
         terms = tensor.new_empty((self._size, counts[self._rank] // tensor.element_size()))
         self._all_to_all_here(terms, tensor, counts, counts[self._rank], call)
@@ -326,7 +329,7 @@ class MPITransport(LibraryTransport):
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
     def _all_to_all_here(self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Call) -> None:
-        """An all-to-all whose sizes every rank knows; in bytes, at most a piece."""
+        """An all-to-all of bytes, at most `PIECE_BYTES` in total, whose sizes every rank knows."""
         there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
         here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
         self._collective("Alltoallv", (there, here), tensor.nbytes, call)
@@ -345,35 +348,36 @@ class MPITransport(LibraryTransport):
         return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
 
     def presync(self, nbytes: int, call: Call) -> None:
-        """Before a collective of `nbytes`, the same on every rank: come together and compare the call, if it is large enough.
+        """Come together and compare the call before a collective that is large enough. `nbytes` is the same on every rank.
 
         Note [Presync]
         ~~~~~~~~~~~~~~
-        A blocking MPI call cannot be given up, so a time limit needs the non-blocking form. But with Open MPI that is another,
-        slower algorithm: with its version 5.0 two ranks of a node take 1,000 us instead of 160 to all-reduce 1 MiB, and 7,900
-        instead of 690 for 4 MiB. So there a large collective blocks, but only when all ranks are there, for the same call: it
-        ends as soon as the data has moved. If a rank dies or stops while it moves, nobody comes back from that call: the
-        monitor ends the process then, and the launcher the job. A job that is to outlive a rank (ULFM) does not block.
+        A blocking MPI call cannot be given up, so a time limit needs the non-blocking form. But in Open MPI the non-blocking
+        form is a slower algorithm: with version 5.0, two ranks of a node take 1,000 us instead of 160 us to all-reduce 1 MiB,
+        and 7,900 us instead of 690 us for 4 MiB. So with Open MPI a large collective blocks, but only after all ranks have come
+        for the same call: then it ends as soon as the data has moved. If a rank dies or stops during this time, no rank returns
+        from the call. Then the monitor ends the process, and the launcher ends the job. A job that must survive the loss of a
+        rank (ULFM) does not block.
 
-        MPICH and Intel MPI use the same algorithm for both forms, and block all threads of a process while one of them blocks:
-        two groups that communicate at the same time, on each rank another one first, would wait for ever. Theirs is the
-        non-blocking form.
+        MPICH and Intel MPI use the same algorithm for both forms. While one thread blocks, they block all threads of the
+        process: if two groups communicated at the same time, in a different order on each rank, they would wait for ever. So we
+        use their non-blocking form.
 
-        The presync also compares what the ranks are about to do.
+        The presync also compares the calls of the ranks.
 
-        CUDA memory is only given to the blocking form: Open MPI crashes in the other.
+        CUDA memory is given only to the blocking form: Open MPI crashes in the non-blocking form.
         """
         if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
             self.sync(call).same(call)
 
     def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Call) -> None:
-        """Run MPI's collective of that name; `nbytes` is the same on every rank."""
+        """Run MPI's collective `name`. `nbytes` is the same on every rank."""
         if self._on_device or (BLOCKS_WELL and nbytes >= PRESYNC_MIN_BYTES):
             with mpi_errors():
                 getattr(self._communicator, name)(*arguments)
             return
         start = self._starters.get(name) or self._starter(name)
-        # After a presync all ranks are here, and only the library's own steps are waited for.
+        # After a presync all ranks have come, and the wait is only for the library's own steps.
         longest_nap_s = NO_NAP_S if nbytes >= PRESYNC_MIN_BYTES else ARRIVAL_NAP_S
         self._messages.run(call, lambda: start(*arguments), longest_nap_s=longest_nap_s)
 
@@ -384,11 +388,11 @@ class MPITransport(LibraryTransport):
 
 
 class MPIPlan(LibraryPlan):
-    """MPI's own collective, after the presync.
+    """Runs the transport's collective after the presync.
 
     Args:
-        transport: has the collective.
-        signature: of the calls.
+        transport: the transport.
+        signature: the signature of the calls.
         size: the number of ranks.
     """
 
@@ -399,7 +403,7 @@ class MPIPlan(LibraryPlan):
 
     @property
     def algorithm(self) -> str:
-        """MPI chooses."""
+        """Either "ring", or "MPI" if the library chooses the algorithm."""
         return "ring" if self._mpi.takes_ring(self._signature) else "MPI"
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""How a rank waits for others, by MPI requests and in shared memory: it gives the core away between two looks, then sleeps."""
+"""How a rank waits for MPI requests and in shared memory: between two checks it yields the core, and later it sleeps."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from ...startup.settings import DEFAULT_SPIN_S
 
 _LOOKS_BETWEEN_CLOCKS = 32
 _SHORTEST_NAP_S = 50e-6
-# The longest sleep while other ranks have not come. A look takes 10 to 30 us, so less than 1 % of a core is used then.
+# The longest sleep while other ranks have not come. A check takes 10 to 30 us, so such a wait uses less than 1 % of a core.
 ARRIVAL_NAP_S = 5e-3
-# While a large message is on its way. MPI libraries move data only when they are asked, a buffer's worth each time.
+# The longest sleep while a large message is in flight. MPI libraries move data only when called, one buffer each time.
 MESSAGE_NAP_S = 1e-3
-# A collective of the library takes many steps, each of which waits for a look: it is never slept through.
+# A collective of the library takes many steps, and each step waits for the next check. So the thread never sleeps.
 NO_NAP_S = 0.0
 
 _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Let waits of this process sleep after so many seconds from now on; infinity: never. A setting of the site."""
+    """Set after how many seconds waits of this process begin to sleep; infinity: never. A setting of the site."""
     global _spin_s
     _spin_s = seconds
 
 
 def yield_cpu() -> None:
-    """Give the core to another thread, if one wants it."""
+    """Let another thread use the core, if one is ready to run."""
     os.sched_yield()
 
 
 class Patience:
-    """What a rank does between two looks for others, once it has looked a few times in vain. One for each wait.
+    """Rests between two checks of one wait, after the first few checks without a pause.
 
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    [1] For `spin_s` it yields. With a core for each rank it is back at once, and sees what it waits for within microseconds;
-        but the core is used. Most waits of a training step end here.
-    [2] Then it sleeps, for a hundredth of the time that it has waited so far, at least 50 us (which the system makes 100). So
-        a sleep makes a wait longer by 1 % at most, but for waits that have just come to [2], and a rank that waits for seconds
+    [1] For `spin_s` the thread yields between checks. If each rank has a core, the thread returns at once and sees the end of
+        the wait within microseconds; but it keeps the core busy. Most waits of a training step end here.
+    [2] Then the thread sleeps for a hundredth of the time that it has waited so far, and at least 50 us (the system makes 100
+        us of them). So a sleep makes a wait at most 1 % longer, except right at the start of [2]. A rank that waits for seconds
         uses a hundredth of its core.
 
     Args:
-        scope: of the call.
-        longest_nap_s: the longest sleep; 0: it never sleeps.
-        naps_at_once: do without [1], where the system knows better when this rank is to look again; see `library.wait`.
+        scope: the call's scope.
+        longest_nap_s: the longest sleep, in seconds; 0: never sleep.
+        naps_at_once: leave out [1]; see `library.wait`.
     """
 
     __slots__ = ("_began_s", "_longest_nap_s", "_looks", "_nap_s", "_scope", "_spin_s")
@@ -60,20 +60,20 @@ class Patience:
         self._choose_nap(0.0)
 
     def rest(self, what: str) -> None:
-        """Rest before the next look.
+        """Rest before the next check, and check the scope.
 
         Args:
             what: as for `CancelScope.check`.
 
         Raises:
-            BaseException: what `CancelScope.check` raises.
+            BaseException: the error that `CancelScope.check` raises.
         """
         if self._nap_s:
             time.sleep(self._nap_s)
         else:
             yield_cpu()
             self._looks += 1
-            if self._looks % _LOOKS_BETWEEN_CLOCKS:
+            if self._looks % _LOOKS_BETWEEN_CLOCKS:  # reading the clock at each check would slow down the short waits
                 return
         self._choose_nap(time.monotonic() - self._began_s)
         self._scope.check(what)

@@ -1,4 +1,4 @@
-"""Connecting the ranks of a job over NCCL."""
+"""The backend "nccl": connect the ranks of a job over NCCL."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .connections import Connector
 from .group import NcclGroup
 from .rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
 
-# A store may outlive a group (torchrun's does), so every connection writes under a number of its own.
+# A store may outlive a group (torchrun's store does), so each connection uses keys with a number of its own.
 _generations = itertools.count()
 
 
 class NcclBackend(Backend):
-    """Each rank has a GPU. Connecting costs nothing; NCCL itself connects at the first collective, when the GPU is chosen."""
+    """Ranks with one GPU each. `connect` does not start NCCL: that happens at the first collective, which selects the GPU."""
 
     @property
     def meets_in_store(self) -> bool:
-        """Yes."""
+        """True: the ranks may meet in a store."""
         return True
 
     def missing(self) -> str | None:
-        """A GPU, CuPy or NCCL."""
+        """The problem if a GPU, CuPy or NCCL is missing."""
         return library.problem()
 
     def connect(self, request: ConnectRequest) -> NcclGroup:
-        """Make sure that there is a place to meet: a host group that exists already, else MPI, else a store."""
+        """Make a group whose ranks meet in a host group that exists, else over MPI, else in a store."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'nccl': {lack}")
@@ -45,12 +45,12 @@ class NcclBackend(Backend):
         if host is None:
             group.start({"reproducible": request.reproducible})
         elif isinstance(host, EngineGroup):
-            group.report_to(host.reporter)  # it has compared the options
+            group.report_to(host.reporter)  # the host group has compared the options already
         return group
 
 
 def _meeting(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
-    """Where the ranks meet, this process's rank, and the number of ranks."""
+    """The rendezvous of the ranks, this process's rank, and the number of ranks."""
     host = request.host_group
     if host is not None:
         return GroupRendezvous(host, owned=False), host.rank, host.size

@@ -1,6 +1,6 @@
-"""One NCCL communicator: tensors in, NCCL calls out. The only module that calls `cupy.cuda.nccl`.
+"""One NCCL communicator: turns tensors into calls of NCCL. The only module that calls `cupy.cuda.nccl`.
 
-First, as tables and pure functions, how torch's dtypes and reductions are NCCL's.
+Tables and pure functions at the top translate torch's dtypes and our reductions to NCCL's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NCCL_OPS: dict[ReduceOp, int] = {
     ReduceOp.AVG: 4,
 }
 
-# On truth values stored as 0 and 1, and is the minimum, or the maximum.
+# On bools, which are stored as 0 and 1, "and" is the minimum and "or" is the maximum.
 _OPS_ON_BOOL = {
     ReduceOp.MIN: ReduceOp.MIN,
     ReduceOp.BAND: ReduceOp.MIN,
@@ -58,7 +58,7 @@ class NativeReduction:
 
     Attributes:
         op: the value of ncclRedOp_t.
-        factor: what each rank's terms are multiplied by first, or None.
+        factor: each rank's terms are multiplied by this factor first; None if there is no factor.
     """
 
     op: int
@@ -66,11 +66,13 @@ class NativeReduction:
 
 
 def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = False) -> NativeReduction | None:
-    """How NCCL reduces this, or None if the ranks must exchange the terms and reduce them themselves. A pure function.
+    """NCCL's own reduction for `op`; None if the ranks must exchange the terms and reduce them themselves. A pure function.
 
-    Not native are: what NCCL has not (int16, bitwise reductions of integers, products of complex numbers), minimum and maximum
-    of floating point numbers (NCCL drops a not-a-number on some ranks), and, with `reproducible`, all whose result depends on
-    the order of the terms.
+    None for:
+
+    - reductions that NCCL lacks: int16, bitwise reductions of integers, products of complex numbers.
+    - minimum and maximum of floating point numbers, because NCCL drops a not-a-number on some ranks.
+    - with `reproducible`, reductions whose result depends on the order of the terms.
     """
     if dtype in BOOL:
         return NativeReduction(NCCL_OPS[_OPS_ON_BOOL[op]]) if op in _OPS_ON_BOOL else None
@@ -87,26 +89,26 @@ def _is_native_on_floats(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 
 def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor as NCCL can reduce it: complex numbers as pairs of real ones, bool as uint8. Shares memory."""
+    """View a flat tensor such that NCCL can reduce it: complex numbers as pairs of real numbers, bool as uint8."""
     if tensor.dtype in COMPLEX:
         return torch.view_as_real(tensor).view(-1)
     return tensor.view(torch.uint8) if tensor.dtype in BOOL else tensor
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor as NCCL can move it: itself, or its bytes (bool, float8, complex, ...). Shares memory."""
+    """View a flat tensor such that NCCL can move it: unchanged, or as bytes (bool, float8, complex, ...)."""
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
 
 class Communicator:
-    """Puts collectives on one CUDA stream. Every tensor is flat and on the communicator's GPU, and outlives what is put there.
+    """Puts collectives on one CUDA stream. Tensors must be flat, on the communicator's GPU, and live until the stream is done.
 
-    Nothing here waits for the GPU. Nothing is sent for tensors without elements: their pointers mean nothing to NCCL, and all
-    ranks agree on their size.
+    No method waits for the GPU. For an empty tensor NCCL is not called, because its pointer may be invalid. All ranks agree on
+    sizes, so none of them calls NCCL then.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
-        raw: its `NcclCommunicator`.
+        raw: the module's `NcclCommunicator`.
         stream: the handle of the CUDA stream.
     """
 
@@ -114,20 +116,20 @@ class Communicator:
         self._nccl = nccl
         self._raw = raw
         self._stream = stream
-        self._kept: list[torch.Tensor] | None = None  # inside a group, what its calls will read and write
+        self._kept: list[torch.Tensor] | None = None  # inside `group`: the tensors of its calls
         self.rank = rank
         self.size = size
 
     @classmethod
     def connect(cls, nccl: Any, unique_id: bytes, rank: int, size: int, stream: int) -> Communicator:
-        """Meet the other ranks, who have the same id. Blocks until all are there."""
+        """Connect with the other ranks that have the same id. Blocks until all have come."""
         with mapped(nccl, "ncclCommInitRank"):
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
     def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
-        """Another communicator, of `members` (ranks of this one); all ranks call, nothing may be in flight."""
+        """Make a communicator of `members`, which are ranks of this one. All ranks call it; no call may be in flight."""
         with mapped(self._nccl, "ncclCommSplit"):
-            if members is None or color is None:
+            if members is None or color is None:  # a rank outside of all parts must call NCCL, too
                 self._raw.commSplit(_NO_COLOR, 0)
                 return None
             rank = list(members).index(self.rank)
@@ -136,19 +138,19 @@ class Communicator:
     # ---- reductions ----
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        """In place."""
+        """Reduce in place, on all ranks."""
         if tensor.numel():
             address, count, datatype = self._wire(tensor)
             self._call("allReduce", address, address, count, datatype, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        """In place on the root; elsewhere only read."""
+        """Reduce in place on the root. On other ranks the tensor is only read."""
         if tensor.numel():
             address, count, datatype = self._wire(tensor)
             self._call("reduce", address, address, count, datatype, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, block: torch.Tensor, op: int) -> None:
-        """`block` is as long as `size` outputs."""
+        """Reduce the blocks, and write part r to rank r's output. `block` is as long as `size` outputs."""
         if output.numel():
             address, count, datatype = self._wire(output)
             self._call("reduceScatter", self._wire(block)[0], address, count, datatype, op)
@@ -156,24 +158,24 @@ class Communicator:
     # ---- moves ----
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """In place."""
+        """Copy the root's tensor to all ranks, in place."""
         if tensor.numel():
             address, count, datatype = self._wire(as_moved(tensor))
             self._call("broadcast", address, address, count, datatype, root)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
-        """`block` is as long as `size` tensors; `tensor` may be this rank's part of it."""
+        """Gather all tensors in `block`, which is as long as `size` tensors. `tensor` may be this rank's part of it."""
         if tensor.numel():
             address, count, datatype = self._wire(as_moved(tensor))
             self._call("allGather", address, self._wire(as_moved(block))[0], count, datatype)
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        """To another rank; two that send to one another must do so in a `group`."""
+        """Send to another rank. Two ranks that send to each other must do so inside a `group`."""
         if tensor.numel():
             self._call("send", *self._wire(as_moved(tensor)), peer)
 
     def recv(self, tensor: torch.Tensor, peer: int) -> None:
-        """From another rank."""
+        """Receive from another rank."""
         if tensor.numel():
             self._call("recv", *self._wire(as_moved(tensor)), peer)
 
@@ -183,9 +185,9 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """What is called inside becomes one operation, which starts at the end of the context; groups may be nested.
+        """A context whose calls become one operation of NCCL, which starts at its end. Contexts may be nested.
 
-        NCCL notes addresses and comes back to them at the end: so the tensors are kept until then.
+        NCCL stores the addresses of tensors and uses them at the end. So the tensors are kept alive until then.
         """
         outermost = self._kept is None
         self._kept = [] if self._kept is None else self._kept
@@ -204,35 +206,36 @@ class Communicator:
     # ---- the end ----
 
     def check(self) -> None:
-        """Raise what went wrong since, such as a peer that is gone.
+        """Raise if an asynchronous error has occurred, such as the loss of a peer.
 
         Raises:
-            TransportError: something did.
+            TransportError: NCCL reports an error.
         """
         with mapped(self._nccl, "an operation in flight"):
             self._raw.check_async_error()
 
     def abort(self) -> None:
-        """End what is in flight, on this rank. Any thread may call it, also while another one is inside a call of NCCL.
+        """End all operations in flight on this rank. Any thread may call it, also while another thread is inside NCCL.
 
         Note [Abort of a blocking communicator]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        NCCL promises a safe abort for communicators that are non-blocking, with no thread inside NCCL. CuPy (14) makes blocking
-        ones: its `NcclConfig` has no other field than `split_share`. And a thread that is stuck inside NCCL is the very reason
-        to abort. Usually NCCL's flag makes that thread, and the kernels, give up, and its call returns an error. Otherwise
+        NCCL guarantees a safe abort only for non-blocking communicators, with no thread inside NCCL. CuPy (14) makes blocking
+        ones: its `NcclConfig` has only the field `split_share`. And a thread that is stuck inside NCCL is the usual reason to
+        abort. Normally NCCL's abort flag makes this thread and the kernels give up, and the thread's call returns an error. Two
+        other outcomes are possible:
 
-        1. this call, or the stuck one, does not return: each abort has a thread of its own, for which only the end of the
-           process waits, for a few seconds; or
-        2. NCCL frees the communicator below the stuck thread, and the process dies of a signal.
+        1. The abort or the stuck call does not return. Each abort has its own thread, so only the end of the process waits for
+           it, for a few seconds.
+        2. NCCL frees the communicator under the stuck thread, and a signal kills the process.
 
-        Both can only happen in a group that has failed: the report is written, the works have their error, and the group will
-        not be used again. So it is accepted. NVIDIA's `nccl4py` (0.6) has non-blocking communicators, `revoke` and `shrink`. It
-        fits behind this class, but it brings `cuda-core` and `cuda-bindings`, and each call would have to be polled.
+        We accept both, because they only happen in a group that has failed: the report is written, the works have their error,
+        and the group is not used again. NVIDIA's `nccl4py` (0.6) has non-blocking communicators, `revoke` and `shrink`. It
+        would fit behind this class, but it needs `cuda-core` and `cuda-bindings`, and we would have to poll each call.
         """
         self._raw.abort()
 
     def destroy(self) -> None:
-        """Give it back; nothing may be in flight."""
+        """Destroy the communicator. No operation may be in flight."""
         with mapped(self._nccl, "ncclCommDestroy"):
             self._raw.destroy()
 
@@ -244,8 +247,8 @@ def _group(nccl: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(Exception):  # the first error is the one to tell
-            nccl.groupEnd()  # this thread must not stay inside a group
+        with suppress(Exception):  # the first error is raised below, and says more
+            nccl.groupEnd()  # else this thread would stay inside the group
         raise
     with mapped(nccl, "ncclGroupEnd"):
         nccl.groupEnd()
@@ -253,16 +256,16 @@ def _group(nccl: Any) -> Iterator[None]:
 
 @contextmanager
 def mapped(nccl: Any, what: str) -> Iterator[None]:
-    """Turn NCCL's errors into ours.
+    """A context that turns NCCL's errors into ours.
 
     Raises:
-        TransportError: NCCL raised.
+        TransportError: NCCL raised an error.
     """
     try:
         yield
     except nccl.NcclError as error:
         raise TransportError(f"NCCL reported from {what}: {error}{_remedy(error.status)}") from error
-    except KeyError as error:  # CuPy knows no name for the states from 7 on, and fails to say so
+    except KeyError as error:  # CuPy has no names for the statuses from 7 on, and raises this while it builds its error
         raise TransportError(f"NCCL reported status {error} from {what}") from error
 
 
@@ -275,6 +278,6 @@ def _remedy(status: int) -> str:
 
 
 def version_in_words(nccl: Any) -> str:
-    """Such as "2.27.7"; NCCL counts 10000 for the first, 100 for the second, 1 for the third."""
+    """NCCL's version, such as "2.27.7". NCCL gives it as one number: 10000 * major + 100 * minor + patch."""
     number = int(nccl.get_version())
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,4 +1,4 @@
-"""Communicators: made when they are first needed, after all ranks have said which GPU they use; given back at the end."""
+"""Make communicators when they are first needed, after all ranks have told their GPUs. Destroy them at the end."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from .rendezvous import Payload, Rendezvous
 T = TypeVar("T")
 Direction: TypeAlias = tuple[int, int]
 
-# How long `close` waits for CUDA graphs that nobody may ever delete.
+# How long `close` waits for CUDA graphs, which the program may never delete.
 _GRAPHS_S = 30.0
 
 logger = logging.getLogger("syncline.collectives")
 
-#: Set to a text of its own on each rank, it lets several ranks share one GPU: NCCL takes them for ranks of different hosts,
-#: which talk over sockets. A testing aid; slow, and not for training.
+#: For tests: set it to a different text on each rank, and several ranks can share one GPU. NCCL then takes them for ranks of
+#: different hosts, which talk over sockets. This is slow, and not for training.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
-#: Set to 1 on each rank, it lets them share a GPU as ranks of one host, with an NCCL of at least this version.
+#: Set it to 1 on each rank, and ranks of one host can share a GPU, with at least this version of NCCL.
 MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 
 @functools.cache  # once in each process
 def warn_unverified() -> None:
-    """Log that the backend has been tested with fakes only; to be removed when it has run on a GPU."""
+    """Log that the backend has been tested only with fakes. Remove this when it has run on a GPU."""
     logger.warning(
         "NCCL is in use: this version has not been verified on a GPU. Its tests use fakes of NCCL and the GPU; compare the "
         "first steps of a training with those on one GPU before you rely on it"
@@ -54,9 +54,9 @@ class StreamCommunicator:
     """A communicator and the stream that it works on.
 
     Attributes:
-        communicator: of all ranks of a group, or of two of them in one direction.
-        stream: its stream.
-        lock: held while something is issued, for NCCL allows one thread at a time.
+        communicator: a communicator of all ranks of a group, or of two ranks in one direction.
+        stream: the communicator's stream.
+        lock: held while a call is issued, because NCCL allows only one thread at a time.
     """
 
     communicator: Communicator
@@ -70,10 +70,10 @@ class Connector:
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
         runtime: the GPUs.
-        rendezvous: where the ranks of the job meet.
-        ranks: those of the group, as ranks of the job.
-        rank: this process's, in the group.
-        name: the group's.
+        rendezvous: lets the ranks of the job meet.
+        ranks: the group's ranks, as ranks of the job.
+        rank: this process's rank in the group.
+        name: the group's name.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Connector:
         return Connector(self.nccl, self.runtime, self.rendezvous, ranks, list(members).index(self.rank), name)
 
     def agree(self, topic: str, payload: Payload, decide: Callable[[list[Payload]], Payload], scope: CancelScope) -> Payload:
-        """Let all ranks of the group agree on something, on the host; see `Rendezvous.agree`."""
+        """Let all ranks of the group agree on a payload, by messages on the host; see `Rendezvous.agree`."""
         return self._agree(topic, self.ranks, payload, decide, scope)
 
     def _agree(
@@ -101,16 +101,16 @@ class Connector:
         return self.rendezvous.agree(f"{self.name}/{topic}", ranks, self.ranks[self.rank], payload, decide, scope)
 
     def connect(self, topic: str, members: Sequence[int], device: torch.device, scope: CancelScope) -> StreamCommunicator:
-        """Connect some ranks of the group, which all call.
+        """Connect some ranks of the group. All these ranks call it.
 
         Args:
-            topic: names them; used once.
+            topic: a name for this connection; used only once.
             members: ranks of this group, in the order of the communicator.
             device: this rank's GPU.
-            scope: for the whole.
+            scope: the time limit for everything.
 
         Raises:
-            DisagreementError: they cannot be connected, such as two ranks on one GPU.
+            DisagreementError: the ranks cannot be connected; for example, two ranks have chosen the same GPU.
             TransportError: a rank did not come, or NCCL failed.
         """
         with mapped(self.nccl, "ncclGetVersion"):
@@ -129,7 +129,7 @@ class Connector:
     def split(
         self, whole: StreamCommunicator, members: Sequence[int] | None, color: int | None, scope: CancelScope
     ) -> StreamCommunicator | None:
-        """Connect a part of the ranks out of a communicator of all, who all call; None where this rank is in no part."""
+        """Split a communicator of all ranks. All ranks call it. Returns None if this rank is in no part."""
         stream = self.runtime.stream(whole.stream.device, is_own=True)
         made = self.within(scope, stream.device, lambda: whole.communicator.split(members, color, stream.handle))
         return None if made is None else StreamCommunicator(made, stream)
@@ -142,7 +142,7 @@ class Connector:
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
-        """Call NCCL on a thread of its own, which stays behind if NCCL does not return in time."""
+        """Call NCCL on a thread of its own. The thread is left behind if NCCL does not return in time."""
         call = DetachedCall(connect, "syncline-nccl-connect", partial(self.runtime.background, device))
         try:
             return call.wait(scope)
@@ -154,16 +154,16 @@ class Connector:
 
 
 class Connections:
-    """One communicator of all ranks, and two with each rank that there were transfers with, on one GPU.
+    """A group's communicators on one GPU: one of all ranks, and two with each rank that this rank sends to or receives from.
 
-    What fails here leaves the ranks apart, one inside NCCL and the other not, so it ends the group.
+    If a method fails, some ranks may be inside NCCL and others not. So each failure ends the group.
 
     Args:
-        connector: how ranks are connected.
-        place: says where an error happened.
-        timeout_s: says how long connecting may take.
-        in_flight: looks after each communicator, and is told when a pair cannot connect.
-        of_all: the communicator of all ranks, if there is one already.
+        connector: connects ranks.
+        place: returns the group and the rank in words, for errors.
+        timeout_s: returns the time limit for connecting, in seconds.
+        in_flight: looks after each communicator, and learns when a pair cannot connect.
+        of_all: the communicator of all ranks, if it exists already.
     """
 
     def __init__(
@@ -186,18 +186,18 @@ class Connections:
 
     @property
     def device(self) -> torch.device:
-        """The GPU that the group serves, or will serve if a collective without a tensor comes first."""
+        """The GPU that the group serves. Before the first call: the current GPU, which a barrier would select."""
         return self._connector.runtime.current_device() if self._device is None else self._device
 
     def background(self) -> AbstractContextManager[object]:
-        """For threads that work for the group."""
+        """A context for threads that work for the group; see `DeviceRuntime.background`."""
         return self._connector.runtime.background(self.device)
 
     def of_all(self, signature: Signature, device: torch.device) -> StreamCommunicator:
-        """The communicator of all ranks, for such a call.
+        """The communicator of all ranks, for a call with this signature. The first call connects the ranks.
 
         Raises:
-            FatalError: they could not be connected.
+            FatalError: the ranks could not be connected.
         """
         if self._of_all is None:
             self._refuse_capture(signature)
@@ -210,7 +210,7 @@ class Connections:
         return self._of_all
 
     def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
-        """Those with another rank, or what will be them."""
+        """The pair of communicators with another rank. They may still be connecting."""
         pair = self._pairs.get(peer)
         if pair is None or not pair.is_connected:
             self._refuse_capture(signature)
@@ -222,10 +222,12 @@ class Connections:
         return pair
 
     def split(self, members: Sequence[int] | None, color: int | None, scope: CancelScope) -> StreamCommunicator | None:
-        """A part's communicator, by ncclCommSplit where this group is connected; else the part connects when it is used.
+        """Make a part's communicator with ncclCommSplit; None if this group is not connected yet.
+
+        In that case the part connects by itself when it is first used.
 
         Raises:
-            FatalError: it could not be made.
+            FatalError: the communicator could not be made.
         """
         self._refuse_capture(Signature("split"))
         if self._of_all is None:
@@ -236,17 +238,17 @@ class Connections:
             return self._connector.split(self._of_all, members, color, scope)
 
     def note_capture(self) -> None:
-        """A CUDA graph now refers to a communicator."""
+        """Note that a CUDA graph now refers to a communicator."""
         self._was_captured = True
 
     def give_back(self) -> None:
-        """Destroy the communicators, when nothing is in flight any more.
+        """Destroy the communicators. Call it when no operation is in flight.
 
-        Each on a thread of its own: NCCL waits there for the other ranks, which may have made them in another order, and for
-        CUDA graphs.
+        Each is destroyed on a thread of its own, because NCCL waits there for the other ranks, which may destroy theirs in
+        another order. NCCL also waits for CUDA graphs.
 
         Raises:
-            TransportError: it takes too long.
+            TransportError: the time limit was reached.
         """
         scope = CancelScope(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
         calls = [DetachedCall(made.communicator.destroy, "syncline-nccl-destroy", self.background) for made in self._made]
@@ -257,13 +259,13 @@ class Connections:
                 raise TransportError(self._kept_by_nccl(scope)) from None
 
     def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, StreamCommunicator]:
-        """Connect with one other rank, once for each direction, by (sender, receiver).
+        """Connect with one other rank. Returns one communicator for each direction (sender, receiver).
 
-        Two, so that a receive need not queue behind a send: two ranks may both send first.
+        There are two communicators so that a receive need not wait behind a send: both ranks may send first.
 
-        NCCL connects two ranks only at their first send and receive, and keeps the CPU until the other rank has made the
-        matching call. If these were the user's calls, two ranks that both send first would wait for one another. So the first
-        transfer of each direction is made here, a byte, in the same order on both ranks.
+        NCCL connects two ranks only at their first send and receive, and blocks the CPU until the other rank has made the
+        matching call. If these were the user's calls, two ranks that both send first would wait for each other. So we send the
+        first byte of each direction here, in the same order on both ranks.
         """
         low, high = sorted((self._connector.rank, peer))
         scope, made = self._scope(), {}
@@ -279,13 +281,13 @@ class Connections:
         return made
 
     def _scope(self) -> CancelScope:
-        """For connecting, which ends when the group fails meanwhile."""
+        """A scope for connecting. It ends when the group fails."""
         return CancelScope(self._timeout_s(), self._in_flight.reason_to_give_up)
 
     # ---- errors ----
 
     def _serve(self, signature: Signature, device: torch.device) -> None:
-        """Only one GPU, that of the first call."""
+        """Make sure that the group serves only one GPU: the GPU of the first call."""
         if self._device is None:
             self._device = device
         if self._device != device:
@@ -314,7 +316,7 @@ class Connections:
 
 @contextmanager
 def _fatal() -> Iterator[None]:
-    """What goes wrong inside ends the group."""
+    """A context that turns every error into a `FatalError`, which ends the group."""
     try:
         yield
     except BaseException as error:
@@ -322,11 +324,11 @@ def _fatal() -> Iterator[None]:
 
 
 def _send_a_byte(connected: StreamCommunicator, runtime: DeviceRuntime) -> None:
-    """By rank 0 of two to rank 1."""
+    """Send a byte from rank 0 of two ranks to rank 1."""
     device, communicator = connected.stream.device, connected.communicator
 
     def body() -> None:
-        byte = torch.empty(1, dtype=torch.uint8, device=device)  # any: a kernel to fill it might wait for the GPU
+        byte = torch.empty(1, dtype=torch.uint8, device=device)  # not filled: that kernel might wait for the GPU
         if communicator.rank == 0:
             communicator.send(byte, 1)
         else:
@@ -339,16 +341,16 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 
 
 class Pair:
-    """Two ranks that send to one another: connects at the first transfer, without blocking the caller; issues in order.
+    """The transfers between two ranks, issued in order. It connects at the first transfer, without blocking the caller.
 
-    The caller must not be blocked: in a ring where all ranks send first, each would wait for the next one to connect. So what
-    is submitted before the connection is there waits for it on a thread, which ends when nothing waits any more; from then on
-    transfers are issued by the caller.
+    Blocking would be wrong: in a ring where all ranks send first, each would wait for the next one to connect. So transfers
+    that are submitted before the connection exists are issued by a thread. The thread ends when no transfer is left; from then
+    on the caller issues transfers itself.
 
     Args:
-        connect: gives the communicator for each direction; called on that thread.
-        fail: is told if it cannot.
-        context: entered on that thread.
+        connect: makes the communicator for each direction; called on the thread.
+        fail: called with the error if `connect` fails.
+        context: makes a context that the thread enters.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class Pair:
         return self._made is not None
 
     def submit(self, direction: Direction, task: Task) -> None:
-        """Issue a transfer on the communicator of its direction: now, or when there is one."""
+        """Issue a transfer on the communicator of its direction: now, or when the ranks are connected."""
         with self._lock:
             if self._made is None:
                 self._waiting.append((direction, task))
@@ -389,7 +391,7 @@ class Pair:
                 task(made[direction])
         except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
             self._fail(error)
-            self._waiting.clear()  # after that: what waits holds the works, which must hear of it
+            self._waiting.clear()  # after `fail`: the tasks hold the works alive, and `fail` must reach these
 
     def _next(self, made: Mapping[Direction, StreamCommunicator]) -> tuple[Direction, Task] | None:
         with self._lock:
@@ -399,16 +401,16 @@ class Pair:
             return None
 
 
-# ---- what each rank says, and what speaks against connecting them ----
+# ---- what each rank tells the others, and why ranks cannot be connected ----
 
 
 def peer_info(rank: int, pci_id: str, version: str) -> Payload:
-    """What this process says.
+    """The facts about this process that decide whether ranks can be connected.
 
     Args:
-        rank: its rank in the default group.
-        pci_id: of the GPU that it has chosen.
-        version: of its NCCL.
+        rank: this process's rank in the default group.
+        pci_id: the PCI address of its GPU.
+        version: its version of NCCL.
     """
     identity = host_identity()
     return {
@@ -424,7 +426,7 @@ def peer_info(rank: int, pci_id: str, version: str) -> Payload:
 
 
 def find_conflict(peers: Sequence[Payload]) -> str | None:
-    """Why these ranks cannot be connected, or None. A pure function."""
+    """Why these ranks cannot be connected; None if they can. A pure function."""
     return _one_gpu_twice(peers) or _two_versions(peers)
 
 

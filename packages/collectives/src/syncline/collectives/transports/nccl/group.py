@@ -33,13 +33,13 @@ from .work import Batch, StreamWork
 
 logger = logging.getLogger("syncline.collectives")
 
-# How long a rank that closes a group waits for the others, to compare what they have called. Short, for nothing says that
-# a rank has failed, and will not come.
+# How long a rank that closes a group waits for the others, to compare their calls. Short, because this rank cannot know whether
+# another rank has failed and will not come.
 _CLOSE_S = 5.0
-# Up to so many ranks compare their calls after each backward; of more, one rank would receive too many messages in one step.
+# Up to this many ranks compare their calls after each backward. With more, one rank would receive too many messages in a step.
 _COMPARED_EACH_TIME = 16
-# A thread inside a store when the interpreter is taken down would crash the process. Queues wait for their threads at exit, but
-# not for long.
+# A thread that is inside a store when the interpreter shuts down crashes the process. At exit, queues wait for their threads
+# only for a short time; this event makes waits end sooner.
 _exiting = threading.Event()
 atexit.register(_exiting.set)
 
@@ -47,53 +47,53 @@ atexit.register(_exiting.set)
 class NcclGroup(EngineGroup):
     """Collectives on the GPU of each rank.
 
-    The way of a call::
+    The steps of a call::
 
         _issue ─ the queue's turn ─► _put: communicator, plan ─► _launch: on the stream, an event ─► StreamWork
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
-    1. Every collective of the group runs on the group's one stream, in the order in which it was issued: each is issued in the
-       queue's turn, on the caller's thread. It starts after all that this thread's current stream held: its tensors are ready.
-    2. The call returns when the collective is on the stream. `wait` orders the current stream after it, and blocks the CPU
-       only if it is given a timeout, and for a barrier. But where NCCL has to connect ranks first, the call waits for them: at
-       the group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see `NcclPlan`).
-       Transfers between two ranks connect on a thread.
-    3. A future is complete at once for the CPU. A callback runs on the thread that attaches it, before that thread issues
-       anything else, on a stream that is ordered after the collective: so what it issues has the same place in the order on
-       every rank, and it can wait without blocking anybody.
-    4. `send` and `recv` have no place in that order: each direction between two ranks has a communicator and a stream of its
-       own.
-    5. A future's callback may issue collectives, so futures are completed, well or badly, by threads that hold no lock: a work
-       is settled after the turn in which it was issued, and what ends the group leaves the turn as a `FatalError` first.
+    1. All collectives of the group run on one stream, in the order of issue. Each is issued on the caller's thread, in the
+       queue's turn. It starts after all operations on this thread's current stream, so its tensors are ready.
+    2. The call returns when the collective is on the stream. `wait` orders the current stream after the collective. It blocks
+       the CPU only with a timeout, or for a barrier. But if NCCL must connect ranks first, the call waits for them: at the
+       group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see `NcclPlan`).
+       Transfers between two ranks connect on a separate thread.
+    3. For the CPU, a future is complete at once. A callback runs on the thread that attaches it, before this thread issues
+       another call, on a stream that is ordered after the collective. So a call that it issues has the same place in the order
+       on every rank, and it can wait without blocking any thread.
+    4. `send` and `recv` have no place in the order: each direction between two ranks has its own communicator and stream.
+    5. A future's callback may issue collectives. So a thread that completes a future, with or without an error, holds no lock:
+       it settles a work after the turn in which the work was issued. An error that ends the group first leaves the turn as a
+       `FatalError`.
 
-    The group serves the GPU of its first call. Its communicator is made then, out of the group that it was split from
-    if that had one.
+    The group serves the GPU of its first call. Its communicator is made at this call. A group that was split from a connected
+    group has its communicator already.
 
-    All of it but `barrier`, and `wait` with a timeout, can be captured in a CUDA graph, once the group is connected, which the
-    collectives before the capture do.
+    All calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph, once the group is connected. A
+    collective before the capture connects it.
 
-    What NCCL cannot reduce as the contract says is exchanged and reduced in rank order; see `NcclPlan`. Two differences are
-    left to NCCL, as torch does, because they are what makes it fast: float16 and bfloat16 are rounded at each addition, and AVG
-    multiplies by 1/size first. With `reproducible` both are as the contract says, at the price of copies of the tensor.
+    If NCCL cannot reduce as `ReduceOp` says, the ranks exchange the terms and reduce in rank order; see `NcclPlan`. Two
+    differences remain, as in torch, because they make NCCL fast: float16 and bfloat16 are rounded at each addition, and AVG
+    multiplies by 1/size first. With `reproducible` both are as `ReduceOp` says, at the cost of copies of the tensor.
 
     Note [Verification over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    NCCL does not compare calls: ranks that disagree get wrong sums, or wait for ever. So the ranks compare their histories as
-    Note [Comparison of calls] in `health.agreement` says, by messages on the host, in which the GPU takes no part. They are
-    exchanged on a thread of the group, one comparison after the other. A step does not wait for them: what is found ends the
-    group, and whoever asks it for something next gets the error. A barrier that is waited for, and `close`, wait for the
-    comparison, too, `close` for `_CLOSE_S` seconds at most. Among more than `_COMPARED_EACH_TIME` ranks, only one backward in
-    several is compared.
+    NCCL does not compare calls: if ranks disagree, they get wrong sums or wait for ever. So the ranks compare their histories
+    (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the group does
+    one comparison after the other, and a training step does not wait for it. If a comparison finds a difference, it ends the
+    group, and the next call on the group raises the error. A barrier with `async_op=False` waits for the comparison; `close`
+    waits for it, too, for at most `_CLOSE_S` seconds. With more than `_COMPARED_EACH_TIME` ranks, not every backward is
+    compared.
 
-    Calls are recorded and digested in the order in which they are put on the stream. A CUDA graph is recorded when it is
-    captured; its replays are not.
+    Calls are recorded and digested in the order in which they are put on the stream. Calls in a CUDA graph are recorded at the
+    capture, not at a replay.
 
     Args:
-        connector: how it is connected.
-        of_all: its communicator, if it was split from another group's.
-        reproducible: reduce in rank order whatever depends on the order.
-        owns_rendezvous: whether it is no part of another group.
+        connector: connects the group.
+        of_all: the communicator of all ranks, if it was split from another group's.
+        reproducible: use rank order for reductions whose result depends on the order.
+        owns_rendezvous: whether the group owns its rendezvous; False for a part of another group.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class NcclGroup(EngineGroup):
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         call_now_and_then(self._in_flight)
 
-    # ---- what the group says of itself ----
+    # ---- properties of the group ----
 
     @property
     def backend_name(self) -> str:
@@ -155,7 +155,7 @@ class NcclGroup(EngineGroup):
         return None if failure is None else failure.error
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
-        """Memory of torch's allocator, by default on the current GPU. CuPy (14) offers no way to register it with NCCL."""
+        """Allocate with torch, by default on the current GPU. CuPy 14 cannot register memory with NCCL."""
         return super().allocate(numel, dtype, self._runtime.current_device() if device is None else device)
 
     # ---- collectives ----
@@ -183,7 +183,11 @@ class NcclGroup(EngineGroup):
         return work
 
     def _put(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
-        """In the turn: put a call on the stream, or into the batch that this thread fills; and whether it was put."""
+        """Put a call on the stream, or into the batch that this thread fills. Runs in the queue's turn.
+
+        Returns:
+            The work, and whether the call is on the stream.
+        """
         self._check_usable(call.signature)
         connected = self._connections.of_all(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
@@ -206,10 +210,10 @@ class NcclGroup(EngineGroup):
         """Put calls on the stream of a communicator, to start after an event of the caller's stream. `settle` must follow.
 
         Raises:
-            FatalError: it could not be done. The other ranks have issued these calls, so nothing after them would match.
+            FatalError: the calls could not be issued. The other ranks have issued them, so no later call would match.
         """
         captured = self._runtime.is_capturing()
-        if not captured:  # what is captured runs later, and elsewhere
+        if not captured:  # captured calls run only when the program replays the graph
             self._in_flight.watch(work.launch)
 
         def body() -> None:
@@ -234,7 +238,7 @@ class NcclGroup(EngineGroup):
         self.recorder.add(call)
 
     def _begin(self, call: Call) -> None:
-        """The call has its place in the order from now on."""
+        """Give the call its place in the order."""
         self.recorder.begin(call)
         if self._compares_later and call.number is not None:
             self._agreed.add(call.digest())
@@ -266,10 +270,12 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """What this thread issues inside, with `async_op=True`, becomes one call of NCCL and one `Work`, which all return.
+        """A context that turns all calls of this thread into one call of NCCL and one `Work`, which each call returns.
+
+        The calls must have `async_op=True`.
 
         Raises:
-            MisuseError: one of them waits, or takes several steps (see `NcclPlan`), or contexts are nested.
+            MisuseError: a call waits, or takes several steps (see `NcclPlan`), or contexts are nested.
         """
         batch = self._queue.run_in_turn(self._open_batch)
         try:
@@ -341,7 +347,7 @@ class NcclGroup(EngineGroup):
         work = self._new_work(call, [call], [tensor], device, source=source)
         self.recorder.add(call)
         if not self._runtime.is_capturing():
-            self._in_flight.watch(work.launch)  # from now on: the peer may never connect
+            self._in_flight.watch(work.launch)  # before the transfer is issued, because the peer may never connect
         after = self._runtime.now(device)
 
         def task(connected: StreamCommunicator) -> None:
@@ -374,7 +380,7 @@ class NcclGroup(EngineGroup):
         return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all)
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
-        """The members connect on their own, when they first need it; a name that comes again meets under another number."""
+        """Make a group of the members, which connects when it is first used. A number tells apart groups of the same name."""
         asked = (name, tuple(members))
         self._subsets_made[asked] += 1
         topic = f"{name}/{'-'.join(map(str, members))}.{self._subsets_made[asked]}"
@@ -398,7 +404,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """As the base. With `async_op` nobody waits: the comparison runs beside the step, whose end this is."""
+        """As `ProcessGroup.agree_on_calls`. With `async_op`, returns None at once: the comparison runs beside the next step."""
         if async_op:
             self._asked_to_compare += 1
             if self._asked_to_compare % self._compares_every == 0:
@@ -417,7 +423,7 @@ class NcclGroup(EngineGroup):
         return work
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """In the turn: compare the calls until now, on a thread."""
+        """Compare the calls issued so far, on a thread. Runs in the queue's turn."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
@@ -434,11 +440,11 @@ class NcclGroup(EngineGroup):
         except DisagreementError as error:
             work.fail(self._in_flight.report_and_fail(error))
         except SynclineError as error:
-            # The rank that did not come has not issued what this one has, or has ended without a word. If a collective waits
-            # for it, that will time out.
+            # No failure of the group: the rank that did not come has not issued all calls yet, or has ended. If a collective
+            # waits for it, this collective times out.
             logger.info("group '%s': calls were not compared: %s", self.name, error)
             work.fail(error)
-        except BaseException as error:  # noqa: BLE001 - it would be lost on this thread
+        except BaseException as error:  # noqa: BLE001 - else it would be lost on this thread
             work.fail(self._in_flight.report_and_fail(error))
         else:
             work.succeed()
@@ -474,7 +480,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def beside(self, host: ProcessGroup) -> NcclGroup:
-        """Connected as at first: by NCCL when it is used. Nothing of the aborted communicators is used again."""
+        """As `ProcessGroup.beside`. The new group connects when it is first used, and uses nothing of the aborted one."""
         before = self._connector
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
@@ -484,7 +490,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
-        """The host group finds out who is left: NCCL only tells that something failed."""
+        """Shrink the host group, which finds out which ranks are left, and connect beside it. NCCL only reports a failure."""
         host = self._connector.rendezvous.group
         assert host is not None
         self._closed = True
@@ -497,7 +503,7 @@ class NcclGroup(EngineGroup):
     def _compare_before_close(self) -> None:
         self._is_closing = True
         if self._agreed.history.calls:
-            with suppress(SynclineError):  # a difference has ended the group; a rank that does not come is no failure
+            with suppress(SynclineError):  # a difference has ended the group already; a missing rank is not a failure here
                 self._queue.run_in_turn(self._compare).wait()
 
     @override
@@ -505,12 +511,12 @@ class NcclGroup(EngineGroup):
         """Let the GPU finish, then give the communicators back.
 
         Raises:
-            TransportError: the group had failed, and nobody was told, so that what it delivered since is garbage; or what is in
-                flight does not finish; or NCCL keeps a communicator, as it does while a CUDA graph with one of the group's
-                collectives is alive.
+            TransportError: the group had failed, but no call has raised the error yet, so results since then are garbage; or
+                calls in flight do not finish; or NCCL keeps a communicator. (It does so while a CUDA graph with a collective of
+                the group exists.)
         """
         if self._closed:
-            return  # aborted meanwhile, by another thread
+            return  # another thread has aborted the group meanwhile
         self._closed = True
         self._beside.stop()
         self._plans.clear()
@@ -531,7 +537,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _abort(self, failure: BaseException) -> None:
-        """Does not wait for the turn: the thread that has it may be stuck in NCCL."""
+        """Fail all calls in flight. Does not wait for the turn, because the thread that has it may be stuck in NCCL."""
         self._end_in_flight(failure)
         if self._owns_rendezvous:
             self._connector.rendezvous.abort()
@@ -542,12 +548,12 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def _ending_the_group(self) -> Iterator[None]:
-        """End the group by what is fatal inside, after the locks taken inside; see point 5 of Note [Order over NCCL]."""
+        """A context in which a `FatalError` ends the group, after locks are released; see point 5 of Note [Order over NCCL]."""
         try:
             yield
         except FatalError as fatal:
             error = self._in_flight.report_and_fail(fatal.error)
-            failure = self._in_flight.failure  # it may have failed before, which then is the reason
+            failure = self._in_flight.failure  # if the group had failed before, this is the first failure
             assert failure is not None
             raise failure.tell() from (error.__cause__ if failure.error is error else error)
 
@@ -555,12 +561,12 @@ class NcclGroup(EngineGroup):
     def _check_usable(self, signature: Signature) -> None:
         failure = self._in_flight.failure
         if failure is not None and not self._closed:
-            failure.tell()  # the base raises it
+            failure.tell()  # only to note it: the base class raises the error
         super()._check_usable(signature)
 
 
 def _described(work: StreamWork, error: BaseException) -> BaseException:
-    """What NCCL says, with the collective that it was said of."""
+    """NCCL's error, with the name of the collective in front."""
     if not isinstance(error, SynclineError):
         return error
     described = error.reworded(f"{work.launch.describe()}: {error}")

@@ -1,4 +1,4 @@
-"""What a group has on the GPU, who looks after it, and how it ends."""
+"""A group's operations on the GPU: how their memory is kept, and how the group ends when one of them fails."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from ...engine.device import Event
 from ...errors import CollectiveTimeout, SynclineError, TransportError
 from .communicator import Communicator
 
-# How often a thread that waits for the GPU looks at it: at once, then less and less often.
+# The pauses of a thread that waits for the GPU: short at first, then longer and longer.
 FIRST_LOOK_S = 20e-6
 LONGEST_PAUSE_S = 2e-3
-# How often each rank asks whether another one has failed, while something is in flight.
+# While calls are in flight, each rank asks this often whether another rank has failed.
 _HEAR_S = 1.0
 
-# The monitor looks at what somebody holds. A program may drop a group, and its works, while something is in flight.
+# The monitor holds no references to its objects. A program may drop a group and its works while calls are in flight, so this
+# set keeps the object alive.
 _busy: set[InFlight] = set()
 
 
 class Failure:
-    """One error for all who ask the group for something.
+    """The error that ended the group. All later calls on the group raise it.
 
     Attributes:
-        error: what is raised.
-        was_told: whether it was raised to, or shown to, somebody who uses the group. If not, `close` must raise it: what the
-            group has delivered since is garbage, and nobody knows.
+        error: the error.
+        was_told: whether the program has seen the error. If not, `close` must raise it, because results since then are garbage,
+            and the program does not know it.
     """
 
     __slots__ = ("error", "was_told")
@@ -43,16 +44,16 @@ class Failure:
         self.was_told = False
 
     def tell(self) -> BaseException:
-        """The error, for one who raises or shows it."""
+        """Return the error, and note that the program sees it."""
         self.was_told = True
         return self.error
 
 
 class FatalError(Exception):
-    """Carries an error that ends the group out of the locks under which it happened; never leaves the group.
+    """Carries an error that ends the group out of the code that holds locks. Never leaves the group.
 
     Attributes:
-        error: what ends the group.
+        error: the error that ends the group.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -61,37 +62,37 @@ class FatalError(Exception):
 
 
 class Waiter(Protocol):
-    """Who waits for a launch: its work."""
+    """An object that waits for a launch: its work."""
 
     def fail(self, failure: Failure) -> None:
-        """The launch has failed. Called under no lock."""
+        """Called when the launch has failed. The caller holds no lock."""
 
 
 class Launch:
-    """What is put on a stream at once: one call, or a batch. Its calls hold their tensors until the GPU is done with them.
+    """One call or one batch on a stream. Its calls hold their tensors until the GPU is done with them.
 
     Note [Memory in flight]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    The stream reads and writes the caller's tensors after the call has returned. torch's allocator would give their memory to
-    the next tensor as soon as the caller drops them, so the `Call` holds references, until
+    The stream reads and writes the caller's tensors after the call has returned. As soon as the caller drops them, torch's
+    allocator would reuse their memory. So the `Call` holds references to the tensors until one of these events:
 
-    1. the stream from which the collective was issued has been ordered after it (`wait`): then the collective is as good as a
-       kernel of that stream, and what is freed there is reused in order; or
-    2. the monitor, or a thread that blocks, sees that the collective is over; or
-    3. the group failed, and the communicators' kernels have left the GPU.
+    1. `wait` has ordered the stream from which the collective was issued after the collective. From then on the collective is
+       like a kernel of this stream: memory that is freed there is reused in order.
+    2. The monitor, or a thread that blocks, sees that the collective is over.
+    3. The group failed, and the communicators' kernels have left the GPU.
 
-    `InFlight` holds the launch, not the work, which keeps the outputs as its result. So once the work was waited for, memory is
-    free as soon as the caller drops the work and the tensors. `record_stream` is not needed, and memory does not pile up behind
-    it. Copies that a collective makes for itself are made on its own stream and need neither.
+    `InFlight` holds the launch, but not the work, which keeps the outputs as its result. So after `wait`, memory is free as
+    soon as the caller drops the work and the tensors. We do not need `record_stream`, which would delay reuse. A collective's
+    own copies are made on its own stream, and need no protection.
 
     Args:
-        calls: those that it carries out.
-        describe: says in words what it is.
-        timeout_s: how long it may take, from now on.
-        waiter: hears of a failure, as long as it lives.
+        calls: the calls of this launch.
+        describe: returns the launch's name for messages.
+        timeout_s: the time limit from now on, in seconds.
+        waiter: learns of a failure, if it still exists then.
 
     Attributes:
-        captured: whether it is part of a CUDA graph: its event means nothing outside the graph.
+        captured: whether it is part of a CUDA graph. Then its event has no meaning outside the graph.
     """
 
     __slots__ = ("_event", "_waiter", "calls", "captured", "describe", "scope")
@@ -105,11 +106,11 @@ class Launch:
         self._waiter = weakref.ref(waiter)
 
     def is_issued(self, event: Event, *, captured: bool) -> None:
-        """It is on a stream, or was captured from there, and will be over at an event."""
+        """Note that the launch is on a stream or was captured, and at which event it will be over."""
         self._event, self.captured = event, captured
 
     def is_over(self) -> bool:
-        """Whether the GPU is done with it. What was captured is.
+        """Whether the GPU is done with it. Always true for a captured launch.
 
         Raises:
             TransportError: the GPU faulted.
@@ -127,15 +128,15 @@ class Launch:
         return True
 
     def release(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         for call in self.calls:
             call.release()
 
     def fail(self, failure: Failure) -> list[torch.Tensor]:
-        """Wake all who wait for it.
+        """Mark the calls as failed, and wake the waiter.
 
         Returns:
-            The tensors, which somebody must hold until the kernels that may write them are gone.
+            The tensors. The caller must hold them until the kernels that may write them are gone.
         """
         tensors = [tensor for call in self.calls for tensor in (*call.reads, *call.writes)]
         self._end(FAILED)
@@ -146,42 +147,42 @@ class Launch:
         return tensors
 
     def _end(self, state: str) -> None:
-        """Once: what is over does not fail any more."""
+        """Set the final state of the calls. A call that is over keeps its state."""
         for call in self.calls:
             if call.state not in (DONE, FAILED):
                 call.state = state
 
 
 class InFlight:
-    """Releases what is over, and ends what will never be.
+    """Releases the memory of launches that are over, and ends the group if a launch fails or never ends.
 
     Note [Failure over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    A failure is the first of: a collective that is past its time limit, an error that NCCL reports of a communicator, an error
-    raised while a collective was issued or the ranks were connected, `abort` by the user, and the failure of another rank, of
-    which NCCL may say nothing within a node. What happens then has this order:
+    Each of these is a failure: a collective exceeds its time limit; NCCL reports an error of a communicator; issuing a
+    collective or connecting raises an error; the user calls `abort`; another rank fails (within a node, NCCL may not report
+    this). After the first failure, these steps follow:
 
-    1. The failure is recorded: from now on every new collective of the group raises it.
-    2. Every work that is still in flight fails with it: threads that block in `wait` wake and raise, later `wait`s raise.
-       What was over before succeeded and stays so.
+    1. The failure is recorded. From now on every new collective of the group raises it.
+    2. Every work that is still in flight fails with it. Threads that block in `wait` wake and raise; later `wait`s raise. Works
+       that were over before stay successful.
     3. The communicators are aborted: their kernels leave the GPU. Streams that were ordered after them go on, with garbage.
-       Each is aborted on a thread of its own, because NCCL waits there for kernels of the others, or for CUDA graphs; nobody
-       waits for these threads, but the end of the process, for a few seconds.
-    4. The other ranks are told, where the ranks met in a store: they hear it at one of their next looks.
+       Each communicator is aborted on a thread of its own, because NCCL waits there for kernels of the others, or for CUDA
+       graphs. Only the end of the process waits for these threads, for a few seconds.
+    4. If the ranks met in a store, the other ranks are told. They read it within about `_HEAR_S` seconds.
 
-    So a thread that was blocked outside Syncline (`tensor.item()`, `torch.cuda.synchronize()`) and wakes because of 3 gets the
-    named error from whatever it asks of the group next: it cannot issue another collective, nor wait for the one that failed,
-    nor close the group in silence.
+    A thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`) wakes because of 3. The next
+    operation of this thread on the group raises the named error: it cannot issue another collective, wait for the failed one,
+    or close the group without the error.
 
-    The monitor's looks run while something is in flight. A look holds no lock while it asks CUDA or NCCL: a thread that is
-    stuck there, or inside a call of NCCL, cannot keep another one from aborting.
+    The monitor calls `look` while a launch is in flight. `look` holds no lock while it asks CUDA or NCCL. So a thread that is
+    stuck there, or inside a call of NCCL, cannot prevent another thread from aborting.
 
     Args:
-        place: says where an error happened.
-        background: entered on each thread that is started here; asked when it starts.
-        report: of a failure, which it returns in words that say where the report is.
-        tell: the other ranks, that the group has failed here; may block.
-        hear: why another rank does not come any more, or None; may block.
+        place: returns the group and the rank in words, for errors.
+        background: makes a context for each thread that is started here; called when the thread starts.
+        report: writes a report of a failure, and returns the failure with the place of the report.
+        tell: tells the other ranks that the group has failed here; may block.
+        hear: returns why another rank will not come any more, or None; may block.
     """
 
     period_s = 0.1
@@ -209,17 +210,17 @@ class InFlight:
 
     @property
     def failure(self) -> Failure | None:
-        """What ended the group, or None."""
+        """The failure that ended the group; None if the group has not failed."""
         return self._failure
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Why a thread of the group waits in vain, or None."""
+        """Why waiting in this group is useless; None while it has not failed."""
         return None if self._failure is None else TransportError("the group has failed meanwhile")
 
-    # ---- what is looked after ----
+    # ---- communicators and launches ----
 
     def attach(self, communicator: Communicator) -> None:
-        """A communicator to look after; one that comes after a failure is aborted."""
+        """Add a communicator. After a failure it is aborted at once."""
         with self._changed:
             if self._failure is None:
                 self._communicators.append(communicator)
@@ -227,7 +228,7 @@ class InFlight:
         self._abort(communicator, [])
 
     def watch(self, launch: Launch) -> None:
-        """A launch to look after, from before it is issued: NCCL may never return. One that comes after a failure fails."""
+        """Add a launch before it is issued, because NCCL may never return. After a failure the launch fails at once."""
         with self._changed:
             failure = self._failure
             if failure is None:
@@ -237,7 +238,7 @@ class InFlight:
             launch.fail(failure)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; false if that took longer than `timeout_s` seconds, or the group failed."""
+        """Wait until no launch is in flight. False if this takes longer than `timeout_s` seconds, or the group fails."""
         scope, pause_s = CancelScope(timeout_s), FIRST_LOOK_S
         while self._failure is None:
             try:
@@ -255,7 +256,7 @@ class InFlight:
         return self._failure is None
 
     def stop(self) -> None:
-        """Nothing is looked after any more."""
+        """Forget all launches and communicators."""
         with self._changed:
             self._pending, self._communicators = {}, []
             _busy.discard(self)
@@ -264,11 +265,11 @@ class InFlight:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to look at."""
+        """Whether no launch is in flight."""
         return not self._pending
 
     def look(self, now_s: float) -> None:
-        """Release what is over, and end the group if something is wrong. As the monitor's `Looked.look`."""
+        """Release launches that are over, and end the group if there is a problem. The monitor calls it."""
         with self._background():
             found = self._problem(now_s)
             if found is not None:
@@ -294,7 +295,7 @@ class InFlight:
         return self._heard(pending[0], now_s) if late is None else _timed_out(late)
 
     def _heard(self, waiting: Launch, now_s: float) -> TransportError | None:
-        """That another rank has failed. A store that raises, or does not answer, is no failure of the group."""
+        """The failure of another rank, if one is known. An error of the store itself does not fail the group."""
         hearing = self._hearing
         if hearing is not None and hearing.done.is_set():
             self._hearing = None
@@ -310,10 +311,10 @@ class InFlight:
         return None
 
     def _reap(self) -> None:
-        """Let go of what is over.
+        """Release launches that are over.
 
         Raises:
-            TransportError: the GPU faulted, as it says at every question from then on.
+            TransportError: the GPU faulted. From then on, every question to the GPU raises.
         """
         with self._changed:
             pending = list(self._pending)
@@ -329,11 +330,11 @@ class InFlight:
     # ---- the end; see Note [Failure over NCCL] ----
 
     def fail(self, error: BaseException) -> None:
-        """End the group. Any thread may call it, under no lock; the first failure counts."""
+        """End the group. Any thread that holds no lock may call it. The first failure counts."""
         try:
             self._reap()
         except TransportError:
-            pass  # a GPU that faulted is a failure, too, but a second one
+            pass  # the GPU faulted, but `error` came first
         with self._changed:
             if self._failure is not None:
                 return
@@ -346,14 +347,14 @@ class InFlight:
         for launch in launches:
             try:
                 tensors += launch.fail(failure)
-            except Exception:  # noqa: BLE001 - a future that a faulty GPU keeps from ending must not keep the others from it
+            except Exception:  # noqa: BLE001 - if a faulty GPU breaks one future, the others must still fail
                 pass
         for communicator in communicators:
             self._abort(communicator, tensors)
         DetachedCall(lambda: self._tell(error), "syncline-nccl-tell")
 
     def report_and_fail(self, error: BaseException) -> BaseException:
-        """Have a failure reported, before anything is ended, then `fail`; returns it as it was reported."""
+        """Write the report of a failure, then `fail`. Returns the failure with the place of the report."""
         failure = error if self._failure is not None else self._report(error)
         self.fail(failure)
         return failure
@@ -363,7 +364,7 @@ class InFlight:
 
 
 def _abort_holding(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG001 - holding them is the point
-    """Abort, and hold the tensors of what was in flight until the kernels that may write them are gone."""
+    """Abort, and hold the tensors of launches in flight until the kernels that may write them are gone."""
     communicator.abort()
 
 
@@ -375,5 +376,5 @@ def _timed_out(launch: Launch) -> CollectiveTimeout:
 
 
 def gpu_fault(what: str, error: BaseException) -> TransportError:
-    """The named error for one that torch raises of a GPU."""
+    """Our error for a GPU error that torch raises."""
     return TransportError(f"the GPU reported, while the group waited for {what}: {error}")

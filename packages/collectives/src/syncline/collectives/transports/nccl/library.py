@@ -1,4 +1,4 @@
-"""Finding CuPy and, through it, NCCL; and in one sentence what is missing."""
+"""Find CuPy and, through it, NCCL; or say in one sentence what is missing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OLDEST_CUPY = 14
 
 
 def problem() -> str | None:
-    """What keeps NCCL from working in this process, with the remedy; None if nothing does.
+    """Why NCCL cannot work in this process, with the remedy; None if it can.
 
-    The cheap questions come first, so that a machine without a GPU never imports CuPy.
+    The cheap checks come first, so a machine without a GPU never imports CuPy.
     """
     cuda = torch.version.cuda
     if cuda is None:
@@ -30,14 +30,14 @@ def problem() -> str | None:
 
 @functools.cache
 def cupy_problem(cuda_major: int) -> str | None:
-    """What keeps CuPy's NCCL from working beside a torch of this CUDA version."""
+    """Why CuPy's NCCL cannot work with a torch for this CUDA version; None if it can."""
     extra = _EXTRA.format(major=cuda_major)
     if find_spec("cupy") is None:
         return f"CuPy is not installed; `pip install '{extra}'` brings it and NCCL"
     preload_nccl()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy warns of what is said better below
+            warnings.simplefilter("ignore")  # our own messages below say the same more clearly
             import cupy
             from cupy.cuda import nccl
     except ImportError as error:
@@ -58,16 +58,16 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
             f"CuPy {cupy.__version__} finds no NCCL library (libnccl.so.2); load the site's module, or "
             f"`pip install nvidia-nccl-cu{cuda_major}`"
         )
-    # Older ones have bfloat16, too, but give the unique id as signed chars.
+    # Older versions have bfloat16, too, but return the unique id as signed chars.
     if int(cupy.__version__.split(".")[0]) < _OLDEST_CUPY:
         return f"CuPy {cupy.__version__} is too old, expected {_OLDEST_CUPY} or newer; `pip install --upgrade '{extra}'`"
     return None
 
 
 def preload_nccl() -> None:
-    """Load NCCL before CuPy looks for it: the one that is loaded already (torch's), else the site's, else the one from PyPI.
+    """Load NCCL before CuPy looks for it: the loaded one (torch's), else the site's, else the one from PyPI.
 
-    Nothing happens if there is none; importing CuPy's NCCL then says so.
+    If there is none, do nothing: importing CuPy's NCCL then says so.
     """
     for candidate in ("libnccl.so.2", *map(str, _from_pypi())):
         try:

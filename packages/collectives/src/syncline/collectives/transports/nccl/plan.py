@@ -1,4 +1,4 @@
-"""How NCCL carries out one signature: calls on a communicator, which put everything on its stream."""
+"""NcclPlan carries out one signature by calls on a communicator, which put everything on its stream."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from .communicator import Communicator, NativeReduction, as_reduced, native_redu
 
 
 class NcclPlan(Plan):
-    """Runs while the communicator's stream is the current one. On return all is on the stream; nothing waits for the GPU.
+    """Carries out one signature. Run it while the communicator's stream is current. It never waits for the GPU.
 
-    What NCCL reduces itself takes one call of NCCL, or several calls in one group of NCCL. For any other reduction the ranks
-    exchange their terms, and reduce them in rank order: that takes several calls, one after the other (`in_steps`).
+    If NCCL can do a reduction, the plan makes one call of NCCL. Moves take one call, or several calls in one group of NCCL. For
+    any other reduction, the ranks exchange their terms and reduce them in rank order, which takes several calls, one after the
+    other (`in_steps`).
 
     Args:
-        comm: of all ranks of the group; for a send or a receive, of the two, the sender first.
-        signature: of the calls.
-        device: of their tensors.
-        reproducible: reduce in rank order whatever depends on the order.
+        comm: the communicator of all ranks of the group; for a send or receive, of the sender and the receiver.
+        signature: the signature of the calls.
+        device: the device of the tensors.
+        reproducible: use rank order for reductions whose result depends on the order.
 
     Attributes:
-        in_steps: whether NCCL is called several times, so that no other call can be in one group with this one.
+        in_steps: whether the plan calls NCCL several times in sequence. Such a call cannot share a group of NCCL with others.
     """
 
     def __init__(self, comm: Communicator, signature: Signature, device: torch.device, *, reproducible: bool = False) -> None:
@@ -42,11 +43,11 @@ class NcclPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """NCCL's own, or an exchange of the terms."""
+        """NCCL's own algorithm, or an exchange of the terms."""
         return "exchange over NCCL" if self.in_steps else "NCCL"
 
     def pack(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tensors that travel, contiguous; see `tensors.layout`."""
+        """Pack a call's tensors into the contiguous part and whole; see `tensors.layout.pack`."""
         match self._signature.name:
             case "barrier":
                 return torch.zeros(1, dtype=torch.uint8, device=self._device), None
@@ -58,11 +59,11 @@ class NcclPlan(Plan):
                 return pack(name, reads, writes, self._comm.size)
 
     def unpack(self, part: torch.Tensor, whole: torch.Tensor | None, writes: Sequence[torch.Tensor]) -> None:
-        """Copy what has come to the tensors that the call writes."""
+        """Copy the results to the tensors that the call writes."""
         unpack(self._signature.name, part, whole, writes, is_root=self._signature.root == self._comm.rank)
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """As `Plan.run`, but on return the call is on the stream, and may not have begun."""
+        """As `Plan.run`, but on return the call is only on the stream, and may not have started."""
         comm, signature, native = self._comm, self._signature, self._native
         part, block = flat(part), None if whole is None else flat(whole)
         match signature.name:
@@ -77,12 +78,12 @@ class NcclPlan(Plan):
             case "scatter":
                 self._scatter(part, block, signature.root_rank)
             case "barrier":
-                comm.all_reduce(part, 0)  # the smallest one
+                comm.all_reduce(part, 0)  # NCCL has no barrier; this reduces one byte
             case "send":
                 comm.send(part, 1)
             case "recv":
                 comm.recv(part, 0)
-            case name:  # of these every rank has a block
+            case name:  # in all others, every rank has a block
                 assert block is not None
                 self._run_on_block(name, part, block)
 
@@ -108,9 +109,10 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_by_all(part))
 
     def _reduce(self, part: torch.Tensor, root: int, native: NativeReduction | None) -> None:
-        """Only the root's tensor is written."""
+        """Reduce, and write only the root's tensor."""
         is_root = self._comm.rank == root
         if native is not None:
+            # The factor is applied in place, but a rank that is not the root must keep its tensor.
             wire = part if native.factor is None or is_root else part.clone()
             self._comm.reduce(as_reduced(_scaled(wire, native)), root, native.op)
         else:
@@ -126,7 +128,7 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_slice(block))
 
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Each rank reduces a slice of all terms in rank order, then all gather the slices: 2 n (p-1)/p bytes, as a ring."""
+        """Reduce in rank order: each rank reduces one slice, then all gather the slices. 2 n (p-1)/p bytes, as in a ring."""
         size = self._comm.size
         padded = part.new_zeros(-(-part.numel() // size) * size)
         padded[: part.numel()] = part
@@ -135,7 +137,7 @@ class NcclPlan(Plan):
         return result[: part.numel()]
 
     def _reduced_slice(self, block: torch.Tensor) -> torch.Tensor:
-        """All terms of this rank's slice come to this rank, which reduces them in rank order."""
+        """Receive all terms of this rank's slice, and reduce them in rank order."""
         terms = torch.empty_like(block)
         self._exchange(self._parts(terms), self._parts(block))
         return reduce_in_rank_order(self._signature.reduction, self._parts(terms))
@@ -143,7 +145,7 @@ class NcclPlan(Plan):
     # ---- moves ----
 
     def _gather(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
-        """Every other rank sends to the root."""
+        """Send to the root; on the root, receive from all other ranks."""
         if block is None:
             self._comm.send(part, root)
             return
@@ -154,7 +156,7 @@ class NcclPlan(Plan):
                 self._comm.recv(parts[peer], peer)
 
     def _scatter(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
-        """The root sends to every other rank."""
+        """Receive from the root; on the root, send to all other ranks."""
         if block is None:
             self._comm.recv(part, root)
             return
@@ -165,7 +167,7 @@ class NcclPlan(Plan):
         part.copy_(parts[root])
 
     def _exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
-        """A send to and a receive from each rank, in one group of NCCL. What a rank sends to itself is copied."""
+        """Send to and receive from each rank, in one group of NCCL. The part for this rank itself is copied."""
         received[self._comm.rank].copy_(sent[self._comm.rank])
         with self._comm.group():
             for peer in self._others():
@@ -176,7 +178,7 @@ class NcclPlan(Plan):
         return list(block.view(self._comm.size, block.numel() // self._comm.size))
 
     def _others(self) -> list[int]:
-        """Starting with the next rank, so that not all send to rank 0 first."""
+        """The other ranks, starting with the next one, so that not all ranks send to rank 0 first."""
         return [(self._comm.rank + step) % self._comm.size for step in range(1, self._comm.size)]
 
 
@@ -185,7 +187,7 @@ def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
 
 
 class Issue(NamedTuple):
-    """A call with its plan and its tensors: the call itself may let go of its tensors as soon as it is on the stream."""
+    """A call with its plan and its tensors. It holds the tensors itself, because the call may release its own at any time."""
 
     plan: NcclPlan
     call: Call
@@ -194,13 +196,14 @@ class Issue(NamedTuple):
 
     @classmethod
     def of(cls, plan: NcclPlan, call: Call) -> Issue:
-        """The call with the tensors that it has now."""
+        """Make an issue with the tensors that the call has now."""
         return cls(plan, call, call.reads, call.writes)
 
 
 def put(comm: Communicator, issues: Sequence[Issue]) -> None:
-    """Put calls on the stream, which is the current one: pack, run the plans, unpack. Several become one group of NCCL."""
+    """Put calls on the current stream: pack, run the plans, unpack. Several calls become one group of NCCL."""
     packed = [issue.plan.pack(issue.reads, issue.writes) for issue in issues]
+    # All packing comes before the group and all unpacking after it: a group starts only at its end, but copies start at once.
     with comm.group() if len(issues) > 1 else nullcontext():
         for issue, (part, whole) in zip(issues, packed, strict=True):
             issue.plan.run(part, whole, issue.call)

@@ -1,4 +1,4 @@
-"""Where ranks meet on the host: before NCCL connects them, and to compare their calls."""
+"""Let ranks meet on the host, before NCCL connects them, and to compare their calls."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ...health.statements import Statements
 from ...tensors.layout import contents
 
 Payload: TypeAlias = dict[str, Any]
-# In place of a decision: why there is none.
+# The key of an error message that is sent in place of a decision.
 _COULD_NOT = "could not decide"
-# How often a store is asked for a key: at once, then less and less often. In its own `wait` a store of torch answers no other
-# thread, and cannot be interrupted.
+# The pauses between two checks for a key: short at first, then longer and longer. We do not use torch's `wait`: meanwhile the
+# store answers no other thread, and the wait cannot be interrupted.
 _FIRST_PAUSE_S = 0.5e-3
 _LONGEST_PAUSE_S = 0.05
-# How often a thread that waits for another one to receive looks whether it waits in vain.
+# A thread that waits while another one receives checks its scope this often.
 _LOOK_S = 0.1
 
 
 class Rendezvous(ABC):
-    """Lets some ranks agree on something, once for each topic.
+    """Lets some ranks agree on a decision, once for each topic.
 
-    The first of the ranks receives the payloads of all and decides; all get its decision. Payloads are what JSON can hold.
+    The first rank receives the payloads of all ranks and decides; all ranks get its decision. Payloads go through JSON.
     """
 
     def agree(
@@ -51,19 +51,19 @@ class Rendezvous(ABC):
         decide: Callable[[list[Payload]], Payload],
         scope: CancelScope,
     ) -> Payload:
-        """Meet. All of `ranks` call it, in any order with other topics.
+        """Meet and agree. All of `ranks` call it. The order among different topics does not matter.
 
         Args:
-            topic: names the agreement; used once.
-            ranks: who meets, as ranks of the job.
-            rank: who this process is.
-            payload: what it says.
-            decide: called on the first rank with the payloads of all, in the order of `ranks`.
-            scope: for the whole.
+            topic: the name of the agreement; used only once.
+            ranks: the ranks that meet, as ranks of the job.
+            rank: this process's rank of the job.
+            payload: this process's payload.
+            decide: called on the first rank with all payloads, in the order of `ranks`.
+            scope: the time limit for everything.
 
         Raises:
-            TransportError: a rank did not come in time, or the first could not decide.
-            BaseException: the scope's reason.
+            TransportError: a rank did not come in time, or the first rank could not decide.
+            BaseException: the reason with which the scope was cancelled.
         """
         leader, *others = ranks
         if rank != leader:
@@ -85,14 +85,14 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:
-        """Leave a payload for a rank."""
+        """Send a payload to a rank."""
 
     def recv(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
         """Wait for a rank's payload.
 
         Raises:
-            TransportError: it did not come in time.
-            BaseException: the scope's reason.
+            TransportError: the payload did not come in time.
+            BaseException: the reason with which the scope was cancelled.
         """
         try:
             return self._receive(topic, to, sender, scope)
@@ -110,35 +110,35 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def announce(self, name: str, failure: str) -> None:
-        """Tell the other ranks of a group of that name that it has failed here. May block."""
+        """Tell the other ranks of the group `name` that it has failed on this rank. May block."""
 
     @abstractmethod
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
-        """Why another rank of the group, whose ranks of the job these are, does not come any more, as far as is known."""
+        """Why another of the group's `ranks` (ranks of the job) will not come any more; None if no reason is known."""
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The group in which they meet; None if it is none."""
+        """The host group in which the ranks meet; None if they do not meet in a group."""
         return None
 
     @property
     def owns_group(self) -> bool:
-        """Whether nobody else uses that group."""
+        """Whether `group` is used by nobody else, so that this rendezvous must close it."""
         return False
 
     def close(self) -> None:
-        """Close the group that it owns, if there is one."""
+        """Close the host group if this rendezvous owns it."""
         if self.group is not None and self.owns_group:
             self.group.close()
 
     def abort(self) -> None:
-        """The same without waiting for anybody."""
+        """Abort the host group, without waiting, if this rendezvous owns it."""
         if self.group is not None and self.owns_group:
             self.group.abort()
 
 
 class StoreRendezvous(Rendezvous):
-    """Payloads are values of a store. The store goes with its last user."""
+    """Sends payloads as values of a store."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -154,12 +154,12 @@ class StoreRendezvous(Rendezvous):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         received: Payload = json.loads(self._store.get(key))
-        self._store.delete_key(key)  # nobody else reads it, and a job compares its calls in every step
+        self._store.delete_key(key)  # only this rank reads it; a job compares calls in every step, so keys would pile up
         return received
 
     @override
     def announce(self, name: str, failure: str) -> None:
-        if self.announced(name, ()) is None:  # who fails because another one has says nothing new
+        if self.announced(name, ()) is None:  # keep the first failure: later ones only follow from it
             self._store.set(f"{name}/failed", failure)
 
     @override
@@ -169,11 +169,11 @@ class StoreRendezvous(Rendezvous):
 
 
 class GroupRendezvous(Rendezvous):
-    """Payloads are messages of a host group, such as MPI's, of the same ranks.
+    """Sends payloads as messages of a host group, such as an MPI group, of the same ranks.
 
     Args:
-        group: only its `send` and `recv` are used, which have no place in the order of its collectives.
-        owned: whether to close it at the end.
+        group: the host group. Only `send` and `recv` are used, which have no place in the order of its collectives.
+        owned: whether to close the group at the end.
     """
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
@@ -195,7 +195,7 @@ class GroupRendezvous(Rendezvous):
 
     @override
     def announce(self, name: str, failure: str) -> None:
-        """By no message: nobody would receive it. The host group finds out who is gone."""
+        """Do nothing: no rank would receive a message. The host group itself finds out which ranks are gone."""
 
     @override
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
@@ -208,12 +208,12 @@ class GroupRendezvous(Rendezvous):
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         with self._lock:
             sending = self._sending[to, _tag(topic)]
-        with sending:  # the two belong together
+        with sending:  # no other message with this tag may come between the two
             for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
     def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
-        """Receive both. What has the same tag, but another topic, is kept for the thread that asks for it."""
+        """Receive length and text. A message with the same tag but another topic is kept for the thread that asks for it."""
         with self._lock:
             inbox = self._inboxes.setdefault((sender, _tag(topic)), _Inbox())
         return inbox.take(topic, lambda: self._receive_next(sender, _tag(topic), scope), scope)
@@ -227,12 +227,12 @@ class GroupRendezvous(Rendezvous):
         return received
 
     def _receive_into(self, tensor: torch.Tensor, sender: int, tag: int, scope: CancelScope) -> None:
-        # One wait for all of the time: Gloo breaks all its connections when a wait for a message runs out of time.
+        # A single wait for the whole time limit: Gloo breaks all its connections when a wait for a message times out.
         self._group.recv(tensor, sender, tag, async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
 
 class _Inbox:
-    """What one rank sends under one tag: topics may share a tag, and threads ask for several topics at a time."""
+    """The messages from one rank with one tag. Topics may share a tag, and several threads may ask for different topics."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -240,7 +240,7 @@ class _Inbox:
         self._is_receiving = False
 
     def take(self, topic: str, receive_next: Callable[[], Payload], scope: CancelScope) -> Payload:
-        """The payload of a topic. One thread at a time receives, for all."""
+        """Wait for the payload of a topic. One thread at a time receives, for all waiting threads."""
         while True:
             with self._condition:
                 while topic not in self._payloads and self._is_receiving:
@@ -265,12 +265,12 @@ def _tag(topic: str) -> ReservedTag:
 
 
 class RendezvousCarrier(Carrier):
-    """Brings the ranks' words to one another by the messages by which they also meet.
+    """Carries the ranks' statements by `Connector.agree`.
 
-    Cost: two messages for each rank but the first, which sends and receives them all.
+    Cost: two messages for each rank except the first. The first rank sends or receives all of them.
 
     Args:
-        agree: of the group; see `Connector.agree`.
+        agree: the group's `Connector.agree`.
     """
 
     def __init__(self, agree: Callable[[str, Payload, Callable[[list[Payload]], Payload], CancelScope], Payload]) -> None:
@@ -278,7 +278,7 @@ class RendezvousCarrier(Carrier):
         self._numbers = itertools.count()
 
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """As `Carrier.maximum`; a rank that does not come is a `TransportError`."""
+        """As `Carrier.maximum`. If a rank does not come, raises a `TransportError`."""
 
         def largest(said: list[Payload]) -> Payload:
             return {"numbers": [max(column) for column in zip(*(entry["numbers"] for entry in said), strict=True)]}

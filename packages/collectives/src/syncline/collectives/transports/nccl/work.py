@@ -18,11 +18,11 @@ from .plan import Issue
 
 
 class Batch:
-    """What one thread has issued inside `NcclGroup.coalescing`.
+    """The calls that one thread has issued inside `NcclGroup.coalescing`.
 
     Attributes:
-        issues: its calls, each with its plan and its tensors.
-        work: of all of them; None as long as there is none.
+        issues: the calls, each with its plan and its tensors.
+        work: the work of all calls; None before the first call.
     """
 
     def __init__(self) -> None:
@@ -31,28 +31,28 @@ class Batch:
         self._thread = threading.get_ident()
 
     def is_here(self) -> bool:
-        """Whether the calling thread is the one."""
+        """Whether the calling thread fills this batch."""
         return self._thread == threading.get_ident()
 
 
 class StreamWork(Work):
-    """One collective, or several as one. Made before anything is issued, so that its time limit covers the issuing.
+    """The work of one collective or of a batch. It is made before the calls are issued, so its time limit covers the issuing.
 
-    Who holds the tensors, and how long, says Note [Memory in flight] in `in_flight`.
+    Note [Memory in flight] in `in_flight` says which object holds the tensors, and how long.
 
     Args:
-        title: the call, or what stands for the calls of a batch.
-        calls: those whose tensors are in flight.
+        title: the call, or a call that stands for the batch.
+        calls: the calls whose tensors are in flight.
         tensors: the outputs.
-        place: says where an error happened.
-        runtime: for the current stream.
-        device: of the tensors.
-        timeout_s: how long it may take, from now on.
+        place: returns the group and the rank in words, for errors.
+        runtime: the GPUs.
+        device: the device of the tensors.
+        timeout_s: the time limit from now on, in seconds.
         source: for a receive, the rank that sends.
-        batch: what it is the work of, if it is of several as one.
+        batch: the batch, if it is the work of one.
 
     Attributes:
-        launch: what is looked after.
+        launch: the launch that `InFlight` watches.
     """
 
     def __init__(
@@ -86,30 +86,30 @@ class StreamWork(Work):
         self._future: TensorsFuture | None = None
         self._is_settled = False
 
-    # ---- for the group, and for who looks after it ----
+    # ---- for the group and `InFlight` ----
 
     def add(self, call: Call) -> None:
-        """One more call of the batch."""
+        """Add one more call of the batch."""
         self.launch.calls.append(call)
         self._tensors += call.writes
 
     def is_issued(self, stream: Stream, event: Event, *, captured: bool) -> None:
-        """All of it is on a stream, or captured from there into a CUDA graph. `settle` must follow, under no lock."""
+        """Note that all calls are on a stream, or captured into a CUDA graph. Call `settle` next, while you hold no lock."""
         self._stream, self._event = stream, event
         self.launch.is_issued(event, captured=captured)
-        if captured:  # over for the record, but the tensors must last until the stream is ordered after it
+        if captured:  # the calls are over for the recorder, but `wait` must order the stream before the tensors may go
             self._held = [tensor for call in self.launch.calls for tensor in (*call.reads, *call.writes)]
             for call in self.launch.calls:
                 call.is_over(DONE)
 
     def fail(self, failure: Failure) -> None:
-        """Wake every waiter with an error; the first counts. Runs callbacks, as `settle` does."""
+        """Wake every waiter with an error. The first failure counts. Runs callbacks, as `settle` does."""
         self._failure = self._failure or failure
         self._failed.set()
         self.settle()
 
     def settle(self) -> None:
-        """Whoever asked for the future, or for the issue, before this gets it now. Callbacks run here, and may issue."""
+        """Wake threads that wait for the issue, and complete the future if it was asked for. Callbacks run here."""
         with self._lock:
             self._issued.set()
             future = self._due()
@@ -119,7 +119,7 @@ class StreamWork(Work):
     # ---- Work ----
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Order the current stream after the collective; with a timeout, also block until it is over."""
+        """Order the current stream after the collective. With a timeout, also block the CPU until it is over."""
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
@@ -136,13 +136,15 @@ class StreamWork(Work):
             self._order_current_stream()
         if blocks:
             self._block(scope)
+        # On another stream than the one of the issue, the tensors must be held for longer: Note [Memory in flight] in
+        # `in_flight`.
         if blocks or self._runtime.current_stream(self._device) == self._issued_from:
             self.launch.release()
             self._held = []
         return True
 
     def is_completed(self) -> bool:
-        """Whether the GPU is done, or the collective failed; false in a capture, when the GPU cannot be asked."""
+        """Whether the GPU is done or the collective failed. False during a capture, because the GPU cannot be asked then."""
         if self._failure is not None:
             return True
         return not self._runtime.is_capturing() and self.launch.is_over()
@@ -156,14 +158,15 @@ class StreamWork(Work):
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """For a receive: who sends, which NCCL must know beforehand."""
+        """The sender's rank, for a receive. NCCL must know it beforehand."""
         return self._source
 
     def get_future(self) -> TensorsFuture:
-        """A CUDA future: complete for the CPU once the collective is issued, ordered after it for streams.
+        """A CUDA future. For the CPU it is complete once the collective is issued; streams are ordered after the collective.
 
-        A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `group`. Only that of a transfer
-        that waits for its peer to connect, or of a batch that is still open, runs later, on the thread that issues it.
+        A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `group`. There are two
+        exceptions: for a transfer whose peer is not connected yet, and for a batch that is still open, the callback runs later,
+        on the thread that issues the call.
         """
         with self._lock:
             if self._future is None:
@@ -174,7 +177,10 @@ class StreamWork(Work):
         return asked
 
     def _due(self) -> TensorsFuture | None:
-        """The future, for the one who is to complete it: the first to find it both asked for and issued. Under the lock."""
+        """The future, if the caller must complete it now: it was asked for, the call is issued, and no other thread does it.
+
+        The caller holds the lock.
+        """
         if self._future is None or self._is_settled or not self._issued.is_set():
             return None
         self._is_settled = True
@@ -195,7 +201,7 @@ class StreamWork(Work):
         try:
             self._event.order_current_stream()
         except Exception as error:
-            self._raise_failure()  # it says more than a GPU that faulted, and repeats itself at every call
+            self._raise_failure()  # the group's failure, if there is one, says more than the GPU's error
             raise gpu_fault(self.launch.describe(), error) from error
 
     def _block(self, scope: CancelScope) -> None:

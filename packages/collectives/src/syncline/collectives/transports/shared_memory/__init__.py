@@ -1,1 +1,1 @@
-"""Memory that processes of one machine share: making it, handing it over, and how much there may be. Nothing of MPI."""
+"""Memory that processes of one machine share: make it, pass it to other ranks, find out how much is left. Without MPI."""

@@ -1,4 +1,4 @@
-"""Passing a file descriptor between ranks of a node: by /proc, or over a socket (SCM_RIGHTS)."""
+"""Pass a file descriptor between ranks of a node, through /proc or over a socket (SCM_RIGHTS)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TOKEN_BYTES = 16
 
 
 def open_peer_fd(pid: int, file: int, name: str) -> int:
-    """A descriptor of the file that another process of this machine made by `create_file`.
+    """Open a file that another process of this machine made with `create_file`.
 
     Raises:
-        OSError: the process cannot be looked into (another user, another namespace of users or of processes, a /proc that hides
-            it), or the file is another.
+        OSError: this process may not look into the other one (another user, another namespace of users or processes, a
+            restricted /proc), or the descriptor is another file.
     """
     path = f"/proc/{pid}/fd/{file}"
     if os.readlink(path) != f"/memfd:{name} (deleted)":
@@ -24,20 +24,21 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
 
 
 class FdServer:
-    """A file held out at an abstract socket, which has no place in any file system and needs a common network namespace only.
+    """Offers a file at an abstract socket. Such a socket is in no file system; clients need only the same network namespace.
 
-    Who knows the token may have it. The token travels by MPI, so it is known to ranks of this job alone. (The socket's name is
-    for all to see, and to ask the kernel who a peer is says little: a user namespace shows all foreign users as one.)
+    A client gets the file if it knows the token. The token travels by MPI, so only ranks of this job know it. (Everybody can
+    see the socket's name, and asking the kernel for the peer's user does not help: a user namespace shows all foreign users as
+    one.)
 
-    Nobody waits in `serve`. It is called when all clients have connected and sent, and the kernel completes both without it.
+    `serve` never waits. Call it when all clients have connected and sent; the kernel completes both without the server.
 
     Args:
-        file: the descriptor.
-        clients: how many there can be.
+        file: the file's descriptor.
+        clients: the largest number of clients.
 
     Attributes:
-        address: of the socket.
-        token: to be shown by the clients.
+        address: the socket's address.
+        token: the bytes that clients must send.
     """
 
     def __init__(self, file: int, clients: int) -> None:
@@ -50,7 +51,7 @@ class FdServer:
         self._listener.listen(clients)
 
     def serve(self) -> None:
-        """Hand the file to everybody who has come with the token; to others nothing."""
+        """Send the file to every client that has connected and sent the token."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -65,10 +66,10 @@ class FdServer:
             if hmac.compare_digest(connection.recv(_TOKEN_BYTES), self.token):
                 socket.send_fds(connection, [b"\0"], [self._file])
         except OSError:
-            pass  # a stranger who says nothing, or an asker who has left: that one finds no file in its answer
+            pass  # a stranger that sends nothing, or a client that has left
 
     def close(self) -> None:
-        """Hold it out no longer."""
+        """Stop offering the file."""
         self._listener.close()
 
 
@@ -76,7 +77,7 @@ def request_fd(address: str, token: bytes) -> socket.socket:
     """Connect to a server and show the token.
 
     Raises:
-        OSError: nobody is there: another machine or network namespace.
+        OSError: no server is there, because it is on another machine or in another network namespace.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -90,10 +91,10 @@ def request_fd(address: str, token: bytes) -> socket.socket:
 
 
 def receive_fd(connection: socket.socket) -> int:
-    """The descriptor that a server answers with, once it has served.
+    """The descriptor in the server's answer. Call it after `FdServer.serve`.
 
     Raises:
-        OSError: it answered with none.
+        OSError: the answer has no descriptor.
     """
     _, files, _, _ = socket.recv_fds(connection, 1, 1)
     if not files:

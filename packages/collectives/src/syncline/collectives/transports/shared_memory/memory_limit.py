@@ -1,7 +1,7 @@
 """How much memory the processes of a node can still have, before the kernel ends one of them.
 
-The machine has what /proc/meminfo calls available. A job often has less: Slurm and containers put it into a control group, and
-who exceeds the limit of that gets no error, but SIGKILL.
+/proc/meminfo says how much memory the machine has available. A job often has less: Slurm and containers put it into a control
+group. If a process exceeds the limit of its control group, the kernel kills it (SIGKILL) without an error.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-# What must be left, for the next page that anybody touches would be the one too many.
+# Left free, because otherwise the next page that any process touches would exceed the limit.
 HEADROOM_BYTES = 32 << 20
-_UNLIMITED = 1 << 62  # how the first version of control groups says "max", more or less
+_UNLIMITED = 1 << 62  # version 1 of control groups writes a number near this one where version 2 writes "max"
 
 
 class Limit(NamedTuple):
@@ -22,8 +22,8 @@ class Limit(NamedTuple):
 
     Attributes:
         identity: equal for processes that are under the same limit.
-        name: for messages.
-        left_bytes: how much is left of it, with what the kernel would take back from the cache of files.
+        name: the limit's name in messages.
+        left_bytes: how much of the limit is left, including file cache that the kernel can reclaim.
     """
 
     identity: tuple[int, int]
@@ -32,12 +32,12 @@ class Limit(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What each of some processes can have.
+    """How much memory each of some processes can have.
 
     Attributes:
-        each_bytes: by each of them, all at once.
-        limit: the one that is reached first.
-        sharers: how many of the processes are under it.
+        each_bytes: bytes for each process, if all take as much at once.
+        limit: the limit that is reached first.
+        sharers: how many of the processes are under this limit.
     """
 
     each_bytes: int
@@ -46,7 +46,7 @@ class Room(NamedTuple):
 
 
 def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
-    """What the processes of a node can have, given the limits that each is under; None if nobody knows any. A pure function."""
+    """The room for each process of a node, from the limits of each process; None if no limit is known. A pure function."""
     known = [limit for own in limits for limit in own]
     sharers = Counter(identity for own in limits for identity in {limit.identity for limit in own})
     rooms = (
@@ -57,10 +57,10 @@ def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
 
 
 def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
-    """The limits that this process is under, as far as it can see. What cannot be read is no limit.
+    """The limits that this process is under. Limits that it cannot read are left out.
 
     Args:
-        proc: where the kernel tells.
+        proc: the folder of the proc file system.
     """
     available = _fields(proc / "meminfo").get("MemAvailable:")
     machine = [] if available is None else [Limit((0, 0), "the memory of the machine", available * 1024)]
@@ -68,7 +68,7 @@ def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
 
 
 class _Kind(NamedTuple):
-    """How a version of control groups names its files."""
+    """The file names of one version of control groups."""
 
     filesystem: str
     controller: str  # in /proc/self/cgroup
@@ -91,12 +91,12 @@ _KINDS = (
 
 @functools.cache
 def _groups(proc: Path) -> tuple[tuple[_Kind, Path], ...]:
-    """Found once: launchers put a process where it belongs before it starts."""
+    """The control groups of this process. Read once, because launchers choose the group before a process starts."""
     return tuple((kind, folder) for kind in _KINDS for folder in _folders(kind, proc))
 
 
 def _folders(kind: _Kind, proc: Path) -> Iterator[Path]:
-    """That of this process's control group, and those around it, as far up as they are mounted."""
+    """The folders of this process's control group and of the groups around it, as far up as they are mounted."""
     own = _own_group(kind, proc)
     for line in _lines(proc / "self/mountinfo"):
         mount, _, source = line.partition(" - ")
@@ -126,7 +126,7 @@ def _limit(folder: Path, kind: _Kind) -> Limit | None:
         if most >= _UNLIMITED:
             return None
         used, status = int((folder / kind.usage).read_text()), folder.stat()
-    except (OSError, ValueError):  # no such file at the top, or "max"
+    except (OSError, ValueError):  # the top group has no such file; no limit is written as "max"
         return None
     statistics = _fields(folder / "memory.stat")
     cached = sum(statistics.get(name, 0) for name in kind.cache)
@@ -134,7 +134,7 @@ def _limit(folder: Path, kind: _Kind) -> Limit | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number, and perhaps a unit."""
+    """Parse lines with a name, a number, and perhaps a unit."""
     rows = (line.split() for line in _lines(path))
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

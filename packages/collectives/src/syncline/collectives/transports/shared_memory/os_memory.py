@@ -1,4 +1,4 @@
-"""What the system is asked for and Python does not offer everywhere: memory files, mapping them, huge pages."""
+"""System calls that Python does not offer everywhere: memory files, mapping them, huge pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MADV_COLLAPSE = 25  # since Linux 6.1; Python's mmap names it since 3.15
-_LARGEST_USEFUL = 16 << 20  # larger ones (aarch64 has some of 512 MiB) would be none of most tensors
+_LARGEST_USEFUL = 16 << 20  # most tensors are smaller than a larger page (aarch64 has pages of 512 MiB)
 
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350}  # numbers of the system call
 _CLOSE_ON_EXEC = 1
@@ -24,7 +24,7 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """The size of a huge page of this system; 0 where it has none that suits tensors."""
+    """The size of a huge page of this system; 0 if it has no huge pages of a useful size."""
     try:
         nbytes = int(_SIZE.read_text())
     except (OSError, ValueError):
@@ -33,20 +33,20 @@ def huge_page_bytes() -> int:
 
 
 def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
-    """Let the kernel put huge pages in the place of usual ones, with what they hold, as far as it can and in the time given.
+    """Make the kernel replace small pages by huge pages with the same content, as far as it can within the time given.
 
-    It may be done at any time, whoever uses the memory, and for all processes that share it one does it. Kernels before 6.1
-    cannot; others do it whatever is configured for shared memory, unless that is `deny`. Nothing but speed depends on it.
-    Costs 1 to 4 ms for each page of 2 MiB, measured.
+    Call it at any time, also while the memory is in use; one process does it for all that share the memory. Only speed depends
+    on it. Kernels before 6.1 cannot do it. Later ones do it with any setting for shared memory except `deny`. Measured cost: 1
+    to 4 ms for each page of 2 MiB.
 
     Args:
-        mapping: of memory.
-        start: where in it, in bytes, at an address that is a multiple of the size of a huge page.
-        stop: where it ends, in bytes; what is left of a whole huge page stays as it is.
-        seconds: after which the rest stays as it is.
+        mapping: the mapped memory.
+        start: the first byte, as an offset in `mapping`; its address must be a multiple of the size of a huge page.
+        stop: the end, as an offset. An incomplete huge page at the end stays as it is.
+        seconds: the time limit; pages that are left then stay as they are.
 
     Returns:
-        How many bytes lie in huge pages now.
+        The number of bytes that are in huge pages now.
     """
     step = huge_page_bytes()
     scope = time.monotonic() + seconds
@@ -56,16 +56,17 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
             mapping.madvise(_MADV_COLLAPSE, start, step)
             done += step
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM):  # those are of this page alone
+            if error.errno not in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM):  # these concern only this page; go on
                 break
         start += step
     return done
 
 
 def create_memory_file(name: str) -> int:
-    """A descriptor of a new file that has no place in any file system.
+    """Make a new file that is in no file system, and return its descriptor.
 
-    Python has this function only where it was built on a C library that did (glibc 2.27); kernels do since 3.17.
+    Python has `os.memfd_create` only if its C library had it (glibc 2.27); the kernel has it since 3.17. So without the
+    function, make the system call directly.
 
     Raises:
         OSError: this system has no such files.
@@ -81,7 +82,7 @@ def create_memory_file(name: str) -> int:
 
 
 def map_over(address: int, nbytes: int, file: int) -> None:
-    """Let the pages at an address of this process, which are mapped already, be the beginning of a file, shared.
+    """Replace mapped pages of this process by a shared mapping of the first `nbytes` of a file.
 
     Raises:
         OSError: the system refuses.
@@ -92,7 +93,7 @@ def map_over(address: int, nbytes: int, file: int) -> None:
 
 
 def map_zeros_over(address: int, nbytes: int) -> None:
-    """Let the pages at an address of this process, which are mapped already, be private ones that hold zeros.
+    """Replace mapped pages of this process by private pages that hold zeros.
 
     Raises:
         OSError: the system refuses.
@@ -103,18 +104,18 @@ def map_zeros_over(address: int, nbytes: int) -> None:
 
 
 def move_pages(source: int, nbytes: int, target: int) -> None:
-    """Let private pages of this process be at another address, where something is mapped; zeros take their place.
+    """Move private pages of this process to `target`, where other pages are mapped. Zeros remain at `source`.
 
     Raises:
         OSError: the system refuses.
     """
     found = _c().mremap(source, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, target)
     _checked(-1 if found != target else 0)
-    map_zeros_over(source, nbytes)  # whoever holds that address unmaps it in the end
+    map_zeros_over(source, nbytes)  # the owner of this address unmaps it later, so something must be mapped there
 
 
 def update(target: int, source: int, nbytes: int) -> None:
-    """Copy memory if it is not the same. To compare touches no page that was never written, and takes half the time."""
+    """Copy memory if it differs. Comparing takes half the time of copying, and allocates no page that was never written."""
     if _c().memcmp(target, source, nbytes):
         ctypes.memmove(target, source, nbytes)
 

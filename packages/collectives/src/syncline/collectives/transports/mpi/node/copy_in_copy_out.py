@@ -1,4 +1,4 @@
-"""Reductions of plain memory: copied into a window of the group, reduced there, and copied out."""
+"""Reductions of plain memory: copy into a window of the group, reduce there, and copy out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ....tensors.reduction import reduce_into
 from ...shared_memory.segment import Segment
 from .plan import Algorithm, Node, Operation, chunks, slice_of
 
-# Each chunk costs a barrier, which is little where every rank has a core, and much where it has not. But what was copied in
-# shall still be in the core's cache when it is reduced.
+# The size of a chunk. Small chunks are still in the core's cache when they are reduced. Large chunks need fewer barriers; a
+# barrier is cheap if every rank has its own core, and expensive if not.
 SLOT_BYTES = 1 << 20
 SLOTS = 3
 
@@ -23,18 +23,18 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group with three slots for each rank, used in turn; made when it is first needed.
+    """A window of the group with three slots for each rank, used in turn. It is made when it is first needed.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
-    Chunks use the slots in turn, whatever collectives they belong to, and every rank passes the same barriers, at least one for
-    each chunk. What is written for chunk k is read after a barrier. The last reads of chunk k are over when their rank comes to
-    the barrier of chunk k + 2 (a rank copies chunk k out after the barrier of chunk k + 1). The first writes of chunk k + 3, to
-    the same slot, come after the barrier of chunk k + 2. So nothing is overwritten that somebody still reads, without further
-    barriers.
+    Chunks use the slots in turn, whatever collectives they belong to. All ranks pass the same barriers, at least one for each
+    chunk. Data of chunk k is read after the barrier of chunk k. A rank copies chunk k out after the barrier of chunk k + 1, so
+    it has finished all reads of chunk k when it comes to the barrier of chunk k + 2. Chunk k + 3 uses the same slot, and is
+    written after the barrier of chunk k + 2. So no rank overwrites data that another rank still reads, and no further barriers
+    are needed.
 
     Args:
-        node: of the group.
+        node: the group's node.
     """
 
     def __init__(self, node: Node) -> None:
@@ -44,20 +44,20 @@ class StagingArea:
         self._next = 0
 
     def segment(self, call: Call) -> Segment | None:
-        """The window; None, on all ranks, if it cannot be had. All ranks call it at the same point of their order."""
+        """The window; None on all ranks if it cannot be made. All ranks call it at the same point of their order."""
         if self._segment is None and self._may_exist:
             self._segment = self._node.segment(SLOTS * SLOT_BYTES, call)
             self._may_exist = self._segment is not None
         return self._segment
 
     def take(self) -> int:
-        """The number of the slot whose turn it is."""
+        """Take the next slot, and return its number."""
         number = self._next
         self._next = (number + 1) % SLOTS
         return number
 
     def forget(self) -> None:
-        """Give the window back."""
+        """Release the window."""
         self._segment, self._may_exist = None, False
 
 
@@ -66,8 +66,8 @@ class _Copy(NamedTuple):
 
     Attributes:
         slot: the address in the slot.
-        offset_bytes: from the beginning of the tensor, or of the chunk in it.
-        nbytes: how much.
+        offset_bytes: the offset from the start of the chunk in the tensor.
+        nbytes: the number of bytes.
     """
 
     slot: int
@@ -76,14 +76,14 @@ class _Copy(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a rank does with a chunk of one length in one slot.
+    """The copies and the reduction of a rank for chunks of one length in one slot.
 
     Attributes:
-        copies_in: from the rank's tensor (the block) to its slot: what the other ranks reduce.
-        slots: of each rank, in its slot, the slice that this rank reduces; its own is read where it is.
-        share: the slice that this rank reduces: where it begins in the chunk, and how long it is, in elements.
-        copy_to_slot: from the rank's tensor to its slot, of what it has reduced; None if nobody else wants it.
-        copies_out: from the slots to the rank's tensor: what the other ranks have reduced.
+        copies_in: copies from the rank's tensor (the block) to its slot, of the slices that the other ranks reduce.
+        slots: for each rank, the slice in its slot that this rank reduces. (This rank's own slice is read from its tensor.)
+        share: the slice that this rank reduces: its start in the chunk and its length, in elements.
+        copy_to_slot: the copy of this rank's result from its tensor to its slot; None if no other rank needs the result.
+        copies_out: copies from the slots to the rank's tensor, of the results of the other ranks.
     """
 
     copies_in: list[_Copy]
@@ -96,19 +96,19 @@ class _Step(NamedTuple):
 class CopyInCopyOut(Algorithm):
     """`all_reduce` and `reduce_scatter` through the staging area, chunk by chunk.
 
-    A rank copies into its slot what the others reduce of its chunk. After a barrier it reduces its own slice, in rank order,
-    from the others' slots and its own tensor, into its tensor. For `all_reduce` it copies that into its slot as well, and the
-    others' slices out of theirs after the next barrier. A rank copies in the next chunk before it reduces this one, so one
-    barrier serves for both.
+    A rank copies the slices of its chunk that other ranks reduce into its slot. After a barrier it reduces its own slice in
+    rank order, from the other ranks' slots and its own tensor, and writes the result to its tensor. For `all_reduce` it also
+    copies the result to its slot; after the next barrier it copies the other ranks' results out of their slots. A rank copies
+    the next chunk in before it reduces this one, so both need only one barrier.
 
-    Cost of n bytes in p ranks: n - n/p copied in and n/p reduced; for `all_reduce` n/p more copied in and n - n/p copied out,
-    and one barrier more than chunks.
+    Cost for n bytes and p ranks: n - n/p bytes copied in and n/p bytes reduced. For `all_reduce` also n/p bytes copied in and
+    n - n/p bytes copied out. One barrier for each chunk; for `all_reduce` one more.
 
     Args:
-        node: of the group.
-        signature: of the calls.
-        operation: what they do.
-        staging: of the group.
+        node: the group's node.
+        signature: the signature of the calls.
+        operation: the collective.
+        staging: the group's staging area.
     """
 
     name = "copy-in copy-out"
@@ -123,7 +123,7 @@ class CopyInCopyOut(Algorithm):
         self._chunks: list[tuple[int, int]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Cut the tensor into chunks that fit the slots, at the first call."""
+        """Whether the staging area could be made. At the first call, cut the tensor into chunks that fit the slots."""
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)
             if segment is not None:
@@ -157,9 +157,9 @@ class CopyInCopyOut(Algorithm):
             _copy_out(pending[0], target + pending[1] * itemsize)
 
     def _reduce(self, step: _Step, start: int, own: torch.Tensor, out: torch.Tensor) -> None:
-        """Reduce this rank's slice of the chunk that begins at `start` in its own terms and in the result."""
+        """Reduce this rank's slice of the chunk that begins at `start`, both in its own terms and in the result."""
         begin, numel = step.share
-        if numel == 0:
+        if numel == 0:  # a chunk with fewer elements than ranks
             return
         assert self._segment is not None
         terms = step.slots.copy()
@@ -200,12 +200,12 @@ class CopyInCopyOut(Algorithm):
     def _terms(self, segment: Segment, offset_bytes: int, numel: int) -> list[torch.Tensor]:
         if numel == 0:
             return []
-        with torch.inference_mode(False):  # they serve calls outside that mode, too
+        with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
             return segment.rows(offset_bytes, numel, self._dtype)
 
 
 def _without(mine: int, of_ranks: Sequence[_T]) -> list[_T]:
-    """What the other ranks have, in rank order."""
+    """The entries of the other ranks, in rank order."""
     return [*of_ranks[:mine], *of_ranks[mine + 1 :]]
 
 

@@ -1,4 +1,4 @@
-"""Collectives of small tensors: each rank writes its tensor to its eager slot, and reads the slots of all."""
+"""Collectives of small tensors: each rank writes its tensor to its eager slot, and reads the slots of all ranks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from ....tensors.reduction import always_of
 from .plan import Algorithm, Node, Operation, Size
 from .shared_sync import SharedSync, ShmBarrier
 
-# Memory at an address, given a number of bytes: to copy by slices takes a third of the time of ctypes' memmove if they are few.
+# Memory at an address, with a number of bytes. For few bytes, copying by slices takes a third of the time of ctypes' memmove.
 _memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
 
-#: Reads the slots of one turn: given this rank's part and the whole.
+#: Reads the slots of one turn. Takes this rank's part and the whole.
 _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
-    """One arrival compares the call and hands over the data; each rank reads p n bytes.
+    """A single arrival compares the call and hands over the data. Each of p ranks reads p n bytes, for n bytes of data.
 
-    See Note [Arrivals in turn] in `shared_sync`.
-    This is the fastest way where a tensor is so small that arrivals are what counts. Every rank reduces everything, in rank
-    order, so all get the same bits.
+    See Note [Arrivals in turn] in `shared_sync`. This is the fastest algorithm for tensors so small that the number of arrivals
+    decides. Every rank reduces everything, in rank order, so all ranks get the same bits.
 
     Args:
-        node: of the group.
-        signature: of the calls.
-        operation: what they do.
-        size: of each call; what a rank shows fits in a slot.
+        node: the group's node.
+        signature: the signature of the calls.
+        operation: the collective.
+        size: the size of each call; the data that a rank shows must fit in a slot.
     """
 
     name = "eager"
@@ -48,7 +47,7 @@ class Eager(Algorithm):
         self._turns: list[tuple[memoryview | None, _Read]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Lay out the slots of both turns, at the first call."""
+        """Whether the barrier could be made. At the first call, prepare the slots of both turns."""
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
             if self._sync is not None:
@@ -56,7 +55,7 @@ class Eager(Algorithm):
         return self._sync is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Write to the slot, compare the call (once more), read the slots."""
+        """Write to the slot, compare the call, read the slots. If the call was compared before, this compares it again."""
         sync = self._sync
         assert sync is not None
         slot, read = self._turns[(sync.barrier.arrivals + 1) & 1]
@@ -66,7 +65,7 @@ class Eager(Algorithm):
         read(part, whole)
 
     def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[memoryview | None, _Read]:
-        """This rank's slot, None if it shows nothing; and how to read the slots."""
+        """This rank's slot (None if it shows nothing), and the function that reads the slots."""
         signature, mine = self._signature, barrier.mine
         slots = [
             memoryview(_memory_at(slot.data_ptr(), slot.nbytes)) for slot in barrier.slots(turn, self._shown_bytes, torch.uint8)
@@ -89,7 +88,7 @@ def _reduce(reduce: Callable[..., object]) -> _Read:
 
 
 def _nothing(part: torch.Tensor, whole: torch.Tensor) -> None:
-    """Nobody overwrites a root's tensor."""
+    """Do nothing: the root of a broadcast keeps its tensor."""
 
 
 def _copy(slot: memoryview) -> _Read:

@@ -1,4 +1,4 @@
-"""All-reduce between several nodes: by the slice, of tensors in windows and of others that are staged in one."""
+"""All-reduce across several nodes, slice by slice. Works on tensors in windows, and on others staged in shared memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ...shared_memory.segment import Segment
 from ..transport import MPITransport
 from .plan import Algorithm, InWindow, Node, Place, chunks, slice_of
 
-# What is sent between nodes at a time: large against the latency of a network, small enough to be memory that is soon used
-# again.
+# The size of a chunk sent between nodes: large compared with a network's latency, and small enough that its memory is soon
+# used again.
 CHUNK_BYTES = 4 << 20
-# What is staged of a tensor that is in no window, for each rank.
+# The size of the pieces of a tensor that are staged, for each rank.
 STAGE_BYTES = 16 << 20
 
 
 class NodeReduction:
-    """Combines a slice inside the node, then with the other leaders of that slice, and copies it to all ranks of this node.
+    """Combines a slice inside the node, then with the slice's leaders on other nodes, and copies it to all ranks of this node.
 
     Args:
-        node: of the group.
-        between: of the leaders of this rank's slice; None if it leads none.
-        ranks: how many ranks the group has.
+        node: the group's node.
+        between: the transport between the leaders of this rank's slice; None if this rank leads no slice.
+        ranks: the number of ranks in the group.
     """
 
     def __init__(self, node: Node, between: MPITransport | None, ranks: int) -> None:
@@ -38,17 +38,14 @@ class NodeReduction:
         self._may_stage = True
 
     def stage(self, call: Call) -> Segment | None:
-        """Memory to stage tensors in; None, on all ranks, if it cannot be had."""
+        """The memory in which tensors are staged; None on all ranks if it cannot be made."""
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
             self._may_stage = self._stage is not None
         return self._stage
 
     def run(self, place: Place, numel: int, call: Call) -> None:
-        """Combine `numel` elements that lie at the same place on all ranks.
-
-        The ranks have come together, and must come together after it.
-        """
+        """Combine `numel` elements at the same place on all ranks. The ranks must synchronise before and after it."""
         start, stop = slice_of(numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
         if self._between is None or start == stop:
             return
@@ -58,11 +55,14 @@ class NodeReduction:
             self._reduce([row[begin:end] for row in rows], self._between, op, call)
 
     def forget(self) -> None:
-        """Give the stage back."""
+        """Release the stage."""
         self._stage, self._may_stage = None, False
 
     def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
-        """Halves shall be rounded once: they travel as the float32 that they are summed in, and come back as halves."""
+        """Combine one chunk in this node and between nodes, and give the result to the node's ranks.
+
+        Halves are summed in float32, sent between nodes as float32, and come back as halves, so they are rounded once.
+        """
         mine = terms[self._rank]
         total = combine(op, terms, mine)
         between.presync(total.nbytes, call)
@@ -81,12 +81,12 @@ class NodeReduction:
 
 
 class HierarchicalWindow(InWindow):
-    """Tensors in a window of each node.
+    """Reduces tensors that are in a window of each node.
 
     Args:
-        node: of the group.
-        signature: of the calls.
-        reduction: of the group.
+        node: the group's node.
+        signature: the signature of the calls.
+        reduction: the group's reduction across nodes.
     """
 
     name = "hierarchical"
@@ -103,13 +103,13 @@ class HierarchicalWindow(InWindow):
 
 
 class Hierarchical(Algorithm):
-    """Tensors in no window, staged piece by piece.
+    """Reduces tensors that are in no window: copies them to a stage, piece by piece.
 
-    Other ranks touch a rank's part of the stage only between one coming-together and the next.
+    Other ranks use a rank's part of the stage only between the two waits of a piece.
 
     Args:
-        node: of the group.
-        reduction: of the group.
+        node: the group's node.
+        reduction: the group's reduction across nodes.
     """
 
     name = "hierarchical"
@@ -119,11 +119,11 @@ class Hierarchical(Algorithm):
         self._reduction = reduction
 
     def is_ready(self, call: Call) -> bool:
-        """Whether there is memory to stage in."""
+        """Whether the stage could be made."""
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Stage a piece, come together, reduce; again for each piece."""
+        """For each piece: copy it to the stage, wait for the other ranks, reduce, wait again, copy the result back."""
         stage, sync = self._reduction.stage(call), self._node.local_sync(call)
         assert stage is not None
         place = Place(stage, 0)

@@ -1,4 +1,4 @@
-"""Who shares a node with whom."""
+"""Which ranks share a node, and which ranks communicate between nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SplitByNode = Callable[[MPI.Intracomm], MPI.Comm]
 
 
 def split_by_node(communicator: MPI.Intracomm) -> MPI.Comm:
-    """The ranks that can share memory with this one, in their order."""
+    """Make a communicator of the ranks that can share memory with this one, in their order."""
     return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
 
 
 class Hierarchy:
-    """The ranks of a group in two steps: inside each node, then across the nodes. Making one is a collective.
+    """The ranks of a group in two levels: inside each node, and across the nodes. Its construction is a collective.
 
     ::
 
@@ -28,17 +28,17 @@ class Hierarchy:
         rank 2                             leads none, for the smallest node has two ranks
 
     Args:
-        communicator: of the whole group.
+        communicator: a communicator of the whole group.
         split: makes the communicator of this rank's node.
 
     Attributes:
-        node: this rank's node.
-        nodes: how many there are.
-        shares_memory: whether any rank of the group is not alone on its node.
-        is_ordered: whether all processors let the ranks use a `ShmBarrier` (see `has_total_store_order`).
-        leaders: how many ranks of each node, its first, lead a slice of what is combined between nodes.
-        inter_node: those who lead the same slice as this rank, one on each node; None if it leads none, or there is nothing
-            to combine.
+        node: the communicator of this rank's node.
+        nodes: the number of nodes.
+        shares_memory: whether any node has more than one rank of the group.
+        is_ordered: whether the processors of all nodes allow a `ShmBarrier` (see `has_total_store_order`).
+        leaders: this many ranks of each node, the first ones, each lead a slice that is combined between nodes.
+        inter_node: a communicator of the leaders of the same slice, one on each node. None if this rank leads no slice, or
+            there is nothing to combine.
     """
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:

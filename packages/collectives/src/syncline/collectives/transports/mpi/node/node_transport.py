@@ -1,4 +1,4 @@
-"""The collectives that gain from memory which the ranks of a node share."""
+"""NodeTransport: MPI, with shared memory for collectives that become faster by it."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ _OPERATIONS = {
 
 
 class NodeTransport(MPITransport):
-    """`MPITransport`, but ranks of one node use memory that they share where they gain from it; see `algorithm.choose`.
+    """`MPITransport`, but ranks of one node use shared memory where it is faster; see `plan.choose`.
 
     Args:
         communicator: as for `MPITransport`.
-        reproducible: as for `MPITransport`. All goes by MPI then where there are several nodes: the order of what is done in a
-            node and between nodes depends on who is where.
-        thresholds: the same on all ranks.
-        piece_bytes: the largest piece of a ring of nodes, the same on all ranks; None: what this rank would send.
-        split: says who shares memory with whom.
-        ranks_on_node: how many ranks of the job there are on this node; None: those of this group.
+        reproducible: as for `MPITransport`. With several nodes, all reductions then use MPI: with shared memory, their order
+            would depend on which rank is on which node.
+        thresholds: sizes from which algorithms are used; the same on all ranks.
+        piece_bytes: the largest piece of a ring of nodes, the same on all ranks; None: `largest_piece_bytes` of this rank.
+        split: makes the communicator of this rank's node.
+        ranks_on_node: the number of the job's ranks on this node; None: the number of this group's ranks.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class NodeTransport(MPITransport):
 
     @property
     def compares_every_call(self) -> bool:
-        """On one node: in shared memory that costs next to nothing."""
+        """Whether all ranks are on one node, where comparing in shared memory costs almost nothing."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
-        """Memory in a window, filled with zeros, if it is large enough to gain from it and any ranks share a node."""
+        """Allocate in a window, filled with zeros, if any ranks share a node and the tensor is large enough; else plainly."""
         capabilities = self._capabilities
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
         if is_used and numel * dtype.itemsize >= self._thresholds.window_bytes:
@@ -125,7 +125,7 @@ class NodeTransport(MPITransport):
         return self._node.sync(call)
 
     def barrier(self, call: Call) -> None:
-        """In shared memory, or MPI's."""
+        """A barrier in shared memory if all ranks are on one node, else MPI's."""
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
             self.sync(call).same(call)
         else:
@@ -134,7 +134,7 @@ class NodeTransport(MPITransport):
     @override
     def plan(self, signature: Signature) -> Plan:
         operation = _OPERATIONS.get(signature.name)
-        if operation is None:  # shared memory gains nothing there
+        if operation is None:  # shared memory does not make the other collectives faster
             return super().plan(signature)
         size = size_of(operation, signature.nbytes, self._size)
         is_native = operation is Operation.ALL_REDUCE and self._native(signature.element_dtype, signature.reduction) is not None
@@ -170,7 +170,7 @@ class NodeTransport(MPITransport):
     # ---- life ----
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """As `MPITransport`, with windows of its own."""
+        """As `MPITransport.subset`. The subset has its own windows."""
         return NodeTransport(
             self._communicator_of(members, number),
             reproducible=self._reproducible,
@@ -181,20 +181,20 @@ class NodeTransport(MPITransport):
         )
 
     def give_up(self) -> None:
-        """Ranks of the node that wait for this one hear of it."""
+        """Tell the ranks of this node that wait for this one."""
         self._node.give_up()
 
     def interrupt(self) -> None:
-        """As `MPITransport`, and those of the node and between nodes."""
+        """As `MPITransport.interrupt`, also for the communicators inside and between nodes."""
         super().interrupt()
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
     def abort(self) -> None:
-        """The same; MPI has no way to wake the ranks of other nodes short of ending the job."""
+        """Tell the ranks of this node. MPI cannot wake the ranks of other nodes without ending the job."""
         self._node.give_up()
 
     def close(self) -> None:
-        """Free all communicators; memory lasts as long as tensors lie in it."""
+        """Free all communicators. Shared memory lasts as long as tensors are in it."""
         self._staging.forget()
         self._node_reduction.forget()
         self._node.forget()

@@ -1,4 +1,4 @@
-"""NodePlan: how ranks that may share a node carry out one signature: which algorithm, and where a tensor lies in a window."""
+"""NodePlan: how ranks that may share a node carry out one signature. Also: the choice of algorithms, and the windows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .hierarchy import Hierarchy
 from .shared_allocation import SharedMemoryError, allocate_shared
 from .shared_sync import LEAST_SLOT_BYTES, SharedSync, ShmBarrier, barrier_bytes
 
-# Each rank reads the slots of all: with more ranks MPI's trees move less.
+# In the eager algorithm each rank reads the slots of all ranks. With more ranks, MPI's trees move less data.
 MOST_EAGER_RANKS = 8
 # Two slots of this size stay in a core's cache.
 MOST_SLOT_BYTES = 512 << 10
 
 
 class Choice(enum.Enum):
-    """How a collective on tensors in no window is done."""
+    """The algorithms for a collective on tensors that are in no window."""
 
     EAGER = "eager"
     COPY_IN_COPY_OUT = "copy-in copy-out"
@@ -41,7 +41,7 @@ class Choice(enum.Enum):
 
 
 class Operation(enum.Enum):
-    """What the shared memory of a node is used for."""
+    """The collectives that may use the shared memory of a node."""
 
     ALL_REDUCE = enum.auto()
     REDUCE_SCATTER = enum.auto()
@@ -50,15 +50,15 @@ class Operation(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """What the ranks of a group can do; the same on all of them.
+    """Facts about a group that decide on algorithms; the same on all ranks.
 
     Attributes:
-        ranks: how many there are.
-        nodes: on how many nodes.
-        least_ranks_of_node: on the node that has the fewest.
-        shares_memory: whether any of them are on one node.
-        has_barrier: whether there can be a `ShmBarrier`.
-        reproducible: reductions give the same bits in every run.
+        ranks: the number of ranks.
+        nodes: the number of nodes.
+        least_ranks_of_node: the number of ranks on the node with the fewest ranks.
+        shares_memory: whether any node has more than one rank.
+        has_barrier: whether a `ShmBarrier` is possible.
+        reproducible: whether reductions must give the same bits in every run.
     """
 
     ranks: int
@@ -70,11 +70,11 @@ class Capabilities(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How large a call is, in bytes.
+    """The size of a call, in bytes.
 
     Attributes:
-        whole: the larger tensor: the block where there is one.
-        shown: what a rank shows to the others.
+        whole: the size of the larger tensor: of the block, if the call has one.
+        shown: the size of the data that a rank shows to the other ranks.
     """
 
     whole: int
@@ -91,21 +91,22 @@ def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
 def choose(
     operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds, *, is_native: bool
 ) -> Choice:
-    """The algorithm for tensors that are in no window; all ranks choose alike.
+    """Choose the algorithm for tensors that are in no window. All ranks choose the same. A pure function.
 
     Args:
         operation: the collective.
-        size: of the call.
-        capabilities: of the group.
-        thresholds: the same on all ranks.
-        is_native: MPI does the reduction itself.
+        size: the size of the call.
+        capabilities: the facts about the group.
+        thresholds: sizes from which algorithms are used; the same on all ranks.
+        is_native: whether MPI itself can do the reduction.
     """
     if not capabilities.shares_memory or size.whole == 0:
         return Choice.MPI
     is_reduction = operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
     is_staged = is_reduction and size.whole >= thresholds.staged_bytes
     if capabilities.nodes > 1:
-        # What MPI does not reduce itself would be exchanged between all ranks. A node's only rank has nobody to share with.
+        # A gain only if MPI cannot reduce the dtype: without shared memory, all ranks would exchange all terms. And only if
+        # every node has at least two ranks that can share memory.
         is_gain = operation is Operation.ALL_REDUCE and not is_native and capabilities.least_ranks_of_node > 1
         return Choice.HIERARCHICAL if is_staged and is_gain and not capabilities.reproducible else Choice.MPI
     if size.shown <= slot_bytes(capabilities, thresholds):
@@ -114,7 +115,7 @@ def choose(
 
 
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
-    """The size of an eager slot, a multiple of 64; 0 where nothing is eager."""
+    """The size of an eager slot in bytes, a multiple of 64; 0 if the group uses no eager slots."""
     others = capabilities.ranks - 1
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
         return 0
@@ -122,35 +123,35 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
-    """Whether the ranks compare where a tensor lies, as soon as the group has windows."""
+    """Whether the ranks must compare the places of their tensors, once the group has windows."""
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
     return capabilities.nodes == 1 or (operation is Operation.ALL_REDUCE and not capabilities.reproducible)
 
 
 def slice_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Where slice `index` of `parts` begins and ends; the first `numel % parts` are one element longer."""
+    """The start and end of slice `index` of `parts`. The first `numel % parts` slices are one element longer."""
     length, longer = divmod(numel, parts)
     start = index * length + min(index, longer)
     return start, start + length + (index < longer)
 
 
 def chunks(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    """From `start` to `stop` in pieces of `step` elements; the last may be shorter."""
+    """Divide the range from `start` to `stop` into pieces of `step` elements. The last piece may be shorter."""
     for begin in range(start, stop, step):
         yield begin, min(begin + step, stop)
 
 
 logger = logging.getLogger("syncline.collectives")
-_warned_of: set[str] = set()  # by this process: every group meets the same reasons
+_warned_of: set[str] = set()  # for the whole process, because every group would warn of the same reasons
 
 
 class Place(NamedTuple):
-    """Where a tensor lies.
+    """The place of a tensor.
 
     Attributes:
         segment: the shared memory.
-        offset_bytes: from the beginning of this rank's part.
+        offset_bytes: the offset from the start of this rank's part.
     """
 
     segment: Segment
@@ -165,34 +166,35 @@ class _Entry(NamedTuple):
 
 
 class Windows:
-    """The segments that tensors were allocated in, in this process.
+    """The segments of this process in which tensors were allocated.
 
-    The keys of places are addresses in a space of their own, in which all segments that ever were lie one after the other. All
-    ranks make the same segments in the same order, so they agree on it; 63 bits last for 8 EiB of allocations.
+    Each place has a key: an address in a virtual space in which all segments ever made follow one another. All ranks make the
+    same segments in the same order, so they agree on the keys. 63 bits are enough for 8 EiB of allocations.
 
-    It does not keep them alive: a segment goes when this rank's last tensor in it has gone. So what was allocated and is not
-    needed any more (a reducer's first buckets) costs nothing, without anybody having to say so.
+    It does not keep segments alive: a segment is freed with this rank's last tensor in it. So memory that is no longer needed
+    (a reducer's first buckets) is freed without a call.
     """
 
     def __init__(self) -> None:
-        # By start, and the starts alone; replaced as a whole, for a segment may go at any moment.
+        # The start addresses, and the entries sorted by start. Both are replaced together, because a segment may be freed at
+        # any moment, on any thread.
         self._known: tuple[list[int], list[_Entry]] = [], []
-        self._changing = threading.RLock()  # on any thread, also on the one that is in `add`
+        self._changing = threading.RLock()  # reentrant: `_forget` may run inside `add`, on the same thread
         self._next_key = 0
 
     def add(self, segment: Segment) -> None:
-        """Remember a segment. All ranks do, in the same order."""
+        """Remember a segment. All ranks add the same segments in the same order."""
         with self._changing:
             entry = _Entry(segment.address(), segment.part_bytes, self._next_key, weakref.ref(segment, self._forget))
-            self._next_key += segment.part_bytes + 1  # its end is a place, too
-            # One that goes just now may stay until the next one is added: `key_of` does not mind.
+            self._next_key += segment.part_bytes + 1  # + 1 because the end of a segment is a place, too
+            # A segment that is freed just now may stay in the list until the next `add`. `key_of` ignores it.
             alive = (known for known in self._known[1] if known.segment() is not None)
             self._know(sorted((*alive, entry), key=lambda known: known.start))
 
     def key_of(self, tensor: torch.Tensor) -> int:
-        """The key of the place where a contiguous tensor lies, if it lies in this rank's part of a segment from end to end.
+        """The key of a contiguous tensor's place; `NOWHERE` unless the whole tensor is in this rank's part of a segment.
 
-        Else `NOWHERE`. It is equal on all ranks if and only if the places are, and no other place will ever have it.
+        Keys are equal on all ranks if and only if the places are. No other place ever gets the same key.
         """
         starts, entries = self._known
         address = tensor.data_ptr()
@@ -205,7 +207,7 @@ class Windows:
         return first_key + address - start
 
     def place(self, key: int) -> Place:
-        """That of a key which `key_of` has given for a tensor that still lies there."""
+        """The place of a key from `key_of`. A tensor must still be at the place."""
         for entry in self._known[1]:
             segment = entry.segment()
             if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
@@ -224,12 +226,12 @@ class Windows:
 
 
 class NodeMemory:
-    """Makes segments, and remembers those in which tensors lie: the windows.
+    """Makes segments, and remembers the windows: the segments that hold tensors.
 
     Args:
-        hierarchy: who is on which node.
-        communicator: of the whole group, private.
-        messages: of the whole group.
+        hierarchy: which ranks share a node.
+        communicator: a private communicator of the whole group.
+        messages: the sync of the whole group.
     """
 
     def __init__(self, hierarchy: Hierarchy, communicator: MPI.Intracomm, messages: MessageSync) -> None:
@@ -245,7 +247,7 @@ class NodeMemory:
         return self._has_windows
 
     def allocate_segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """A segment with a part for each rank of a node; None, on all ranks, if it cannot be had. A collective of the group."""
+        """Make a segment with a part for each rank of a node; None on all ranks if this fails. A collective of the group."""
         try:
             with mpi_errors():
                 run = lambda start: self._messages.run(call, start)  # noqa: E731
@@ -255,14 +257,14 @@ class NodeMemory:
             return None
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor | None:
-        """A window, filled with zeros; None, on all ranks, if it cannot be had."""
+        """Make a window filled with zeros; None on all ranks if this fails."""
         segment = self.allocate_segment(numel * dtype.itemsize, call)
         if segment is None:
             return None
         segment.holds_tensors = True
         self.windows.add(segment)
         self._has_windows = True
-        return segment.view(segment.mine, 0, numel, dtype).zero_()  # written, so that no first use pays for it
+        return segment.view(segment.mine, 0, numel, dtype).zero_()  # this maps the pages, so the first use is not slower
 
     def _warn(self, error: SharedMemoryError) -> None:
         reason = str(error)
@@ -281,17 +283,17 @@ logger = logging.getLogger("syncline.collectives")
 
 
 class Node:
-    """What a group has on this node: the memory that its ranks share, and how they come together.
+    """A group's ranks on this node: their shared memory, and their syncs.
 
     The barrier in shared memory is made when the ranks first come together. A group that never communicates has none.
 
     Args:
-        hierarchy: who is on which node.
-        communicator: of the whole group, private.
-        messages: of the whole group.
-        local_messages: of the ranks of this node.
+        hierarchy: which ranks share a node.
+        communicator: a private communicator of the whole group.
+        messages: the sync of the whole group.
+        local_messages: the sync of the ranks of this node.
         slot_bytes: the size of an eager slot; a multiple of 64, or 0.
-        ranks_on_node: how many ranks of the job there are on this node.
+        ranks_on_node: the number of the job's ranks on this node.
     """
 
     def __init__(
@@ -314,16 +316,17 @@ class Node:
         self._shared: SharedSync | None = None
 
     def sync(self, call: Call) -> Sync:
-        """How all ranks of the group come together. All ranks call it at the same point of their order."""
+        """The sync of all ranks of the group. All ranks call it at the same point of their order."""
         return self._messages if self.hierarchy.nodes > 1 else self.shared_sync(call) or self._messages
 
     def local_sync(self, call: Call) -> Sync:
-        """How the ranks of each node come together. All ranks of the group call it at the same point of their order."""
+        """The sync of the ranks of this node. All ranks of the group call it at the same point of their order."""
         return self.shared_sync(call) or self._local_messages
 
     def shared_sync(self, call: Call) -> SharedSync | None:
-        """That in shared memory; None, on all ranks, if there can be none."""
+        """The sync in shared memory, made at the first call; None on all ranks if it cannot be made."""
         if self._shared is None and self._may_have_barrier:
+            # Making it is a collective: first make sure that all ranks are here, for the same call.
             self._messages.same(call)
             segment = self.memory.allocate_segment(barrier_bytes(self._slot_bytes), call)
             if segment is None:
@@ -337,38 +340,38 @@ class Node:
         return self._shared
 
     def barrier(self, call: Call) -> ShmBarrier | None:
-        """The barrier in shared memory, whose slots carry small tensors; as `shared_sync`."""
+        """The barrier of `shared_sync`, whose slots carry small tensors; None on all ranks if it cannot be made."""
         shared = self.shared_sync(call)
         return None if shared is None else shared.barrier
 
     def segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """New memory with a part for each rank of a node; None, on all ranks, if it cannot be had."""
+        """Make new memory with a part for each rank of a node; None on all ranks if this fails."""
         self.sync(call).same(call)
         return self.memory.allocate_segment(part_bytes, call)
 
     def give_up(self) -> None:
-        """Tell the ranks of this node that this rank will not come any more."""
+        """Tell the ranks of this node that this rank will not come again."""
         if self._shared is not None:
             self._shared.give_up()
 
     def forget(self) -> None:
-        """Give the barrier back."""
+        """Release the barrier."""
         self._shared, self._may_have_barrier = None, False
 
 
 class Algorithm(ABC):
-    """Moves the data of calls of one signature, for tensors that lie anywhere.
+    """Moves the data of calls of one signature, for tensors in any memory.
 
     Attributes:
-        name: in a word or two, for logs.
-        compares: whether the ranks must have compared the call before `run`. An algorithm that compares it on its own says no.
+        name: a word or two for logs.
+        compares: whether the ranks must compare the call before `run`. False if the algorithm itself compares it.
     """
 
     name: str
     compares = True
 
     def is_ready(self, call: Call) -> bool:
-        """Whether it has what it needs; the first call asks for it. A collective; the same on all ranks."""
+        """Whether the algorithm has its memory; the first call makes it. A collective with the same result on all ranks."""
         return True
 
     @abstractmethod
@@ -377,12 +380,12 @@ class Algorithm(ABC):
 
 
 class ByMPI(Algorithm):
-    """MPI's own collective.
+    """Runs MPI's own collective.
 
     Args:
-        transport: has the collective.
-        signature: of the calls.
-        name: what MPI, or the transport, takes.
+        transport: the transport with the collective.
+        signature: the signature of the calls.
+        name: the name of the algorithm that the transport uses.
         compares: as for `Algorithm`.
     """
 
@@ -397,31 +400,31 @@ class ByMPI(Algorithm):
 
 
 class InWindow(ABC):
-    """Moves the data of calls of one signature, for tensors that lie at one place of a window on all ranks.
+    """Moves the data of calls of one signature, for tensors at the same place of a window on all ranks.
 
     Attributes:
-        name: in a word or two, for logs.
+        name: a word or two for logs.
     """
 
     name: str
 
     @abstractmethod
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
-        """As `Plan.run`; `place` is the key of the place."""
+        """As `Plan.run`. `place` is the key of the tensors' place."""
 
 
 class NodePlan(Plan):
-    """One signature, for ranks that may share memory.
+    """Carries out one signature, for ranks that may share memory.
 
-    [1] The ranks compare the call, and where their tensors lie.
-    [2] If all have the tensor at the same place of a window, it is reduced, or copied, where it lies.
-    [3] Else another algorithm moves it. If the memory that the algorithm needs cannot be had, MPI does, from then on.
+    [1] The ranks compare the call and the places of their tensors.
+    [2] If all tensors are at the same place of a window, they are reduced or copied there.
+    [3] Else another algorithm moves the data. If its memory cannot be made, the plan uses MPI from then on.
 
     Args:
-        node: of the group.
-        algorithm: for tensors in no window.
-        by_mpi: needs nothing.
-        in_window: for tensors in a window; None if these calls gain nothing from one.
+        node: the group's node.
+        algorithm: the algorithm for tensors in no window.
+        by_mpi: MPI's own collective, which needs no shared memory.
+        in_window: the algorithm for tensors in a window; None if a window would not make these calls faster.
     """
 
     def __init__(self, node: Node, algorithm: Algorithm, by_mpi: Algorithm, in_window: InWindow | None = None) -> None:
@@ -449,7 +452,7 @@ class NodePlan(Plan):
                 self._latest = self._in_window.name
                 self._in_window.run(place, part, call)  # [2]
                 return
-        # Only now: where all tensors lie in windows, the memory that others need is never made.
+        # Not earlier: if all tensors are in windows, the memory of the other algorithms is never made.
         if not algorithm.is_ready(call):
             logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
             algorithm = self._algorithm = self._by_mpi

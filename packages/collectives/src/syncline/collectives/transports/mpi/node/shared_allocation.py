@@ -1,4 +1,4 @@
-"""Making memory that the ranks of each node share: on all nodes, or nowhere."""
+"""Make memory that the ranks of each node share. It is made on all nodes, or on none."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _T = TypeVar("_T")
 
 
 class SharedMemoryError(Exception):
-    """The memory cannot be had. All ranks of the group raise it together; it says where and why."""
+    """The memory cannot be made. All ranks of the group raise it together. The message says where and why."""
 
 
 def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int, run: Run) -> Segment:
-    """Memory with a part for each rank of a node. All ranks of the group call it.
+    """Make memory with a part for each rank of a node. A collective of the group.
 
     Args:
-        hierarchy: of the group.
-        communicator: of the group.
-        part_bytes: for each rank.
-        run: an MPI operation, to its end.
+        hierarchy: the group's hierarchy.
+        communicator: the group's communicator.
+        part_bytes: the size of each rank's part.
+        run: runs an MPI operation to its end.
 
     Raises:
-        SharedMemoryError: a rank did not get it.
+        SharedMemoryError: a rank did not get the memory.
     """
     allocation = _Allocation(hierarchy.node, part_bytes, run)
     try:
         segment = allocation.segment()
-        _agree(communicator, allocation.problem(), run)  # from here on nobody needs the descriptor that the file was made with
+        _agree(communicator, allocation.problem(), run)  # afterwards no rank needs the descriptor of the file
     finally:
         allocation.close()
     assert segment is not None
@@ -49,14 +49,15 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
 
 
 class _Allocation:
-    """One rank's part in making a file that all ranks of its node have.
+    """One rank's steps to make a file that all ranks of its node share.
 
-    Whatever goes wrong on a rank, it takes part in everything that the others wait in, and reports its problem afterwards.
+    If something fails on a rank, the rank still takes part in all later collectives, so that no other rank waits for it. It
+    reports its problem afterwards.
 
     Args:
-        node: its ranks.
-        part_bytes: for each of them.
-        run: an MPI operation, to its end.
+        node: the communicator of the node's ranks.
+        part_bytes: the size of each rank's part.
+        run: runs an MPI operation to its end.
     """
 
     def __init__(self, node: MPI.Intracomm, part_bytes: int, run: Run) -> None:
@@ -68,7 +69,7 @@ class _Allocation:
         self._file = -1
 
     def segment(self) -> Segment | None:
-        """Each rank reserves its own part, whose pages so lie in the memory next to its core. None if something went wrong."""
+        """Make the segment; None if this rank failed. Each rank reserves its own part, so its pages are close to its core."""
         origin = self._create()
         if origin is not None and self._open(*origin):
             with self._recording():
@@ -79,20 +80,20 @@ class _Allocation:
         return None
 
     def problem(self) -> str:
-        """What went wrong on this rank, or nothing."""
+        """This rank's problems in words; empty if there are none."""
         return "; ".join(self._problems)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor of the file."""
         if self._file >= 0:
             os.close(self._file)
 
     def _create(self) -> tuple[int, int, str] | None:
-        """The first rank makes the file, if there is room for it. Where it is, on all ranks of the node, or None."""
+        """Make the file on the first rank, if there is enough memory. Returns its place on all ranks of the node, or None."""
         limits: list[Limit] = []
         with self._recording():
             limits = memory_limits()
-        # As plain tuples: a pickled class carries the path of its module, and a message that long is one more packet.
+        # Plain tuples, because a pickled class contains the path of its module, and the longer message needs one more packet.
         everybodys = [[Limit._make(limit) for limit in own] for own in self._all_gather([tuple(limit) for limit in limits])]
         name = f"syncline-{os.urandom(8).hex()}"
         if self._is_first:
@@ -102,7 +103,7 @@ class _Allocation:
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
-        """The other ranks open the file where the first one has it, or are handed it."""
+        """Open the file on the other ranks, through /proc. If this fails on any rank, pass it over a socket."""
         if not self._is_first:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
@@ -112,7 +113,7 @@ class _Allocation:
         return self._file >= 0
 
     def _pass_fd(self, requests: int) -> None:
-        """The second way, if some rank could not go the first."""
+        """Pass the descriptor over a socket to the ranks that could not open the file."""
         with ExitStack() as stack:
             server, connection = None, None
             if self._is_first:
@@ -122,14 +123,14 @@ class _Allocation:
             if self._file < 0 and where is not None:
                 with self._recording():
                     connection = stack.enter_context(request_fd(*where))
-            self._all_gather(None)  # all who ask have asked
+            self._all_gather(None)  # from here on, all clients have connected and sent, so `serve` need not wait
             if server is not None:
                 with self._recording():
                     server.serve()
             if connection is not None:
                 with self._recording():
                     self._file = receive_fd(connection)
-                    self._problems.clear()
+                    self._problems.clear()  # this way has worked, so the failure of the first way does not matter
 
     def _all_gather(self, mine: _T) -> list[_T]:
         return all_gather_objects(self._node, mine, self._run)
@@ -138,7 +139,7 @@ class _Allocation:
     def _recording(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - all ranks hear of it
+        except Exception as error:  # noqa: BLE001 - `_agree` tells all ranks
             self._problems.append(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
 
 
@@ -152,7 +153,7 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
 
 
 def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
-    """Raise, on all ranks, if there is a problem on any. One reduction; the problems are gathered only if there are any."""
+    """Raise on all ranks if any rank has a problem. Costs one reduction, and a gather only if there is a problem."""
     is_any = array("q", [bool(problem)])
     run(lambda: communicator.Iallreduce(MPI.IN_PLACE, [is_any, MPI.INT64_T], MPI.MAX))
     if is_any[0]:
@@ -162,10 +163,10 @@ def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
 
 
 def probe_shared_memory() -> str:
-    """Let each rank of the job read what the others of its node wrote. A collective of all of them.
+    """Test shared memory: each rank reads what the other ranks of its node wrote. A collective of the job.
 
     Returns:
-        The result in words, the same on all ranks: it begins with "yes", "no", or, where every rank is alone, "nothing".
+        The result in words, the same on all ranks. It begins with "yes" or "no", or with "nothing" if every rank is alone.
     """
     with mpi_errors():
         communicator = MPI.COMM_WORLD.Dup()

@@ -1,4 +1,4 @@
-"""SharedSync: ranks of a node come together in memory that they share. It compares calls, and carries small tensors."""
+"""SharedSync: ranks of a node synchronise in shared memory. It also compares calls, and carries small tensors."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ..library import mapped
 from ..sync import NOWHERE, MessageSync, Sync
 from ..waiting import ARRIVAL_NAP_S, Patience
 
-_GAVE_UP = -1  # as an arrival
+_GAVE_UP = -1  # written in place of an arrival's number
 
-# A rank's part: two lines of numbers, for arrivals in turn, then two eager slots.
-_LINE_BYTES = 128  # two cache lines: some processors fetch them in pairs
+# A rank's part of the memory: two lines of numbers, used by arrivals in turn, then two eager slots.
+_LINE_BYTES = 128  # two cache lines, because some processors fetch them in pairs
 _HEAD_BYTES = 2 * _LINE_BYTES
 LEAST_SLOT_BYTES = 64
 
-# A look costs 0.06 us. Ranks that come at about the same time find each other without yielding the core, and without calling
-# the library, which takes as long as a small collective. Where ranks share cores, the core may be what another one waits for.
+# A check costs 0.06 us. Ranks that come at about the same time need not yield the core or call the library, which would take as
+# long as a small collective. If ranks share cores, check less often: another rank may need this core to arrive.
 _LOOKS_ON_OWN_CORE = 1000
 _LOOKS_ON_SHARED_CORE = 100
 
 
 def has_total_store_order() -> bool:
-    """Whether this processor shows one core's writes to the others in the order in which they were made, and reads in order.
+    """Whether all cores see the writes of a core in the order in which they were made, and this processor reads in order.
 
-    A `ShmBarrier` needs this: whoever reads a number there sees what was written before it. Processors other than x86 need
-    instructions for that which Python does not have.
+    A `ShmBarrier` needs this: a rank that reads a number must see everything that was written before it. Processors other than
+    x86 need special instructions for this, which Python does not have.
     """
     return platform.machine().lower() in ("x86_64", "amd64")
 
@@ -44,7 +44,7 @@ def barrier_bytes(slot_bytes: int) -> int:
 
 
 class GaveUpError(Exception):
-    """A rank said that it will not arrive any more."""
+    """A rank has said that it will not arrive again."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -52,21 +52,21 @@ class GaveUpError(Exception):
 
 
 class ShmBarrier:
-    """The ranks of a node arrive at points in a common order, and say for which call; eager slots carry a few bytes of each.
+    """A barrier in shared memory for the ranks of a node. It compares calls, and its eager slots carry small tensors.
 
     Note [Arrivals in turn]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    Each rank writes in its own part only. For arrival k it writes its data into slot k mod 2, the digest of its call into line
-    k mod 2, and last of all k itself; then it waits until all others have written k there, and reads their slots. Nobody needs
-    to say when it has read: a rank writes to the same slot and line again for arrival k + 2, after all have arrived at k + 1,
-    that is, after they have read everything of arrival k.
+    Each rank writes only in its own part. For arrival k it writes its data into slot k mod 2, then the digest of its call into
+    line k mod 2, and last the number k into this line. Then it waits until all others have written k, and reads their slots. No
+    rank has to say when it has finished reading: the same slot and line are next written for arrival k + 2. Before that, all
+    ranks have arrived at k + 1, so they have read everything of arrival k.
 
     Args:
-        segment: with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
+        segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
         slot_bytes: the size of an eager slot; a multiple of 64.
-        progress: called while waiting, so that the library underneath makes progress: another rank may come only when a
-            message of this one has reached it.
-        has_own_core: whether every rank of the job on this node can have a core of its own.
+        progress: called while waiting, so that the MPI library makes progress: another rank may need a message of this rank
+            before it can arrive.
+        has_own_core: whether there is a core for every rank of the job on this node.
     """
 
     def __init__(
@@ -80,32 +80,33 @@ class ShmBarrier:
         self._numbers = segment.contents().cast("q")
         self._lines = [self._lines_of(turn) for turn in (0, 1)]
         self._looks_before_yielding = _LOOKS_ON_OWN_CORE if has_own_core else _LOOKS_ON_SHARED_CORE
-        self.arrivals = 0  # of this rank, so far; the turn of an arrival is its number mod 2
-        self._complete = 0  # the latest arrival at which all others were seen
+        self.arrivals = 0  # the number of this rank's latest arrival; the turn of an arrival is its number mod 2
+        self._complete = 0  # the latest arrival for which this rank has seen all others
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Every rank's eager slot for arrivals of that turn, from an offset on, as flat tensors of one element or more.
+        """Every rank's eager slot for arrivals of this turn, from an offset on, as flat tensors of one or more elements.
 
-        Write this rank's slot before `arrive`, read the others' after it.
+        Write this rank's slot before `arrive`, and read the slots of the others after it.
         """
-        with torch.inference_mode(False):  # they serve calls outside that mode, too
+        with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
             return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
 
     def arrive(self, scope: CancelScope, digest: int = 0, place: int = NOWHERE) -> tuple[bool, bool]:
         """Return when all ranks have arrived.
 
         Returns:
-            Whether `digest` is the same on all ranks; and whether `place` is, and is not `NOWHERE`. Both have 64 bits.
+            Whether `digest` is the same on all ranks; and whether `place` is the same and is not `NOWHERE`. Both have 64 bits.
 
         Raises:
             GaveUpError: a rank will not come.
-            TimeoutError: the time limit was reached; or the scope's reason.
+            TimeoutError: the time limit was reached.
+            BaseException: the reason with which the scope was cancelled.
         """
         self.arrivals = arrival = self.arrivals + 1
         numbers, (own, others) = self._numbers, self._lines[arrival & 1]
         numbers[own + 1] = digest
         numbers[own + 2] = place
-        numbers[own] = arrival
+        numbers[own] = arrival  # last: whoever sees it must see the rest, too
         is_same, is_common = True, place != NOWHERE
         for line in others:
             if numbers[line] != arrival:
@@ -118,17 +119,18 @@ class ShmBarrier:
         return is_same, is_common
 
     def give_up(self) -> None:
-        """Tell all who wait for this rank, or will, that it does not come.
+        """Tell all ranks that wait for this rank, now or later, that it does not come.
 
-        Those, too, for whom it had arrived, for it has not seen all others and so does not do what was to follow. But an
-        arrival that is complete stays: another rank may not have looked yet, and shall end as this one did.
+        If its latest arrival is not complete, it takes back this arrival, too: it has not seen all others, so it will not do
+        the step that follows. A complete arrival stays, because another rank may not have seen it yet, and must end it as this
+        rank did.
         """
         self._numbers[self._lines[(self.arrivals + 1) & 1][0]] = _GAVE_UP
         if self._complete != self.arrivals:
             self._numbers[self._lines[self.arrivals & 1][0]] = _GAVE_UP
 
     def _lines_of(self, turn: int) -> tuple[int, list[int]]:
-        """Where this rank writes its numbers, and where the others write theirs."""
+        """The index of this rank's line of numbers, and the indices of the other ranks' lines."""
         lines = [(self._segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)]
         return lines[self.mine], lines[: self.mine] + lines[self.mine + 1 :]
 
@@ -147,11 +149,11 @@ class ShmBarrier:
 
 
 class SharedSync(Sync):
-    """The ranks of one node come together by a `ShmBarrier`.
+    """Syncs the ranks of one node by a `ShmBarrier`.
 
     Args:
-        barrier: of these ranks.
-        messages: of all ranks of the group; find out who did what when something is wrong.
+        barrier: the barrier of these ranks.
+        messages: the sync of all ranks of the group; after an error it finds out which rank did what.
     """
 
     def __init__(self, barrier: ShmBarrier, messages: MessageSync) -> None:
@@ -176,11 +178,11 @@ class SharedSync(Sync):
             raise self._explained(error, call) from None
 
     def give_up(self) -> None:
-        """Tell the others that this rank will not come any more."""
+        """Tell the other ranks that this rank will not come again."""
         self.barrier.give_up()
 
     def _explained(self, error: Exception, call: Call) -> Exception:
-        """What the barrier raised, in the words of a group."""
+        """Turn an error of the barrier into an error of the group."""
         if isinstance(error, GaveUpError):
             return TransportError(
                 f"rank {error.rank} of this node gave up on a collective of this group; its own error says why"

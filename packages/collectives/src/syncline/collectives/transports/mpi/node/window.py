@@ -1,4 +1,4 @@
-"""Collectives on tensors that lie in a window, at the same place on every rank of a node."""
+"""Collectives on tensors in a window, at the same place on every rank of a node."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from ....tensors.layout import flat
 from ....tensors.reduction import always_of
 from .plan import InWindow, Node, Operation, Place, chunks, slice_of
 
-# What is reduced before it is handed out, of all ranks together: much of the result is then still in the cache. Measured with
-# caches of 2 MiB for each core, two ranks, in turn on the same memory in huge pages, microseconds:
+# The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while it is in the cache.
+# Measured with a cache of 2 MiB for each core, two ranks, in turn on the same memory in huge pages, in microseconds:
 #
 #            256 KiB   512 KiB   1 MiB   2 MiB   4 MiB
 #    4 MiB       258       243     243     277     318
 #   25 MiB     3,959     3,873   4,170   4,445   4,900
 #   64 MiB     8,173     8,415   8,630   8,810  10,526
 CHUNK_BYTES = 512 << 10
-# But of each rank as much as is worth a call (8 and 16 ranks, 8 MiB: 1.1 and 1.2 times faster than by the rule above).
+# But each rank's chunk must be worth the overhead of a call. (8 and 16 ranks, 8 MiB: 1.1 and 1.2 times faster than without.)
 LEAST_CHUNK_BYTES = 128 << 10
 
 _MOST_PLACES = 32
 
-#: Does this rank's share of a collective on the tensors of one place; given this rank's tensor.
+#: Does this rank's share of a collective on the tensors at one place. Takes this rank's tensor.
 Share = Callable[[torch.Tensor], None]
 #: Makes the share for a place.
 ShareMaker = Callable[[Place, Signature], Share]
 
 
 class Window(InWindow):
-    """Each rank reduces, or copies, its share where the tensors lie.
+    """Each rank reduces or copies its share directly in the tensors of all ranks.
 
     Note [Slices]
     ~~~~~~~~~~~~~
-    The ranks of a node cut a tensor into one slice for each. A rank touches its own slice only, but that in the memory of all:
-    it reads the terms, combines them chunk by chunk, and writes each result into everybody's tensor while it is in the cache.
-    So nobody waits in the middle. What remains is
+    The ranks of a node divide a tensor into one slice for each rank. A rank uses only its own slice, but in the tensors of all
+    ranks: it reads the terms, combines them chunk by chunk, and writes each result into all tensors while it is in the cache.
+    So no rank waits in the middle. Two waits remain:
 
-    1. `Sync.same` before: everybody's terms are there, and nobody uses a tensor that belongs to a collective;
-    2. `Sync.wait` after: all slices have been written, and no rank touches another's tensor any more.
+    1. `Sync.same` before: afterwards all terms are there, and no program uses its tensor.
+    2. `Sync.wait` after: afterwards all slices are written, and no rank uses another rank's tensor.
 
-    What a rank wrote before is seen by those that come out: of a `ShmBarrier` because the processor keeps the order of writes
-    (see `has_total_store_order`), of MPI because it hands its messages over in that way.
+    After such a wait, a rank sees everything that the others wrote before it. With a `ShmBarrier`, this holds because the
+    processor keeps the order of writes (see `has_total_store_order`). With MPI, receiving a message guarantees it.
 
     Args:
-        node: of the group.
-        signature: of the calls.
-        operation: what they do.
+        node: the group's node.
+        signature: the signature of the calls.
+        operation: the collective.
     """
 
     name = "window"
@@ -60,7 +60,7 @@ class Window(InWindow):
         self._node = node
         self._signature = signature
         self._make_share = _SHARES[operation]
-        # By the places' keys. A share keeps no window alive, and means something only while a tensor lies there.
+        # By the key of the place. A share does not keep its window alive, so use it only while a tensor is at the place.
         self._shares: dict[int, Share] = {}
 
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
@@ -75,14 +75,14 @@ class Window(InWindow):
 
 
 class _Chunk(NamedTuple):
-    """What is reduced at a time.
+    """A chunk of this rank's slice.
 
     Attributes:
-        reduce: combines everybody's terms, into `out`.
-        out: this rank's.
-        source: its address.
-        targets: the addresses where the other ranks want it.
-        nbytes: its size.
+        reduce: combines the terms of all ranks, into `out`.
+        out: the chunk in this rank's tensor.
+        source: the address of `out`.
+        targets: the addresses of the chunk in the other ranks' tensors.
+        nbytes: the size in bytes.
     """
 
     reduce: Callable[..., object]
@@ -93,7 +93,7 @@ class _Chunk(NamedTuple):
 
 
 def _all_reduce(place: Place, signature: Signature) -> Share:
-    """Reduce this rank's slice, chunk by chunk, and copy each result to the others."""
+    """Reduce this rank's slice, chunk by chunk, and copy each result into the tensors of the others."""
     mine, itemsize = place.segment.mine, signature.element_dtype.itemsize
     start, stop = slice_of(signature.numel, place.segment.parts, mine)
     planned = []
@@ -133,14 +133,14 @@ def _reduce_scatter(place: Place, signature: Signature) -> Share:
 
 
 def _all_gather(place: Place, signature: Signature) -> Share:
-    """Copy this rank's tensor into everybody's block."""
+    """Copy this rank's tensor into the blocks of all ranks."""
     nbytes = signature.nbytes
     targets = _addresses(place, place.segment.mine * nbytes)
 
     def share(tensor: torch.Tensor) -> None:
         source = tensor.data_ptr()
         for target in targets:
-            if target != source:
+            if target != source:  # this rank's tensor may be its own part of the block
                 memmove(target, source, nbytes)
 
     return share
@@ -172,7 +172,7 @@ def _itemsize(signature: Signature) -> int:
 
 
 def _addresses(place: Place, offset_bytes: int) -> list[int]:
-    """Where an offset from the beginning of the tensor is, of each rank, in this process."""
+    """For each rank, the address in this process of an offset from the start of the rank's tensor."""
     segment = place.segment
     first = segment.address() - segment.offset_of(segment.mine) + place.offset_bytes + offset_bytes
     return [first + segment.offset_of(part) for part in range(segment.parts)]
@@ -184,6 +184,6 @@ def _chunks(place: Place, start: int, stop: int, dtype: torch.dtype) -> list[tup
 
 
 def tensor_from_address(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of the host as a flat tensor of one element or more, which does not keep it alive."""
-    with torch.inference_mode(False):  # it serves calls outside that mode, too
+    """View host memory as a flat tensor of one or more elements. The tensor does not keep the memory alive."""
+    with torch.inference_mode(False):  # the tensor is kept for later calls, which may be outside of this mode
         return torch.frombuffer((ctypes.c_byte * (numel * dtype.itemsize)).from_address(address), dtype=dtype, count=numel)
