@@ -1,15 +1,15 @@
-"""Which tests belong to what changed: the choice of `dev.py check`. A choice of tests, not a proof: `dev.py test` runs all.
+"""Which tests belong to a change: the choice of `dev.py check`. It is a choice, not a proof: `dev.py test` runs all.
 
-1. A test file that changed runs. A helper beside test files (such as a `*_job.py`) brings the test files that name it.
-2. A module of a layer brings the test files of that layer that have the module's name in theirs, or on a line that imports, or
-   lie in a folder called like it. If none does, its package's name is looked for so, then that of the package around it; in the
-   end all of the layer.
-3. A module in `tools/` brings the test files in `tools/tests` that import it; one in `tools/test_support`, all that import it.
-4. A page, a README or a file in `docs/` brings the documentation's build and `tools/tests/test_docs.py`.
-5. A file in `examples/` brings `integration_tests/test_examples.py` and the documentation's build, for a page shows it.
-6. Of `integration_tests`, files called `*_mpi.py` run on two ranks under MPICH, the others as they are.
+1. A changed test file runs. For a helper beside test files (such as a `*_job.py`), the test files run that contain its name. 2.
+   For a module of a layer, test files of this layer run if their own name, an import, or their folder has the module's name. If
+   there are none, the same search is made for the name of its package, then of the package around it. If nothing is found, all
+   tests of the layer run. 3. For a module in `tools/`, the test files in `tools/tests` run that import it; for one in
+   `tools/test_support`, all that do. 4. For a page, a README or a file in `docs/`, the documentation is built and
+   `tools/tests/test_docs.py` runs. 5. For a file in `examples/`, `integration_tests/test_examples.py` runs, and the
+   documentation is built, because a page shows it. 6. Files `*_mpi.py` of `integration_tests` run on two ranks under MPICH, the
+   others as they are.
 
-Anything else (`pyproject.toml`, CI, data) brings nothing, and is named.
+For other files (`pyproject.toml`, CI, data) nothing runs; their names are printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEST_OF_EXAMPLES = PurePosixPath("integration_tests/test_examples.py")
 
 @dataclass
 class Selection:
-    """What to run: test files, as paths below the root, whether to build the site, and the files that bring nothing."""
+    """The choice: test files, as paths below the root, whether to build the site, and files without tests."""
 
     tests: set[PurePosixPath] = field(default_factory=set)
     docs: bool = False
@@ -41,19 +41,19 @@ class Selection:
 
     @property
     def under_mpi(self) -> list[PurePosixPath]:
-        """Those that run under mpiexec."""
+        """The files that run under mpiexec."""
         return [path for path in self.below("integration_tests") if path.stem.endswith("_mpi")]
 
 
 def changed_files(since: str) -> list[PurePosixPath]:
-    """What differs from the commit where this branch left `since`, committed or not, and what is new; not what was deleted."""
+    """New and changed files since this branch left `since`, committed or not; without deleted files."""
     base = _git("merge-base", since, "HEAD").strip()
     listed = _git("diff", "--name-only", "--diff-filter=d", base) + _git("ls-files", "--others", "--exclude-standard")
     return sorted({PurePosixPath(line) for line in listed.splitlines()})
 
 
 def select(changed: Iterable[PurePosixPath], tests: dict[PurePosixPath, str]) -> Selection:
-    """Which of `tests`, a text for each test file's path, belong to the changed files. A pure function."""
+    """The tests that belong to the changed files. `tests` gives the text of each test file by its path. A pure function."""
     selection = Selection()
     for path in changed:
         if path in tests:
@@ -94,13 +94,13 @@ def _tests_of(path: PurePosixPath, tests: dict[PurePosixPath, str]) -> set[PureP
 
 
 def _names(path: PurePosixPath) -> list[str]:
-    """A module's name, then those of the packages that it is in, the innermost first; of a tool, its name only."""
-    folders = path.parts[5:-1] if path.parts[0] == "packages" else ()  # packages, LAYER, src, syncline, LAYER
+    """A module's name, then those of its packages, the innermost first; for a tool only its name."""
+    folders = path.parts[5:-1] if path.parts[0] == "packages" else ()  # the first five: packages, LAYER, src, syncline, LAYER
     return [path.stem, *reversed(folders)] if path.stem != "__init__" else [*reversed(folders)]
 
 
 def _home(path: PurePosixPath) -> str | None:
-    """The folder whose tests are near to a file."""
+    """The folder with a file's own tests."""
     if path.is_relative_to("tools/test_support"):
         return "."
     if path.parts[0] == "packages" and path.parts[1] in LAYERS:

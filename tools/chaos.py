@@ -1,8 +1,8 @@
-"""The chaos test: random ranks are killed, stopped or late, and nothing may hang or be without a name.
+"""The chaos test: random ranks are killed, stopped or late. No rank may hang, and every error must name the victim.
 
-Each run is one job (see `test_support/chaos_job.py`), on Gloo, MPICH, Open MPI, or Open MPI with ULFM; three or four ranks.
-It passes if the job ends within the time-out and a few seconds, and every survivor's error, or what the launcher or the
-watchdog printed, names the victim. A rank that is late is no failure: then no rank may raise.
+Each run is one job (see `test_support/chaos_job.py`), on Gloo, MPICH, Open MPI, or Open MPI with ULFM, with three or four
+ranks. A run passes if the job ends within the time-out and a few seconds, and if every survivor's error, or the output of
+launcher or watchdog, names the victim. A late rank is no failure: then no rank may raise an error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from environment import PYTHON
 JOB = ROOT / "tools" / "test_support" / "chaos_job.py"
 WAYS = ("gloo", "mpich", "openmpi", "ulfm")
 _START_S = 60.0
-# Hydra kills all ranks of a node once a child of its own was ended by a signal, whatever its options are. A shell in between
-# ends with a status instead; then Hydra sends the others SIGUSR1, which a shell must ignore. See the page on failures.
+# If a direct child of Hydra is ended by a signal, Hydra kills all ranks of the node, with any options. A shell in between ends
+# with a status instead. Then Hydra sends SIGUSR1 to the others, which their shells must ignore. See the page on failures.
 _OUTLIVE_HYDRA = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "sh"]
-_LIMIT_S = 14.0  # after the victim was hit: the time-out of 6 s, 3 s more, and the end of the job
+_LIMIT_S = 14.0  # from the hit: the time-out of 6 s, 3 s more, and the end of the job
 
 
 @dataclass(frozen=True)
 class Run:
-    """One job: over what, with how many ranks, what happens to the victim, drawn from which seed."""
+    """One job: its backend, number of ranks, the fate of the victim, and the seed."""
 
     way: str
     ranks: int
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run; `seconds` until each survivor's error."""
+    """The result of a run; `seconds` until each survivor's error."""
 
     run: Run
     hung: bool
@@ -70,7 +70,7 @@ def plan(kills: int, stops: int, delays: int, ways: Sequence[str], seed: int) ->
 
 
 def play(run: Run) -> Outcome:
-    """Start a job, and judge what becomes of it."""
+    """Start a job, and judge its result."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         with (folder / "output").open("w") as output:
@@ -102,7 +102,7 @@ def _start(run: Run, folder: Path, output: object) -> list[subprocess.Popen[byte
 
 
 def _ends(run: Run, folder: Path, jobs: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Wait for the survivors, or for the end of the job; whether they came in time."""
+    """Wait for the survivors, or for the end of the job; returns whether they were in time."""
     survivors = [folder / f"seen-{rank}" for rank in range(run.ranks) if rank != run.victim or run.what == "delay"]
     started = time.time()
     while time.time() < _hit(folder, started) + _LIMIT_S:
@@ -113,7 +113,7 @@ def _ends(run: Run, folder: Path, jobs: Sequence[subprocess.Popen[bytes]]) -> bo
 
 
 def _hit(folder: Path, started: float) -> float:
-    """When the victim was hit; until then, when it will have been at the latest."""
+    """When the victim was hit. Before the hit: the latest moment at which it will be."""
     try:
         return float(json.loads((folder / "victim").read_text())["when"])
     except (OSError, ValueError):
@@ -121,7 +121,7 @@ def _hit(folder: Path, started: float) -> float:
 
 
 def _kill(folder: Path, jobs: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what is left: the victim that stands still first, then all."""
+    """End what is left: first the stopped victim, then everything."""
     try:
         os.kill(json.loads((folder / "victim").read_text())["pid"], signal.SIGKILL)
     except (OSError, ValueError):
@@ -171,7 +171,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def chaos(kills: int, stops: int, delays: int, ways: Sequence[str], seed: int) -> bool:
-    """Play all runs, print a line for each and the table; whether all passed."""
+    """Play all runs, print a line for each and the table; returns whether all passed."""
     outcomes = []
     for run in plan(kills, stops, delays, ways, seed):
         outcome = play(run)

@@ -20,14 +20,14 @@ _CITED = re.compile(r"Notes?\s+(?:#\s*)?\[([^\]]+)\](?:\s+(?:#\s*)?in\s+(?:#\s*)
 
 
 def main() -> int:
-    """Print what is wrong; the exit status."""
+    """Print the violations; returns the exit status."""
     found = list(violations({path: path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py"))}))
     print("\n".join(found) or "every Note is where it is cited")
     return 1 if found else 0
 
 
 def violations(texts: Mapping[Path, str]) -> Iterator[str]:
-    """One line for each citation of a Note that is not there. A pure function of paths and texts."""
+    """One line for each citation of a missing Note. A pure function of paths and texts."""
     defined: dict[str, set[str]] = defaultdict(set)
     for path, text in texts.items():
         for match in _DEFINED.finditer(text):

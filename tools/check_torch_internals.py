@@ -1,8 +1,8 @@
 """Checks that private names of torch stand in `torch_internals.py` alone: python3 tools/check_torch_internals.py.
 
-A private name begins with one underscore, such as `torch._C` or `dist.Backend._plugins`. The namespaces of operators
-(`torch.ops._c10d_functional`), imports for types alone, and the conformance suite, which makes what users may hand in, may
-stand elsewhere. Exits 1, with one line per violation, if there is any.
+A private name begins with one underscore, such as `torch._C` or `dist.Backend._plugins`. Three uses may stand elsewhere: the
+namespaces of operators (`torch.ops._c10d_functional`), imports for types alone, and the conformance suite, which makes objects
+that users may pass. Exits 1, with one line per violation, if there is any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FREE = ("torch_internals.py", "refusals.py")
 
 
 def main() -> int:
-    """Print what is wrong; the exit status."""
+    """Print the violations; returns the exit status."""
     paths = [path for path in sorted(ROOT.glob("packages/*/src/**/*.py")) if path.name not in _FREE]
     found = [f"{path}:{line}: {name} is private to torch" for path in paths for line, name in violations(path.read_text())]
     print("\n".join(found) or "private names of torch stand in torch_internals.py alone")
@@ -51,7 +51,7 @@ def _is_for_types(node: ast.AST) -> bool:
 
 
 def _names_of_torch(tree: ast.AST) -> Iterator[str]:
-    """What modules and classes of torch are called here, such as `dist` after `import torch.distributed as dist`."""
+    """The names of modules and classes of torch in this file, such as `dist` after `import torch.distributed as dist`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.asname for alias in node.names if alias.asname and alias.name.split(".")[0] == "torch")

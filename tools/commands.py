@@ -21,12 +21,12 @@ GRACE_S = 10.0
 
 
 class ToolError(Exception):
-    """Something the person at the keyboard can put right; shown without a traceback."""
+    """An error that the user at the keyboard can fix; shown without a traceback."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a captured command left: exit status, both streams as one text, and whether it hung."""
+    """The result of a captured command: exit status, both streams as one text, and whether it hung."""
 
     status: int
     output: str
@@ -52,7 +52,7 @@ def check(command: Sequence[str | Path], *, remedy: str = "see the output above"
 
 
 def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str]) -> Outcome:
-    """Run `command`, keep what it prints, and end it with all its children after `timeout_s`."""
+    """Run `command`, keep its output, and end it with all its children after `timeout_s`."""
     show(command)
     process = subprocess.Popen(
         [str(word) for word in command],
@@ -78,7 +78,7 @@ def capture(command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: 
 def follow(
     command: Sequence[str | Path], *, timeout_s: float, cwd: Path, env: Mapping[str, str], log: Path | None = None
 ) -> Outcome:
-    """The same, but what it prints is not kept: it is seen as it comes, or goes to a file, also if this process is killed."""
+    """Run `command` without keeping its output: it is shown at once, or goes to a file, also if this process is killed."""
     if log is None:
         show(command)
     with nullcontext() if log is None else log.open("a") as output:
@@ -103,7 +103,7 @@ def follow(
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """Ask first, so that mpiexec can end ranks in process groups of their own; then insist."""
+    """Ask the process to end first, so that mpiexec can end ranks in their own process groups; then kill it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

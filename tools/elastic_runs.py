@@ -1,15 +1,15 @@
-"""Elastic training while ranks die: seeded runs of digits, four ranks of which two are killed, or one is stopped and goes on.
+"""Elastic training while ranks die: seeded runs of digits with four ranks. Two are killed, or one is stopped and continued.
 
-Over Gloo there are runs, too, in which two newcomers come, at steps drawn from the seed, so that four ranks are there in
-the end.
+Over Gloo there are also runs in which two newcomers join, at steps drawn from the seed, so that there are four ranks at the
+end.
 
 Each run is a job of `elastic_job.py`. Ranks are killed at moments drawn from the seed: in forward, backward, a collective,
 between the agreement and the step, or while the others shrink. Another job trains the same without `Elastic` and kills, for all
 runs: over groups of the ranks that took part in each step, and then once more with all four.
 
-A run passes if every survivor finished, all have the same bits, which are those of the other job, every rank has ended, and no
-shared memory is left. Over Open MPI a run passes, too, whose survivors finished and then never left MPI_Finalize: they are
-killed, the table counts them, and nothing is known of the shared memory that they would have left.
+A run passes if every survivor finishes, if all have the same bits as the other job, if every rank has ended, and if no shared
+memory is left. Over Open MPI a run also passes if its survivors finish but never leave MPI_Finalize. Then they are killed, and
+the table counts them; their shared memory is not checked.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ MOMENTS = (
     "after the step",
 )
 DURING_SHRINK = ("shrink, before connecting", "shrink, after connecting", "before the model is updated")
-WHILE_CONNECTING = "shrink, while connecting"  # over MPI: between two collectives
+WHILE_CONNECTING = "shrink, while connecting"  # over MPI this is between two collectives
 PARTS = ("noticed", "agreed", "shrunk", "applied")
 _ORDER = (*MOMENTS, *DURING_SHRINK, WHILE_CONNECTING)
 _MARKS = {"rank lost": "noticed", "member ": "agreed", "went on with": "shrunk", "applied step": "applied"}
 _LIMIT_S = 150.0
-# Open MPI's survivors of two losses close to one another sometimes never leave MPI_Finalize: see the page on failures. The
-# `mpi` backend has them ended after 15 s. If all have finished and do not end within so many seconds, it is counted.
+# After two losses in a short time, Open MPI's survivors sometimes never leave MPI_Finalize: see the page on failures. The `mpi`
+# backend ends them after 15 s. If all have finished and have not ended after this many seconds, the run is counted.
 _FINALIZE_S = 20.0
-_END_S = 5.0  # for what a killed process held to be given back
+_END_S = 5.0  # until the system has freed a killed process's resources
 
 Kill = tuple[int, int, str]
 """Which rank, at which step, at which moment of it."""
@@ -63,7 +63,7 @@ Kill = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Run:
-    """One run: over what, drawn from which seed; whether a rank is stopped rather than two killed; whether newcomers come.
+    """One run: its backend and seed; whether a rank is stopped instead of two killed; whether newcomers join.
 
     Two kills may be given instead of drawn.
     """
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many are applied."""
+        """How many steps are applied."""
         return self.epochs * STEPS_IN_EPOCH
 
     @property
@@ -92,38 +92,38 @@ class Run:
 
     @property
     def finishers(self) -> set[int]:
-        """The numbers of those who end in order."""
+        """The numbers of the processes that end normally."""
         return set(range(self.starters)) - {rank for rank, _, _ in self.kills}
 
     @property
     def kills(self) -> list[Kill]:
-        """Who is lost, and when."""
-        steps = self.steps - 1 if self.joins else self.steps  # where newcomers come, the last step shall have all who finish
+        """Which ranks are lost, and when."""
+        steps = self.steps - 1 if self.joins else self.steps  # with newcomers, all who finish must be in the last step
         if self.given:
             return list(self.given)
         drawn = draw_kills(random.Random(self.seed), RANKS, steps)
         return drawn[:1] if self.stops else drawn
 
     def plan(self) -> dict[str, object]:
-        """What the job is told."""
+        """The instructions for the job."""
         plan = {"data": "digits", "epochs": self.epochs, "seed": self.seed, "views": self.seed % 2 == 1, "kills": self.kills}
         plan |= {"ranks": RANKS, "newcomers_at": self.newcomers_at}
-        return plan | ({"stops": True, "timeout_s": 5, "silence_timeout_s": 3} if self.stops else {})  # nobody tells of a stop
+        return plan | ({"stops": True, "timeout_s": 5, "silence_timeout_s": 3} if self.stops else {})  # a stop is not announced
 
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        run: that one.
+        run: the run.
         problems: what is wrong, in words.
-        digest: of what the survivors ended with.
-        members: who took part in each step; with newcomers as those said who took part in all.
-        sizes: how many they were.
-        accuracy: of the survivors, in percent.
-        undisturbed: of the same training without a loss.
-        recoveries: for each recovery of each survivor, after how many seconds after the loss it did what.
+        digest: the digest of the survivors' final state.
+        members: the ranks in each step; with newcomers, as reported by ranks that were in all steps.
+        sizes: the number of ranks in each step.
+        accuracy: the survivors' accuracy, in percent.
+        undisturbed: the accuracy of the same training without a loss.
+        recoveries: for each recovery of each survivor, the seconds from the loss to each event.
         has_ended: whether all processes ended by themselves.
     """
 
@@ -139,14 +139,14 @@ class Outcome:
 
 
 class _Job(NamedTuple):
-    """What each rank that finished ended with, and whether all processes have ended."""
+    """The final state of each rank that finished, and whether all processes have ended."""
 
     results: dict[int, Any]
     has_ended: bool
 
 
 def draw_kills(chosen: random.Random, ranks: int, steps: int) -> list[Kill]:
-    """Two ranks and when they die: the second in the shrink after the first, or at any later moment."""
+    """Two ranks and the moments of their deaths: the second in the shrink after the first, or at any later moment."""
     first, second = chosen.sample(range(ranks), 2)
     step = chosen.randrange(steps)
     if chosen.random() < 0.4:
@@ -155,7 +155,7 @@ def draw_kills(chosen: random.Random, ranks: int, steps: int) -> list[Kill]:
 
 
 def members_at_each_step(deaths: Sequence[Kill], sizes: Iterable[int], ranks: int) -> list[list[int]]:
-    """Who took part in each applied step: a rank that was killed at step s, or in the shrink after it, may have in s."""
+    """The ranks in each applied step. A rank killed at step s, or in the shrink after it, may have been in step s."""
     left, members = list(range(ranks)), []
     order = [rank for rank, _, _ in sorted(deaths, key=lambda kill: (kill[1], _ORDER.index(kill[2])))]
     for size in sizes:
@@ -166,9 +166,9 @@ def members_at_each_step(deaths: Sequence[Kill], sizes: Iterable[int], ranks: in
 
 
 def recoveries(log: str, losses_s: Iterable[float]) -> list[dict[str, float]]:
-    """After how many seconds after the loss a rank did what, for each recovery that its log tells of. A pure function.
+    """For each recovery in a rank's log, the seconds from the loss to each event. A pure function.
 
-    Where a second rank was lost in the same recovery, times count from the first, and the last agreement counts.
+    If a second rank was lost in the same recovery, times count from the first loss, and the last agreement counts.
     """
     found: list[dict[str, float]] = []
     losses, before_s = sorted(losses_s), 0.0
@@ -186,7 +186,7 @@ def recoveries(log: str, losses_s: Iterable[float]) -> list[dict[str, float]]:
 
 
 def play(run: Run) -> Outcome:
-    """Do a run, and judge what came of it; it is not compared yet."""
+    """Play a run and judge it; the comparison comes later."""
     outcome, memory = Outcome(run), _shared_memory()
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         folder = Path(name) / "job"
@@ -197,7 +197,7 @@ def play(run: Run) -> Outcome:
         if run.stops and not any("have gone on without it" in path.read_text() for path in folder.glob("given-up-*")):
             outcome.problems.append("the rank that was stopped did not say that it was given up")
         losses = [json.loads(path.read_text())["when"] for path in folder.glob("hit-*")]
-        there_from_the_start = [rank for rank in survived if rank < RANKS]  # a newcomer was not there when some were lost
+        there_from_the_start = [rank for rank in survived if rank < RANKS]  # a newcomer has not seen all losses
         logs = [(folder / f"log-{rank}").read_text() for rank in there_from_the_start]
         outcome.recoveries = [each for log in logs for each in recoveries(log, losses)]
     left = _left_behind(memory) if outcome.has_ended else []
@@ -223,7 +223,7 @@ def _judge(survived: dict[int, Any], outcome: Outcome) -> None:
 
 
 def compare(outcomes: Sequence[Outcome]) -> None:
-    """Train as in these runs, which are over the same, without a loss, in one job; what differs is a problem of the run."""
+    """Train as in these runs, all over one backend, without a loss, in one job. A difference is a problem of the run."""
     members = [
         outcome.members if outcome.run.joins else members_at_each_step(outcome.run.kills, outcome.sizes, RANKS)
         for outcome in outcomes
@@ -255,7 +255,7 @@ def _job(
     ranks: int = RANKS,
     newcomers: int = 0,
 ) -> _Job:
-    """Start the ranks, and wait until all have ended; of Open MPI's, see `_FINALIZE_S`."""
+    """Start the ranks, and wait until all have ended; for Open MPI see `_FINALIZE_S`."""
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan))
     with (folder / "output").open("w") as output, _processes(way, folder, output, ranks, newcomers) as processes:
@@ -266,7 +266,7 @@ def _job(
             if way == "ulfm" and len(list(folder.glob("result-*.json"))) == finishers:
                 end_s = min(end_s, time.monotonic() + _FINALIZE_S)
         left = _processes_of(folder) if has_ended else _pids_of(folder)
-    for pid in _pids_of(folder):  # Open MPI's ranks are not of its launcher's group of processes
+    for pid in _pids_of(folder):  # Open MPI's ranks are not in its launcher's process group
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     results = {int(path.stem[7:]): json.loads(path.read_text()) for path in folder.glob("result-*.json")}
@@ -302,7 +302,7 @@ def _processes(way: str, folder: Path, output: object, ranks: int, newcomers: in
 
 
 def _processes_of(folder: Path) -> list[int]:
-    """The processes that were started with that folder, and still run."""
+    """The running processes that were started with this folder."""
     end = time.monotonic() + _END_S
     while (left := _pids_of(folder)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -314,12 +314,12 @@ def _pids_of(folder: Path) -> list[int]:
 
 
 def _shared_memory() -> set[str]:
-    """What no run over MPICH left there: others may be at work on this machine, and these runs are not over MPICH."""
+    """Names in shared memory, without those of runs over MPICH: other programs may use this machine, but not these runs."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("mpich")}
 
 
 def _left_behind(before: set[str]) -> list[str]:
-    """What is new in shared memory, and mapped by no process: others may be at work on this machine."""
+    """New names in shared memory that no process maps. Others may belong to other programs of this machine."""
     end = time.monotonic() + _END_S
     while left := _unused(_shared_memory() - before):
         if time.monotonic() > end:
@@ -341,11 +341,11 @@ def _read(pid: int, what: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{what}").read_bytes()
     except OSError:
-        return b""  # it has ended, or is somebody else's
+        return b""  # the process has ended, or belongs to another user
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Over what, how many runs, the accuracies, and the seconds from a loss to each part of the recovery."""
+    """For each backend: the number of runs, the accuracies, and the seconds from a loss to each part of the recovery."""
     lines = []
     for way in WAYS:
         mine = [outcome for outcome in outcomes if outcome.run.way == way and not outcome.run.stops]
@@ -370,7 +370,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def elastic(runs: int, stops: int, joins: int, ways: Sequence[str], seed: int) -> bool:
-    """Play all runs, print a line for each and the table; whether all passed.
+    """Play all runs, print a line for each and the table; returns whether all passed.
 
     Raises:
         ToolError: there is nothing to play.

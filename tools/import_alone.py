@@ -1,7 +1,6 @@
 """Run by wheels.py in a layer's clean environment: LAYER PREFIX EXPECTED_LAYER...
 
-The layer must import from PREFIX, see the layers it depends on and no other, and leave mpi4py and
-CuPy alone.
+The layer must import from PREFIX, find only the layers it depends on, and not load mpi4py and CuPy.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ LAYERS = ("collectives", "reducer", "hooks", "ddp")
 
 
 def main(layer: str, prefix: str, *expected: str) -> str | None:
-    """What is wrong, or None."""
+    """The problem, or None."""
     home = importlib.import_module(f"syncline.{layer}").__file__
     if home is None or not Path(home).is_relative_to(prefix):
         return f"syncline.{layer} comes from {home}, expected somewhere under {prefix}"

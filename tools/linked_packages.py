@@ -1,7 +1,8 @@
 """Run by wheels.py with the Python of `.venv`: FOLDER REQUIREMENT...
 
-Links into FOLDER what the requirements, and all that these require, have installed beside this Python, and nothing else. On
-the path of another environment it stands for an installation of them, without the time and the space for a second torch.
+Links into FOLDER everything that the requirements, and their own requirements, have installed for this Python, and nothing
+else. On the path of another environment, the folder stands in for an installation, without the time and the space for a second
+torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 
 def closure(names: list[str]) -> dict[str, Distribution]:
-    """The distributions of these names and all that they require here, without extras."""
+    """The distributions with these names, and everything they require here, without extras."""
     found: dict[str, Distribution] = {}
     waiting = list(names)
     while waiting:
@@ -29,7 +30,7 @@ def closure(names: list[str]) -> dict[str, Distribution]:
 
 
 def link(one: Distribution, folder: Path) -> None:
-    """Link each file and folder at the top of site-packages that holds something of a distribution."""
+    """Link each file and folder at the top of site-packages that belongs to a distribution."""
     for top in {path.parts[0] for path in one.files or ()} - {"..", "__pycache__"}:
         place = folder / top
         if not place.is_symlink():  # a namespace may belong to several

@@ -21,13 +21,13 @@ NAMES = ("mpich", "openmpi", "impi", "system")
 
 
 class Family(Enum):
-    """Whose command line and library names a runtime follows."""
+    """The MPI whose command line and library names a runtime uses."""
 
     MPICH = "MPICH"  # Intel MPI is one of them
     OPEN_MPI = "Open MPI"
 
 
-# Where both are installed, the plain libmpi.so may be the other family's: exact names first.
+# If both are installed, the plain libmpi.so may belong to the other family: so exact names come first.
 _LIBRARIES = {
     Family.MPICH: ("libmpi.so.12", "libmpich.so.12", "libmpi.so"),
     Family.OPEN_MPI: ("libmpi.so.40", "libmpi.so"),

@@ -54,5 +54,5 @@ def show(case: Case, found: ByCap, report: Report, part: str, *, picture_name: s
 
 
 def as_figures(found: ByCap) -> dict[str, dict[str, dict[str, float]]]:
-    """Of a sweep, for JSON."""
+    """A sweep's figures, for JSON."""
     return {name: {label: asdict(summary) for label, summary in points.items()} for name, points in found.items()}

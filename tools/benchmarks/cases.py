@@ -1,6 +1,6 @@
 """The models that are trained, with their data.
 
-Every rank has data of its own; the models are the same everywhere, for they follow from the seed.
+Every rank has its own data. The models are the same on all ranks, because they follow from the seed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Case:
     """A model and a batch.
 
     Attributes:
-        name: as in tables.
+        name: its name in tables.
         model: makes the model.
         batch: makes one rank's batch.
-        loss: from what the model made of the batch, and the batch.
+        loss: takes the model's output and the batch.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the models are: what is measured, and what only shows that a benchmark runs."""
+    """The size of the models: full size to measure, small to show only that a benchmark runs."""
 
     width: int = 1024
     model_width: int = 256
@@ -75,7 +75,7 @@ class TokenModel(nn.Module):
 
 
 def transformer(sequences: int, scale: Scale = FULL) -> Case:
-    """An encoder that tells every token again: 28 MiB of gradients, more than half of them of embedding and head."""
+    """An encoder that repeats every token: 28 MiB of gradients, more than half of them in embedding and head."""
     return Case(
         f"transformer d {scale.model_width}, {sequences} x {LENGTH}",
         lambda: TokenModel(scale.vocabulary, scale.model_width, scale.layers),
@@ -180,12 +180,12 @@ def deep_transformer(layers: int, scale: Scale = FULL) -> Case:
 
 
 def realistic_cases(scale: Scale = FULL) -> list[Case]:
-    """Those of the overhead benchmark: 51 to 495 parameters."""
+    """The cases of the overhead benchmark: 51 to 495 parameters."""
     return [resnet50(4, scale), *(deep_transformer(layers, scale) for layers in (4, 12, 24, 41))]
 
 
 class ManyTiny(nn.Module):
-    """Square layers beside a shortcut each, scaled so that what comes out neither vanishes nor grows with their number."""
+    """Square layers, each beside a shortcut, scaled so that outputs neither vanish nor grow with the number of layers."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class ManyTiny(nn.Module):
 
 
 def many_tiny(scale: Scale = FULL) -> Case:
-    """500 parameters of 16 elements: what the reducer itself costs."""
+    """500 parameters of 16 elements: shows the cost of the reducer itself."""
     return Case(f"{scale.many} tiny parameters", lambda: ManyTiny(scale.many), lambda: torch.randn(4, 4))
 
 
@@ -216,12 +216,12 @@ class WithUnused(nn.Module):
 
 
 def with_unused(case: Case) -> Case:
-    """The same with parameters that get no gradient."""
+    """The case with additional parameters that get no gradient."""
     return replace(case, name=f"{case.name}, some unused", model=lambda: WithUnused(case.model()))
 
 
 def all_cases(scale: Scale = FULL) -> list[Case]:
-    """Those of the step benchmark."""
+    """The cases of the step benchmark."""
     return [
         *(mlp(batch_size, scale) for batch_size in (4, 16, 64)),
         *(transformer(sequences, scale) for sequences in (2, 8)),

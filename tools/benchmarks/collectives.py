@@ -35,7 +35,7 @@ Compare = Callable[[float, float], float]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a target compares: two subjects, at sizes from `least` to `most` bytes."""
+    """The comparison of a target: two subjects, at sizes from `least` to `most` bytes."""
 
     target: Target
     ours: str
@@ -45,7 +45,7 @@ class Rule:
     compare: Compare
 
     def verdict(self, medians: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
-        """From seconds by subject and size; no line if nothing of such a size was measured on both."""
+        """Lines from seconds by subject and size; none if no such size was measured on both."""
         ours, other = (medians.get(name, {}) for name in (self.ours, self.other))
         sizes = [size for size in ours if size in other and self.least <= size <= self.most]
         if sizes:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verdicts(measured: Sequence[Measurement]) -> list[str]:
-    """A line for each target that the figures tell of, about its worst size. A pure function."""
+    """A line for each target that the figures cover, about its worst size. A pure function."""
     rows = [row for row in measured if row.collective == "all_reduce" and row.dtype == "float32" and row.samples_s]
     medians: dict[str, dict[int, float]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Who is compared: our DDP, torch's DDP over Gloo, each on a copy of one model."""
+"""The contenders: our DDP, and torch's DDP over Gloo, each on a copy of one model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def alone(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def with_hook(wrap: Wrap, make_state: Callable[[torch.nn.Module], object], hook: Callable[..., Any]) -> Wrap:
-    """The same with a communication hook, whose state is made for each module."""
+    """The contender with a communication hook, whose state is made for each module."""
 
     def wrapped(module: torch.nn.Module) -> torch.nn.Module:
         ddp: Any = wrap(module)
@@ -50,7 +50,7 @@ def with_hook(wrap: Wrap, make_state: Callable[[torch.nn.Module], object], hook:
 
 
 def with_and_without_views(group: ProcessGroup, **options: Any) -> dict[str, Wrap]:
-    """Ours and torch's, gradients as views of the buckets or not, and no synchronisation."""
+    """Ours and torch's, each with and without gradients as views of the buckets, and no synchronisation."""
     return {
         OURS: ours(group, **options),
         OURS + VIEWS: ours(group, gradient_as_bucket_view=True, **options),
@@ -61,7 +61,7 @@ def with_and_without_views(group: ProcessGroup, **options: Any) -> dict[str, Wra
 
 
 def counterpart(name: str) -> str:
-    """The contender of torch's that one of those is compared with."""
+    """The contender of torch's with which one of ours is compared."""
     return NATIVE + VIEWS if name.endswith(VIEWS) else NATIVE
 
 

@@ -1,10 +1,11 @@
-"""What compression costs in accuracy: the digits task trained with each hook, test accuracy against bytes sent.
+"""The cost of compression in accuracy: trains the digits task with each hook, compares test accuracy and bytes sent.
 
     python tools/benchmarks/convergence.py [--epochs 20] [--seeds 0 1 2 3 4] [--json PATH] [--picture PATH]
 
-Two ranks, which are threads of this process: nothing depends on a machine's network, and a seed gives the same training every
-time. Network, data, batch and learning rates are those of packages/ddp/examples/digits. Bytes are those that one rank hands to
-collectives, from the first step to the last; between two ranks that is what it sends. PowerSGD begins after 10 plain steps.
+Two ranks, which are threads of this process. So the result does not depend on a machine's network, and a seed always gives the
+same training. Network, data, batch and learning rates are those of packages/ddp/examples/digits. Bytes are those that one rank
+hands to collectives, from the first step to the last; between two ranks it sends the same number. PowerSGD begins after 10
+plain steps.
 
 Needs `pip install 'syncline-ddp[examples]' syncline-hooks`.
 """
@@ -77,7 +78,7 @@ HOOKS: dict[str, tuple[Any, Callable[[Named], Any]]] = {
 
 
 class CountingGroup(DelegatingGroup):
-    """Hands everything to one group, and counts the bytes."""
+    """Passes everything to one group, and counts the bytes."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__([group])
@@ -110,7 +111,7 @@ class CountingGroup(DelegatingGroup):
 
 @dataclass(frozen=True)
 class Training:
-    """How one training ended: percent of the test images recognised, and bytes that one rank has sent."""
+    """The result of one training: percent of the test images recognised, and bytes that one rank has sent."""
 
     accuracy_percent: float
     bytes_sent: int

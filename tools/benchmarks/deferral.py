@@ -1,4 +1,4 @@
-"""DDP without overlap: a hook that keeps every bucket until the backward's last one is there."""
+"""DDP without overlap: a hook that keeps all buckets until the last one of the backward has come."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Hook = Callable[[Any, Any], TensorFuture]
 
 
 class Deferral:
-    """The state of `deferred_hook`: what it defers, and the buckets that wait.
+    """The state of `deferred_hook`: the waiting buckets, and the hook that reduces them.
 
     Args:
         hook: reduces a bucket.
-        state: that hook's.
+        state: the hook's state.
     """
 
     def __init__(self, hook: Hook, state: object = None) -> None:
@@ -29,7 +29,7 @@ class Deferral:
         self._waiting: list[tuple[Bucket, TensorFuture]] = []
 
     def add(self, bucket: Bucket) -> TensorFuture:
-        """Keep a bucket; with the last one, reduce all in their order."""
+        """Keep a bucket; with the last one, reduce all of them in order."""
         future: TensorFuture = torch.futures.Future()
         self._waiting.append((bucket, future))
         if bucket.is_last():

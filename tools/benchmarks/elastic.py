@@ -1,10 +1,10 @@
-"""What `Elastic` costs while no rank is lost: steps with and without it, on two ranks over Gloo.
+"""The cost of `Elastic` while no rank is lost: steps with and without it, on two ranks over Gloo.
 
     python3 tools/dev.py bench elastic [--rounds 40] [--json PATH]
 
-Starts two processes itself. The contenders are the same model in the same processes, and take turns, a few steps at a time. A
-ratio is that of neighbouring turns; shown are its median, how far that may be off, and its quartiles. A second contender
-without `Elastic` ("of the same") shows what a ratio is worth: it should be 1. Beside that, what each part costs alone: wall
+Starts two processes itself. The contenders are the same model in the same processes, and take turns of a few steps. A ratio
+compares neighbouring turns. The output has its median, the possible error of the median, and its quartiles. A second contender
+without `Elastic` ("of the same") shows the noise: its ratio should be 1. A second table has the cost of each part alone: wall
 time and processor time, in microseconds.
 """
 

@@ -17,13 +17,13 @@ from syncline.collectives import ProcessGroup, destroy_process_group, get_defaul
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
 from syncline.ddp.step_snapshot import StepSnapshot, holders_of_buffers
 
-_STEPS = 5  # in one turn
-_CALLS = 200  # of a part alone
-_ENOUGH = 2**40  # samples: no epoch ends
+_STEPS = 5  # steps in one turn
+_CALLS = 200  # calls to measure one part alone
+_ENOUGH = 2**40  # samples, so many that no epoch ends
 
 
 def main(rank: int, size: int, folder: Path) -> None:
-    """Every rank measures, rank 0 writes what it found."""
+    """Every rank measures; rank 0 writes the result."""
     torch.set_num_threads(1)
     options = json.loads((folder / "options.json").read_text())
     init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
@@ -36,9 +36,9 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 def _measured(case: Case, group: ProcessGroup, rounds: int) -> dict[str, Any]:
-    """For each contender the seconds of a step and those of processor time, once for each turn; and each part of the cost.
+    """For each contender, wall and processor seconds of a step, once for each turn; and each part of the cost.
 
-    The first turn of each is not counted. "again" is the same as "plain": what its ratio differs from 1 is noise.
+    The first turn of each contender is not counted. "again" is the same as "plain", so its ratio shows the noise.
     """
     model, elastic, turn = _elastic(case, group)
     turns = {"plain": _plain(case), "again": _plain(case), "elastic": turn}
@@ -58,7 +58,7 @@ def _measured(case: Case, group: ProcessGroup, rounds: int) -> dict[str, Any]:
 
 
 def _timed(body: Callable[[], object], count: int) -> tuple[float, float]:
-    """The seconds that each of so many things took which it does, and of the processor, of all threads."""
+    """Wall and processor seconds (of all threads) of one call, as the mean of `count` calls."""
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     body()
     return (time.perf_counter() - began_s) / count, (time.process_time() - began_cpu_s) / count

@@ -1,10 +1,10 @@
 """Several hosts on one machine: network namespaces joined by wires of limited rate. Linux, root, iproute2.
 
-1. Each host is a network namespace. Two are joined by a wire, a pair of virtual Ethernet devices of the same name; of more than
-   two each has a wire to a switch, which is a bridge in a namespace of its own. A token bucket at each end of a wire holds what
-   is sent to the rate.
-2. What runs on a host also has its own host name, process ids, semaphores and /dev/shm, so that no shared memory leaks across.
-3. mpiexec, MPICH's or Open MPI's, runs on the first host, and starts the others' ranks by calling an agent as it would ssh.
+1. Each host is a network namespace. Two hosts are joined by a wire: a pair of virtual Ethernet devices with the same name. If
+   there are more hosts, each has a wire to a switch, which is a bridge in its own namespace. A token bucket at each end of a
+   wire limits the rate. 2. A program on a host also has its own host name, process ids, semaphores and /dev/shm, so that hosts
+   share no memory. 3. mpiexec, MPICH's or Open MPI's, runs on the first host. It starts the ranks of other hosts through an
+   agent, as through ssh.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpr
 _LETTERS = "abcdefgh"
 _SWITCH = "switch"
 _NAME = re.compile(rf"syncline-(\d+)-([{_LETTERS}]|{_SWITCH})")
-# What an idle wire takes at once: little, but a segment of 64 KiB with the headers of its packets, which the processor would
-# else have to cut up. 480 kB so take 3.5 ms, of 3.8 that they should.
+# A small burst. But a segment of 64 KiB with the headers of its packets must fit, or the processor would have to cut it up.
+# With this burst, 480 kB take 3.5 ms instead of 3.8.
 _BURST, _LATENCY = "80kb", "100ms"
-# What Linux has by default, whatever this machine has: BBR lets a busy connection send next to nothing for 0.2 s, every 10 s.
+# The default of Linux, whatever this machine uses: with BBR a busy connection sends almost nothing for 0.2 s, every 10 s.
 _CONGESTION = "cubic"
 _NETWORK = "10.213.0"
 _WIRE_S = 10.0
@@ -44,14 +44,14 @@ Handlers: TypeAlias = dict[signal.Signals, Any]
 
 
 class EmulatedHosts:
-    """Within it the hosts are there; afterwards, also after an error or a signal, nothing of them is.
+    """A context in which the hosts exist. Afterwards nothing of them is left, also after an error or a signal.
 
     Args:
-        rate: of each wire in each direction, as `tc` understands it.
+        rate: rate of each wire in each direction, in the notation of `tc`.
         count: how many hosts; 2 to 8.
 
     Raises:
-        ToolError: on entering, if this machine or this user cannot; says what is missing and what to do.
+        ToolError: on entering, if this machine or this user cannot emulate hosts; says what is missing and what to do.
     """
 
     def __init__(self, rate: str = "1gbit", count: int = 2) -> None:
@@ -79,7 +79,7 @@ class EmulatedHosts:
         self._remove()
 
     def run(self, runtime: MpiRuntime, per_host: int, words: Sequence[str | Path]) -> int:
-        """Run a program on `per_host` ranks of each host; its exit status."""
+        """Run a program on `per_host` ranks of each host; returns its exit status."""
         start = self._mpich(per_host) if runtime.family is Family.MPICH else self._open_mpi(per_host)
         count = ("-n", str(per_host * len(self.names)))
         command: list[str | Path] = [
@@ -101,7 +101,7 @@ class EmulatedHosts:
         return (*agent, "--host", hosts, "--bind-to", "none", *network, *exported)
 
     def start(self, line: str, environ: Mapping[str, str], host: int = 0) -> subprocess.Popen[str]:
-        """Start a line of shell on a host. Its MPICH starts ranks on the others by the agent, as it would by ssh."""
+        """Start a line of shell on a host. MPICH there starts ranks on other hosts through the agent, as through ssh."""
         launcher = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(self._agent)}
         return subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", self._agent, self.names[host], line],  # not to outlive this process
@@ -168,13 +168,13 @@ class EmulatedHosts:
         _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *limit)
 
     def _remove_leftovers(self) -> None:
-        """Those of earlier runs that were killed."""
+        """Remove the hosts of earlier runs that were killed."""
         names = [line.split()[0] for line in _output("ip", "netns", "list").splitlines()]
         for name in left_over(names, lambda pid: Path(f"/proc/{pid}").exists()):
             _delete_namespace(name)
 
     def _remove(self) -> None:
-        """Not to be interrupted."""
+        """Remove these hosts; must not be interrupted."""
         handlers = {**_handle(signal.SIGTERM, signal.SIG_IGN), **_handle(signal.SIGINT, signal.SIG_IGN)}
         for name in (*self.names, self._switch):
             _delete_namespace(name)
@@ -184,12 +184,12 @@ class EmulatedHosts:
 
 
 def _handle(number: signal.Signals, handler: Any) -> Handlers:
-    """Set a signal's handler; the one before."""
+    """Set a signal's handler; returns the handler before."""
     return {number: signal.signal(number, handler)}
 
 
 def _delete_namespace(name: str) -> None:
-    """Its processes first, for they keep it alive; its device goes with it."""
+    """Delete a namespace, with its device. First its processes, because they keep it alive."""
     for pid in _output("ip", "netns", "pids", name).split():
         try:
             os.kill(int(pid), signal.SIGKILL)
@@ -199,23 +199,23 @@ def _delete_namespace(name: str) -> None:
 
 
 def left_over(names: Sequence[str], is_alive: Callable[[int], bool]) -> list[str]:
-    """Which namespaces are ours, but of a process that is no more. A pure function, but for what it asks."""
+    """Our namespaces whose process has ended. Pure, except that it calls `is_alive`."""
     found = [(name, _NAME.fullmatch(name)) for name in names]
     return [name for name, match in found if match is not None and not is_alive(int(match[1]))]
 
 
 _ENV = {
-    "UCX_TLS": "tcp,self",  # between hosts of one machine UCX would else find shared memory
+    "UCX_TLS": "tcp,self",  # otherwise UCX would find shared memory between hosts of one machine
     "UCX_NET_DEVICES": DEVICE,
     "GLOO_SOCKET_IFNAME": DEVICE,
 }
 
 
 def check_possible(user: int) -> None:
-    """Whether this machine and this user can emulate hosts.
+    """Check that this machine and this user can emulate hosts.
 
     Raises:
-        ToolError: no.
+        ToolError: they cannot.
     """
     if not sys.platform.startswith("linux"):
         raise ToolError(f"emulated hosts need Linux's network namespaces; this is {sys.platform}")
@@ -227,7 +227,7 @@ def check_possible(user: int) -> None:
 
 
 def agent_script(hosts_file: Path) -> str:
-    """What mpiexec calls as `ssh [options] HOST WORDS...`, and what runs the words as a shell would there."""
+    """The script for mpiexec in place of ssh. `ssh [options] HOST WORDS...` becomes the words, run by a shell on the host."""
     inside = "\n".join(
         (
             'hostname "$1"',
@@ -252,7 +252,7 @@ def _address(number: int) -> str:
 
 
 def _await_wire(namespace: str) -> None:
-    """Until the kernel calls the wire up, some time after both its ends are: UCX does not use a device before."""
+    """Wait until the kernel reports the wire as up, which is later than both its ends are: UCX uses no device before."""
     end = time.monotonic() + _WIRE_S
     while " state UP " not in _output("ip", "-n", namespace, "link", "show", DEVICE):
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Steps of contenders beside unsynchronised ones: how long they take, and what communication they leave exposed."""
+"""Steps of contenders compared with unsynchronised steps: their duration, and the communication that they expose."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Compared:
     """One case.
 
     Attributes:
-        steps: each contender's.
-        exposed: by how much each is longer than the unsynchronised step of the same round.
+        steps: the steps of each contender.
+        exposed: by how much each step is longer than the unsynchronised step of the same round.
     """
 
     steps: dict[str, Summary]
@@ -24,7 +24,7 @@ class Compared:
 
     @classmethod
     def of(cls, taken_s: Mapping[str, Sequence[float]]) -> Compared:
-        """Of the seconds of each contender in each round."""
+        """From the seconds of each contender in each round."""
         alone_s = taken_s[ALONE]
         return cls(
             {name: Summary.of(steps_s) for name, steps_s in taken_s.items()},
@@ -32,11 +32,11 @@ class Compared:
         )
 
     def step_ratio(self, name: str) -> float:
-        """The contender's step over that of its counterpart of torch's."""
+        """The contender's step divided by that of torch's counterpart."""
         return self.steps[name].median_s / self.steps[counterpart(name)].median_s
 
     def exposed_ratio(self, name: str) -> float | None:
-        """The same of what is exposed; None where that is lost in noise."""
+        """The ratio of exposed communication; None if it is lost in noise."""
         return ratio_of_costs(self.exposed[name], self.exposed[counterpart(name)])
 
     def figures(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def table_below(page: str, heading: str) -> Table:
 
 
 def ratios(table: Table) -> dict[str, list[float]]:
-    """For each row and column of the steps its runs."""
+    """The runs for each row and column of the steps."""
     head, *rows = table
     return {
         f"{row[0]}\n({column.strip('`')})": [float(run) for run in cell.split(",")]
@@ -40,7 +40,7 @@ def ratios(table: Table) -> dict[str, list[float]]:
 
 
 def times_us(table: Table) -> tuple[list[int], dict[str, list[float]]]:
-    """The sizes of the all-reduces in bytes, and for each contender a time in microseconds for each of them."""
+    """The sizes of the all-reduces in bytes, and for each contender a time in microseconds for each size."""
     head, *rows = table
     sizes = [int(number) * BYTES[unit] for number, unit in (row[0].split() for row in rows)]
     return sizes, {name: [float(row[column]) for row in rows] for column, name in enumerate(head[1:], start=1)}
@@ -51,7 +51,7 @@ def draw(page: str, path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    mpl.rcParams["svg.hashsalt"] = "syncline"  # the same tables give the same file
+    mpl.rcParams["svg.hashsalt"] = "syncline"  # so that the same tables give the same file
     mpl.rcParams["svg.fonttype"] = "none"
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -77,7 +77,7 @@ def draw(page: str, path: Path) -> None:
 
 
 def description(page: str) -> str:
-    """The numbers of the picture, which the file keeps: by them a test sees that the picture is that of the page."""
+    """The numbers of the picture, which are kept in the file. A test compares them with the page."""
     return f"{ratios(table_below(page, STEPS))}; {times_us(table_below(page, SIZES))}"
 
 

@@ -1,4 +1,4 @@
-"""What one would write without this package: MPI's own all-reduce over all ranks, in a thread beside backward."""
+"""The solution without this package: MPI's own all-reduce over all ranks, in a thread beside backward."""
 
 from __future__ import annotations
 

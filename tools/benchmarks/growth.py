@@ -1,14 +1,14 @@
-"""What grows with the number of ranks: messages, connections, store requests and memory of each rank, counted and extrapolated.
+"""Growth with the number of ranks: messages, connections, store requests and memory of each rank, counted and extrapolated.
 
     python3 tools/dev.py bench growth [--over gloo mpi] [--ranks 2 4 8 16] [--per-host 1] [--json PATH]
 
-Starts the ranks itself, all on this machine, and they do nothing but communicate. Each plays a host of its own, or so many
-of them one (`--per-host`). MPI is MPICH over TCP, told not to see that the hosts are one. Counted are data segments and
-connections, as the kernel counts them for the sockets of each rank; requests to the TCP store; and resident memory that a
-process has for itself. Shown is the median of the ranks, and the largest where it is another.
+Starts the ranks itself, all on this machine; they only communicate. Each rank plays a host of its own, or several neighbouring
+ranks play one (`--per-host`). MPI is MPICH over TCP, with options so that it does not notice the common host. It counts data
+segments and connections, as the kernel counts them for each rank's sockets; requests to the TCP store; and resident memory that
+a process does not share. The table has the median of the ranks, and the largest number if it differs.
 
-The counts are compared with the formulas of docs/reference/scaling.md, or fitted where a library decides. Numbers of ranks
-should be powers of two. The status is 1 if a formula is wrong.
+The counts are compared with the formulas of docs/reference/scaling.md, or fitted if a library decides. Numbers of ranks should
+be powers of two. The status is 1 if a formula is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FAR = 10_000
 _TIMEOUT_S = 500.0
 _JOB = Path(__file__).with_name("growth_job.py")
 _OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
-_MEMORY_OF = ("start of MPI", "start-up", "new_group", "construction of DDP")  # elsewhere it is a page more or less
+_MEMORY_OF = ("start of MPI", "start-up", "new_group", "construction of DDP")  # in other phases it changes by a page or so
 
 Found = dict[str, list[Counts]]
 """By phase what each rank counted."""
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def count(over: str, job: Job) -> Found:
-    """What each rank of a job counts."""
+    """The counts of each rank of a job."""
     with tempfile.TemporaryDirectory() as name:
         folder, secret = Path(name), new_secret()
         server = TCPStoreServer(secret=secret)
@@ -99,7 +99,7 @@ def _over_mpi(ranks: int, folder: Path) -> None:
 
 
 def compared(over: str, found: Mapping[int, Found], per_host: int) -> tuple[list[tuple[str, ...]], bool]:
-    """A table of all that is not always 0, with formulas or fits, and their value at `FAR` ranks; whether all formulas hold."""
+    """A table of all counts that are not always 0, with formulas or fits and their values at `FAR` ranks; whether all hold."""
     rows: list[tuple[str, ...]] = [("phase", "what", *(f"N={ranks}" for ranks in found), "formula", f"at {FAR:,}", "")]
     is_right = True
     for phase in next(iter(found.values())):
@@ -128,7 +128,7 @@ def _is_shown(phase: str, what: str, points: Points) -> bool:
 
 
 def _fitted(what: str, points: Points) -> Fit:
-    """Memory is too noisy to tell laws apart: whatever it is, it is shown as a part of each rank."""
+    """Memory is too noisy to distinguish laws, so it is shown as proportional to each rank's part."""
     return least_squares(points, ("", "N")) if what == "memory_bytes" else fit(points)
 
 

@@ -1,4 +1,4 @@
-"""What a rank has sent, asked and taken so far: read off its sockets, its store and its memory."""
+"""What a rank has sent, requested and allocated so far, read from its sockets, its store and its memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 from syncline.collectives.stores import TCPStore
 from syncline.collectives.stores.served import Op
 
-# Where Linux' struct tcp_info has them.
+# The places of these values in Linux' struct tcp_info.
 _ESTABLISHED, _INFO_BYTES = 1, 256
 _BYTES_SENT_AT, _DATA_SEGMENTS_AT = 200, 156
 
 
 class Counts(NamedTuple):
-    """Of one rank, since it began or since another moment.
+    """Counts of one rank, since its start or since another moment.
 
     Attributes:
         connections: TCP connections to other ranks.
-        messages: segments with data that it sent over these: a small message is one, whichever library sends it.
-        message_bytes: their bytes, headers of the library included.
-        requests: to the store, those left out that only ask whether keys are there, for their number depends on the time.
+        messages: segments with data sent over these connections. A small message is one segment, whichever library sends it.
+        message_bytes: bytes of these segments, with the library's headers.
+        requests: requests to the store. Questions whether keys are there do not count, because their number depends on time.
         request_bytes: keys and values of all requests, and their answers.
-        memory_bytes: that this process alone has, resident.
+        memory_bytes: resident memory that this process does not share.
     """
 
     connections: int = 0
@@ -37,7 +37,7 @@ class Counts(NamedTuple):
     memory_bytes: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """What came in between."""
+        """The counts between two moments."""
         return Counts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -62,10 +62,10 @@ class CountingStore(TCPStore):
 
 
 def counts(store: CountingStore | None) -> Counts:
-    """All that this process has counted since it began.
+    """Everything that this process has counted since its start.
 
     Args:
-        store: whose requests count, and whose connections do not; None if there is none.
+        store: its requests count, and its connections do not; None if there is no store.
     """
     connections = messages = sent = 0
     for info in _connections(None if store is None else store._port):
@@ -77,7 +77,7 @@ def counts(store: CountingStore | None) -> Counts:
 
 
 def _connections(left_out: int | None) -> Iterator[bytes]:
-    """What the kernel says of each TCP connection of this process, but those to that port."""
+    """The kernel's information about each TCP connection of this process, except those to one port."""
     for name in os.listdir("/proc/self/fd"):
         info = _connection(int(name), left_out)
         if info is not None:
@@ -97,7 +97,7 @@ def _connection(descriptor: int, left_out: int | None) -> bytes | None:
 def _is_socket(descriptor: int) -> bool:
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
-    except OSError:  # that of the listing itself
+    except OSError:  # the descriptor of the listing itself
         return False
 
 

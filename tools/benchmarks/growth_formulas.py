@@ -1,4 +1,4 @@
-"""How what a rank sends grows with the number of ranks: formulas from the code, and fits to counts. Pure functions."""
+"""Formulas for the growth of a rank's messages with the number of ranks, and fits to counts. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 
 class Job(NamedTuple):
-    """Its numbers of ranks: in all, and on each host."""
+    """A job's numbers of ranks: in all, and on each host."""
 
     ranks: int
     per_host: int = 1
 
     @property
     def rounds(self) -> int:
-        """Of a recursive doubling, a dissemination or a binomial tree."""
+        """Rounds of a recursive doubling, a dissemination or a binomial tree."""
         return math.ceil(math.log2(self.ranks))
 
 
 class Formula(NamedTuple):
-    """What is counted in one phase.
+    """The expected count of one phase.
 
     Attributes:
         text: as in docs/reference/scaling.md; N ranks, L of them on each host.
-        value: the same as a function. Of messages it holds where N is a power of two: MPI's algorithms differ between.
+        value: the same as a function. For messages it holds if N is a power of two: otherwise MPI's algorithms differ.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Formula(NamedTuple):
 _LOG = Formula("log2 N", lambda job: job.rounds)
 _PER_PEER = Formula("N - 1", lambda job: job.ranks - 1)
 
-#: By what carries the job, phase and counter; where a library alone decides, there is no formula.
+#: By library, phase and counter. If a library alone decides, there is no formula.
 FORMULAS: dict[tuple[str, str, str], Formula] = {
     ("gloo", "start-up", "connections"): _PER_PEER,
     ("gloo", "start-up", "requests"): Formula("2 N + L + 13", lambda job: 2 * job.ranks + job.per_host + 13),
@@ -79,7 +79,7 @@ class Fit(NamedTuple):
     factors: tuple[float, ...]
 
     def at(self, ranks: int) -> float:
-        """Its value for that number of ranks."""
+        """The value for this number of ranks."""
         return sum(factor * _TERMS[term](ranks) for term, factor in zip(self.terms, self.factors, strict=True))
 
     def __str__(self) -> str:
@@ -87,10 +87,10 @@ class Fit(NamedTuple):
 
 
 def fit(points: Points) -> Fit:
-    """The slowest law that explains what was counted, of a constant, log2 N, N, and N^2 with N.
+    """The slowest law that explains the counts: a constant, log2 N, N, or N^2 with N.
 
-    A law with as many terms as there are points explains anything, and is not asked. One explains counts if it misses none by
-    more than 4 % of the largest; if none does, it is the one whose worst miss is the smallest.
+    A law with as many terms as points explains everything, so it is not tried. A law explains the counts if it misses none by
+    more than 4 % of the largest count. If no law does, the result is the law whose worst miss is the smallest.
     """
     largest = max(abs(counted) for _, counted in points)
     fits = [least_squares(points, terms) for terms in _LAWS if len(terms) < max(2, len(points))]
@@ -100,7 +100,7 @@ def fit(points: Points) -> Fit:
 
 
 def least_squares(points: Points, terms: tuple[str, ...]) -> Fit:
-    """The sum of these terms that misses what was counted least."""
+    """The sum of these terms that comes closest to the counts."""
     matrix = torch.tensor([[_TERMS[term](ranks) for term in terms] for ranks, _ in points], dtype=torch.float64)
     counted = torch.tensor([[value] for _, value in points], dtype=torch.float64)
     return Fit(terms, tuple(torch.linalg.lstsq(matrix, counted, driver="gelsd").solution.flatten().tolist()))

@@ -31,8 +31,8 @@ class Count:
     """Counts what this rank does in each phase.
 
     Args:
-        store: in which the ranks meet, or None.
-        meet: returns when all ranks have come to the moment of that name; sends nothing that is counted.
+        store: the store in which the ranks meet, or None.
+        meet: returns when all ranks have reached the moment of this name; sends nothing that is counted.
     """
 
     def __init__(self, store: CountingStore | None, meet: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ class Count:
         self._meet = meet
 
     def during(self, phase: str, action: Callable[[], object]) -> None:
-        """Count what an action sends that all ranks take."""
+        """Count what this action sends, which all ranks perform."""
         before = self._counts(f"before {phase}")
         action()
         self.phases[phase] = self._counts(phase).since(before)
@@ -55,7 +55,7 @@ class Count:
 
 
 def main(place: str, size: int, folder: Path) -> None:
-    """Every rank counts, and leaves what it found in the folder."""
+    """Every rank counts, and leaves the result in the folder."""
     torch.set_num_threads(1)
     options = json.loads((folder / "options.json").read_text())
     store = None if place == "mpi" else CountingStore(*options["store"])
@@ -80,7 +80,7 @@ def main(place: str, size: int, folder: Path) -> None:
 
 
 def _count_calls(count: Count, group: ProcessGroup) -> None:
-    """The first call of each kind makes plans, connections and the barrier in shared memory: the second counts."""
+    """Count the second call of each kind: the first makes plans, connections and the barrier in shared memory."""
     calls: dict[str, Callable[[], object]] = {
         "allocate": functools.partial(group.allocate, 1 << 20, torch.float32),
         "comparison of calls": functools.partial(_compare, group),
@@ -101,20 +101,20 @@ def _count_training(count: Count, group: ProcessGroup) -> None:
     def step() -> None:
         made[0](torch.ones(1, 8)).sum().backward()
 
-    for _ in range(2):  # the second begins with the buckets that the first has rebuilt
+    for _ in range(2):  # the second begins with the buckets that were rebuilt after the first
         step()
     count.during("step", step)
 
 
 def _meet(folder: Path, size: int, moment: str) -> None:
-    """By files, of which each rank makes one."""
+    """Meet by files: each rank makes one."""
     (folder / f"{moment} {os.getpid()}").touch()
     while len(list(folder.glob(f"{moment} *"))) < size:
         time.sleep(0.02)
 
 
 def _shake_hands(group: Any) -> None:
-    """What comes before a large call; alone, because a large call is not always the same number of segments."""
+    """The messages before a large call; counted alone, because a large call varies in its number of segments."""
     call = Call(Signature("handshake"), scope=CancelScope(_HANDSHAKE_S))
     group._transport.sync(call).same(call)
 
@@ -132,7 +132,7 @@ def _wait_in_vain(group: ProcessGroup) -> None:
 
 
 def _play_hosts(per_host: int) -> None:
-    """Let so many neighbouring ranks share a host: all run on this one, where MPI was told to use TCP only."""
+    """Let this many neighbouring ranks share a host. All run on this one, where MPI uses only TCP."""
     from mpi4py import MPI
 
     from syncline.collectives.transports.mpi.node import node_transport
@@ -145,7 +145,7 @@ def _play_hosts(per_host: int) -> None:
 
 
 def _be_on_host(number: int) -> None:
-    """Say that this process is on a host of that number."""
+    """Make this process appear to be on the host with this number."""
     from dataclasses import replace
 
     from syncline.collectives.health.liveness import own_identity

@@ -3,8 +3,8 @@
     python3 tools/dev.py bench hooks [--parts mlp] [--only TEXT] [--json PATH] [--plot FOLDER]
 
 Each hook gets the same bucket: all gradients of a model. Ours and torch's take turns, one pair after the other: compare the two
-of a pair, not pairs. Measured is the time from the call of the hook until backward returns: compression, communication and
-writing back; no backward. The parts are the models: mlp, 24 MiB in 12 tensors; resnet, 43 MiB in 62.
+hooks of a pair, not different pairs. The measured time goes from the call of the hook until backward returns: compression,
+communication and writing back, without backward. The parts are the models: mlp, 24 MiB in 12 tensors; resnet, 43 MiB in 62.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def power_sgd(module: Any, name: str, **settings: Any) -> tuple[Any, Any]:
 
 
 def pairs() -> dict[str, tuple[tuple[Any, Any], tuple[Any, Any]]]:
-    """By the hook's name: ours and torch's, each with a state."""
+    """By the hook's name: ours and torch's, each with its state."""
     group = dist.group.WORLD
     found = {
         "allreduce": ((hooks.allreduce_hook, group), (default_hooks.allreduce_hook, group)),
@@ -100,7 +100,7 @@ class Contender:
     """A hook on a DDP of its own, and how long it takes."""
 
     def __init__(self, hook: Any, state: Any, shapes: Shapes, group: ProcessGroup) -> None:
-        # One bucket: the callbacks of torch's PowerSGD issue collectives in whatever order they run.
+        # One bucket, because the callbacks of torch's PowerSGD issue collectives in the order in which they happen to run.
         numel = sum(math.prod(shape) for shape in shapes)
         self._ddp = torch.nn.parallel.DistributedDataParallel(Gradients(shapes, group.rank), bucket_cap_mb=numel / 2**17)
         self._ddp.register_comm_hook(state, lambda state, bucket: self._call(hook, state, bucket))

@@ -1,20 +1,21 @@
-"""Emulated hosts, one and two ranks on each, joined by 1 Gbit/s: what compression, buckets and overlap are worth there.
+"""Emulated hosts with one and two ranks each, joined by 1 Gbit/s: the gain from compression, bucket sizes and overlap.
 
     sudo python3 tools/dev.py bench hosts [--hosts 2] [--per-host 1 2] [--mpi mpich] [--parts hooks]
 
-Needs Linux, root and iproute2, and starts mpiexec itself. The ranks share one machine: what they compute competes for
-its cores, what they send goes over an emulated wire whose bytes the kernel counts. The parts, for each number of ranks:
+Needs Linux, root and iproute2, and starts mpiexec itself. The ranks share one machine: their computation competes for its
+cores, and their messages go over an emulated wire whose bytes the kernel counts. The parts, for each number of ranks:
 
-collective  one all-reduce of 25 MiB: ours on memory of its own and on plain memory, MPI's own (raw-mpi), torch's Gloo; and the
-            bytes on the wire against the minimum, 2 (H - 1) / H of the size for each of H hosts
+collective  one all-reduce of 25 MiB: ours on its own memory and on plain memory, MPI's own (raw-mpi), torch's Gloo; and the
+bytes
+            on the wire against the minimum, 2 (H - 1) / H of the size for each of H hosts
 sizes       all-reduces of 1, 4, 25 and 64 MiB of plain memory: ours, MPI's own, torch's Gloo
 hooks       steps of an MLP: MPI's own all-reduce, ours, each hook of ours, torch's DDP; and their bytes on the wire
 halves      averaging 25 MiB of float32, as bfloat16, and as bfloat16 between hosts only; and the bytes on the wire
 buckets     steps by bucket size, from one reduction a parameter to one in all
 overlap     steps with buckets reduced during backward, after it, and not at all
-sleeping    steps of layers that sleep instead of computing, ours and torch's DDP: how much communication shows, and how much of
-            it the network's bandwidth forces; for 2 to 8 hosts with a rank each
-tune        steps with the buckets that bucket_cap_mb="auto" has chosen, beside fixed sizes
+sleeping    steps of layers that sleep instead of computing, ours and torch's DDP: how much communication shows, and how much
+            the network's bandwidth makes unavoidable; for 2 to 8 hosts with a rank each
+tune        steps with the buckets that bucket_cap_mb="auto" has chosen, compared with fixed sizes
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks on the emulated hosts run: see `hosts`, which starts it."""
+"""The program of the ranks on the emulated hosts; `hosts` starts it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that the ranks have in common with the command that starts them."""
+    """The options that the ranks share with the command that starts them."""
     add_cases(parser)
     add_layers(parser)
     parser.add_argument("--rate", default="1gbit", help="of the wires, as tc has it (default: 1gbit)")
@@ -148,7 +148,7 @@ def _sizes(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
 def _sent_by(subject: Subject, case: CollectiveCase, group: ProcessGroup) -> float:
     buffers = Buffers(group.rank, group.size, case.numel(group.size), case.dtype, subject.allocate() or plain_memory)
     call = subject.prepare(case.collective, buffers)
-    call()  # what a first call connects is not part of the collective
+    call()  # the first call makes connections, which are not part of the collective
     return measure_sent(call, WIRE_REPEATS, DEVICE, group)
 
 
@@ -159,7 +159,7 @@ def _times(sent_bytes: float, minimum: float) -> str:
 def _hooks(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     case = mlp(16, session.scale(options))
     hosts = Sites(group, str(placement_of(group).node))
-    views = {"gradient_as_bucket_view": True}  # ours and torch's alike: so there is the least to copy
+    views = {"gradient_as_bucket_view": True}  # for ours and torch's: then there is the least to copy
     hooked = {name: with_hook(ours(group, **views), _maker(make, hosts), hook) for name, (make, hook) in HOOKS.items()}
     wraps = {
         OURS: ours(group, **views),
@@ -226,7 +226,7 @@ def _maker(make: Callable[[Sites], object], hosts: Sites) -> Callable[[torch.nn.
 def _buckets(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
     scale = session.scale(options)
     figures = {}
-    # Buckets save messages, not bytes: only of many small parameters can they be expected to save much of the time.
+    # Buckets save messages, not bytes. So they can save much time only for many small parameters.
     judged = many_tiny(scale)
     for number, case in enumerate((mlp(16, scale), transformer(2, scale), judged)):
         found = bucket_sweep.sweep(case, {OURS: partial(ours, group), NATIVE: native}, group, options.steps)

@@ -1,7 +1,7 @@
-"""How much memory a contender takes at its peak: what the operating system counts, on Linux with glibc.
+"""The peak memory of a contender, as the operating system counts it, on Linux with glibc.
 
-The peak is that of this process's resident memory over what it held before. A page that several processes share counts for
-each of them in parts, as in the proportional set size.
+The peak is that of this process's resident memory, minus its memory before. A page that several processes share counts for each
+of them in part, as in the proportional set size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SELF = Path("/proc/self")
 
 
 def can_be_measured() -> bool:
-    """Whether the peak can be reset, and freed memory be given back."""
+    """Whether the peak can be reset, and freed memory can be given back."""
     return (_SELF / "clear_refs").exists() and hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
 def peak_bytes(make: Callable[[], Step]) -> int:
-    """Make a contender, let it take some steps, and return by how much memory grew at most. A collective, as `make`."""
+    """Make a contender and let it take some steps; returns by how much memory grew at most. A collective, if `make` is."""
     _give_back_what_is_free()
-    (_SELF / "clear_refs").write_text("5")  # the peak is from here on (proc_pid_clear_refs(5))
+    (_SELF / "clear_refs").write_text("5")  # resets the peak (proc_pid_clear_refs(5))
     before = _kib("status", "VmRSS") - _counted_twice_kib()
     step = make()
     for _ in range(STEPS):
@@ -36,7 +36,7 @@ def peak_bytes(make: Callable[[], Step]) -> int:
 
 
 def _give_back_what_is_free() -> None:
-    """Also make malloc map every larger block by itself, so that freed memory of one contender does not serve the next."""
+    """Give freed memory back. Also let malloc map every large block separately, so that the next contender cannot reuse it."""
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
@@ -44,7 +44,7 @@ def _give_back_what_is_free() -> None:
 
 
 def _counted_twice_kib() -> int:
-    """By how much the resident size overstates this process's part of what it shares with others in shared memory."""
+    """By how much the resident size is larger than this process's part of shared memory."""
     return _kib("status", "RssShmem") - _kib("smaps_rollup", "Pss_Shmem")
 
 
@@ -53,7 +53,7 @@ def _kib(file: str, name: str) -> int:
 
 
 def kib_in(text: str, name: str) -> int:
-    """The figure of a line "name:   12 kB". A pure function."""
+    """The number in a line such as "name:   12 kB". A pure function."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", text, flags=re.MULTILINE)
     if found is None:
         raise ValueError(f"no {name} in {text!r}")

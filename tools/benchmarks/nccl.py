@@ -2,9 +2,9 @@
 
     python tools/benchmarks/nccl.py [--ranks N] [--rounds 60] [--json PATH] [--trace PATH]
 
-Every rank is a process; with fewer GPUs than ranks they share one, by a testing aid that talks over sockets: such figures say
-nothing about either. The contenders take turns in one process, so that whatever the machine does meanwhile hits them alike.
-Printed are medians with their quartiles, ours divided by torch's, and the share of the communication that computation hides.
+Every rank is a process. With fewer GPUs than ranks they share one, through a testing aid that uses sockets; such figures say
+nothing about either. The contenders take turns in one process, so that disturbances hit both alike. It prints medians with
+their quartiles, ours divided by torch's, and the share of the communication that computation hides.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def steps(group: ProcessGroup, device: torch.device) -> dict[str, Callable[[], o
 
 
 def hidden_share(step: Callable[[], object], trace: Path | None) -> float:
-    """The share of NCCL's time on the GPU during which another kernel ran, by torch's profiler."""
+    """The share of NCCL's time on the GPU in which another kernel ran, from torch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def hidden_share(step: Callable[[], object], trace: Path | None) -> float:
 
 
 def common(these: list[tuple[float, float]], those: list[tuple[float, float]]) -> float:
-    """How long both lists of intervals cover the same time; those of `these` do not overlap. A pure function."""
+    """For how long intervals of both lists overlap; those of `these` do not overlap each other. A pure function."""
     merged: list[list[float]] = []
     for start, end in sorted(those):
         if merged and start <= merged[-1][1]:

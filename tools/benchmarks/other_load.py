@@ -1,4 +1,4 @@
-"""How many cores other programs took while something was measured, and how many were left; Linux."""
+"""How many cores other programs used during a measurement, and how many were idle; Linux."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessorTimes:
-    """At one moment, in seconds.
+    """Times at one moment, in seconds.
 
     Attributes:
-        passed_s: by the clock.
-        all_s: that all processes of the machine have computed.
-        own_s: that the processes have computed which this one has started and waited for, and theirs.
+        passed_s: the clock.
+        all_s: processor time of all processes on the machine.
+        own_s: processor time of the processes that this one has started and waited for, and of their children.
     """
 
     passed_s: float
@@ -33,22 +33,22 @@ class ProcessorTimes:
 
 
 def idle_s() -> float:
-    """Seconds that the cores of this machine have been idle since it started, all together; to a hundredth."""
+    """Seconds for which this machine's cores have been idle since its start, all together; to a hundredth."""
     return idle_ticks(Path("/proc/stat").read_text()) / os.sysconf("SC_CLK_TCK")
 
 
 def idle_ticks(stat: str) -> int:
-    """Of idling and of waiting for a disk, from the first line of /proc/stat."""
+    """Idle time and wait for disks, from the first line of /proc/stat."""
     return sum(map(int, stat.split("\n", 1)[0].split()[4:6]))
 
 
 def computed_ticks(stat: str) -> int:
-    """Of user, nice and system, from the first line of /proc/stat; not of interrupts, for the wires' are one's own."""
+    """User, nice and system time, from the first line of /proc/stat; without interrupts, which the benchmark's wires cause."""
     return sum(map(int, stat.split("\n", 1)[0].split()[1:4]))
 
 
 def cores_of_others(before: ProcessorTimes, after: ProcessorTimes) -> float:
-    """How many cores processes have kept busy, in the mean, that this one has not started. A pure function."""
+    """How many cores were busy, on average, with processes that this one has not started. A pure function."""
     others_s = (after.all_s - before.all_s) - (after.own_s - before.own_s)
     return max(0.0, others_s / (after.passed_s - before.passed_s))
 

@@ -1,13 +1,13 @@
-"""What DDP costs for each parameter on one rank: ours and torch's side by side.
+"""The cost of DDP for each parameter on one rank: ours and torch's side by side.
 
     python3 tools/dev.py bench overhead [--parts realistic static] [--steps 60] [--json PATH] [--plot FOLDER]
 
-One process, one rank, one thread. All contenders train copies of one model, taking turns. A contender's cost is its step
-(forward, backward, zero_grad) minus that of the bare module in the same round, for each parameter: by the wall's clock, and in
-processor time of all threads. Each with and without gradient_as_bucket_view.
+One process, one rank, one thread. All contenders train copies of one model, and take turns. A contender's cost is its step
+(forward, backward, zero_grad) minus that of the bare module in the same round, for each parameter: in wall time, and in
+processor time of all threads. Each is measured with and without gradient_as_bucket_view.
 
-The part `realistic` is what users pay: models of real sizes, everything that DDP does. The others say what the reducer alone
-costs: many tiny parameters, a communication hook that does nothing, for each kind of graph: dynamic, static, and with
+The part `realistic` shows the cost for users: models of real sizes, everything that DDP does. The others show the cost of the
+reducer alone: many tiny parameters, a communication hook that does nothing, for each kind of graph: dynamic, static, and with
 find_unused_parameters.
 """
 
@@ -45,19 +45,19 @@ CLOCKS = ("wall", "processor")
 
 
 class Cost(NamedTuple):
-    """Of one step, in seconds; the processor's is of all threads."""
+    """The cost of one step, in seconds; processor time is that of all threads."""
 
     wall_s: float
     processor_s: float
 
     @property
     def total_s(self) -> float:
-        """By the wall's clock."""
+        """Wall time."""
         return self.wall_s
 
 
 class ManySmall(torch.nn.Module):
-    """Many small parameters, with which next to nothing is computed."""
+    """Many small parameters, with almost no computation."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ManySmall(torch.nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """In one process."""
+    """Measure in one process."""
     return session.play("overhead", __doc__, PARTS, arguments)
 
 
@@ -115,7 +115,7 @@ def _step(
 
 
 def costs(taken_s: Mapping[str, Sequence[float]], count: int) -> dict[str, Summary]:
-    """From seconds of each step to those of each contender's reducer for each of `count` parameters. A pure function."""
+    """The cost of each contender's reducer for each of `count` parameters, from seconds of each step. A pure function."""
     alone_s = [step_s / count for step_s in taken_s[ALONE]]
     return {
         name: Summary.of_difference([step_s / count for step_s in steps_s], alone_s)
@@ -125,7 +125,7 @@ def costs(taken_s: Mapping[str, Sequence[float]], count: int) -> dict[str, Summa
 
 
 def ratio_to_torchs(found: Mapping[str, Summary], name: str) -> float | None:
-    """A contender's cost over that of its counterpart; None where either is lost in noise. A pure function."""
+    """A contender's cost divided by its counterpart's; None if either is lost in noise. A pure function."""
     return ratio_of_costs(found[name], found[counterpart(name)])
 
 

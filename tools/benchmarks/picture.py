@@ -12,7 +12,7 @@ from .summary import Summary
 
 
 class Unit(NamedTuple):
-    """What an axis shows, and how many of it are a second."""
+    """The label of an axis, and its units in a second."""
 
     label: str
     per_second: float
@@ -109,7 +109,7 @@ def points(
 
 @contextmanager
 def _axes(path: Path | None, title: str, height: float = 4.5) -> Iterator[Any]:
-    """Axes that are written to `path` in the end; None where there is none."""
+    """Axes that are written to `path` at the end; None without a path."""
     if path is None:
         yield None
         return

@@ -1,17 +1,17 @@
-"""How well `syncline predict` does: predicted and measured steps on 2, 4 and 8 emulated hosts, from a trace of 2 of them.
+"""The quality of `syncline predict`: predicted and measured steps on 2, 4 and 8 emulated hosts, from a trace on 2 of them.
 
     sudo python3 tools/dev.py bench predict [--rates 200mbit 1gbit] [--hosts 2 4 8] [--backward-ms 25] [--json PATH]
 
 Needs Linux, root and iproute2, and starts MPICH's mpiexec itself. Each host has one rank. The model's layers sleep instead of
-computing, as a processor does that waits for an accelerator: so 8 ranks fit on 2 cores, and what could be hidden is known.
+computing, like a processor that waits for an accelerator. So 8 ranks fit on 2 cores, and the time that can be hidden is known.
 
-1. On two hosts `syncline bench` measures all-reduces, and a training is traced. Only these two go into the predictions.
+1. On two hosts `syncline bench` measures all-reduces, and a training is traced. The predictions use only these two.
 2. The same training is measured on each number of hosts. A step is the median of the times from one forward to the next, on the
-   slowest rank. All-reduces of one bucket's size, with nothing beside them, tell whether the network is as modelled there.
+   slowest rank. All-reduces of one bucket's size, with nothing beside them, show whether the model of the network is right.
 
-Eight hosts that all-reduce at 1 Gbit/s keep two cores busy, so other programs must not want them: how many cores those took,
-and how many were idle, is said with the table. With `--backward-ms 10` the cores limit such a training, and not the wires. The
-rates can be measured one at a time (two minutes each, where nothing else runs).
+Eight hosts that all-reduce at 1 Gbit/s keep two cores busy, so other programs must not use them. The table says how many cores
+other programs took, and how many were idle. With `--backward-ms 10` the cores limit such a training, not the wires. The rates
+can be measured one at a time (two minutes each on an idle machine).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .emulated_hosts import EmulatedHosts
 from .other_load import ProcessorTimes, cores_of_others, told
 from .predict_job import BUCKET_BYTES
 
-_TRACED = 2  # hosts
+_TRACED = 2  # number of hosts in the trace
 _SIZES = ("512K", "16M")
 
 
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, runtime: MpiRuntime) -> None:
 
 
 def _keep(figures: Mapping[str, Any], path: Path | None) -> None:
-    """Written anew after each measurement: a run that ends early leaves what it had."""
+    """Write the figures again after each measurement, so that a run that ends early leaves some."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -112,7 +112,7 @@ def _show(figures: Mapping[str, Any]) -> None:
 def _measure(
     rate: str, folder: Path, options: argparse.Namespace, runtime: MpiRuntime
 ) -> Iterator[dict[int, dict[str, float]]]:
-    """What is measured on each number of hosts so far, after each; the folder then has what predictions need."""
+    """Yield the measurements so far after each number of hosts; the folder then has the files that predictions need."""
     found: dict[int, dict[str, float]] = {}
     for count in sorted({_TRACED, *options.hosts}):
         words: list[str | Path] = [sys.executable, "-m", "benchmarks.predict_job", "--steps", str(options.steps)]

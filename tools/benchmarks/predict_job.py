@@ -1,4 +1,4 @@
-"""What the ranks on the emulated hosts do: see `predict`, which starts it."""
+"""The program of the ranks on the emulated hosts; `predict` starts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .sleeping import SleepingModel
 _LAYERS, _LAYER_BYTES, _FORWARD_S, _OPTIMIZER_S = 8, 1 << 20, 0.003, 0.010
 BUCKET_BYTES = 2 << 20
 _TRIALS = 10
-_FIRST_STEPS = 4  # buckets are built anew, connections are made
+_FIRST_STEPS = 4  # in these steps buckets are rebuilt and connections are made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _all_reduce(group: ProcessGroup) -> tuple[float, float]:
-    """Seconds of an all-reduce of a bucket's size, in the median, and how many cores of the machine were idle meanwhile."""
+    """Median seconds of an all-reduce of a bucket's size, and how many cores of the machine were idle meanwhile."""
     tensor = group.allocate(BUCKET_BYTES // 4, torch.float32, torch.device("cpu")).zero_()
     times, idle_before_s, began_s = [], idle_s(), time.perf_counter()
     for _ in range(_TRIALS):

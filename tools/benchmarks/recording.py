@@ -1,7 +1,7 @@
-"""What recording a step costs: steps that are recorded beside steps that are not, and the processor time that it adds.
+"""The cost of recording a step: recorded steps compared with others, and the added processor time.
 
-What recording does depends on the number of buckets, not on how long a step takes. So its processor time is measured where it
-shows: on one rank, in steps of as many buckets with next to nothing in them. Blocks of recorded steps and of others take turns.
+The cost of recording depends on the number of buckets, not on the length of a step. So its processor time is measured where it
+is visible: on one rank, in almost empty steps with the same number of buckets. Blocks of recorded and other steps take turns.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _BLOCK_STEPS = 25
 
 @dataclass(frozen=True)
 class Added:
-    """What recording adds to a step.
+    """The cost that recording adds to a step.
 
     Attributes:
-        calls: of Python's functions and of C's, in a step; the same in each.
-        busy_s: seconds of the processor's time in a step; of pairs of neighbouring blocks, the medians' difference.
-        write_s: seconds to write a step down, which is done once a second.
+        calls: calls of Python and C functions in a step; the same in each step.
+        busy_s: processor seconds in a step: the difference of the medians of two neighbouring blocks.
+        write_s: seconds to write a step to the file, which is done once a second.
     """
 
     calls: int
@@ -49,7 +49,7 @@ class Added:
 
     @property
     def total_s(self) -> float:
-        """Of the processor, for a step."""
+        """Processor seconds for a step."""
         return self.busy_s.median_s + self.write_s
 
 
@@ -59,8 +59,8 @@ class Recorded:
 
     Attributes:
         steps_s: each contender's seconds, by round.
-        buckets: of its steps.
-        added: to a step of so many buckets.
+        buckets: the number of buckets in a step.
+        added: the cost added to a step with this number of buckets.
     """
 
     steps_s: dict[str, list[float]]
@@ -73,12 +73,12 @@ class Recorded:
 
     @property
     def share(self) -> float:
-        """Of a step, that recording adds to the processor's time."""
+        """The added processor time as a share of a step."""
         return self.added.total_s / Summary.of(self.steps_s[PLAIN]).median_s
 
 
 def measure(case: Case, group: ProcessGroup, rounds: int) -> Recorded:
-    """Each recorded step is a trace of its own, for one that is on is told of all models' calls. A collective."""
+    """Each recorded step is a trace of its own, because a running trace sees the calls of all models. A collective."""
     model, batch = case.model(), case.batch()
     wrapped = {name: DistributedDataParallel(copy.deepcopy(model), process_group=group) for name in (PLAIN, AGAIN, RECORDED)}
     steps: dict[str, Callable[[], Phases]] = {name: Trainer(one, case, batch).step for name, one in wrapped.items()}
@@ -98,7 +98,7 @@ def measure(case: Case, group: ProcessGroup, rounds: int) -> Recorded:
 
 
 def measure_added(buckets: int, blocks: int) -> Added:
-    """Of this process alone, in a group of one rank."""
+    """Measure this process alone, in a group of one rank."""
     (added,) = run_ranks(1, _measure_added, buckets, blocks)
     return added
 
@@ -122,7 +122,7 @@ def _measure_added(group: ProcessGroup, buckets: int, blocks: int) -> Added:
 
 
 def _calls(step: Callable[[], None], context: Callable[[], AbstractContextManager[object]]) -> int:
-    """Of the third step within, on this thread."""
+    """Calls in the third step inside the context, on this thread."""
     count = 0
 
     def note(_: object, event: str, __: object) -> None:
@@ -141,7 +141,7 @@ def _calls(step: Callable[[], None], context: Callable[[], AbstractContextManage
 
 
 def _busy_s(step: Callable[[], None], context: Callable[[], AbstractContextManager[object]]) -> float:
-    """Seconds of the processor's time for a step, in the median of a block."""
+    """Processor seconds for a step, in the median of a block."""
     times = []
     with context():
         step()
@@ -153,7 +153,7 @@ def _busy_s(step: Callable[[], None], context: Callable[[], AbstractContextManag
 
 
 def _write_s(folder: Path) -> float:
-    """Seconds of the processor's time to turn a step of the last trace into a line of the file."""
+    """Processor seconds to turn a step of the last trace into a line of the file."""
     steps = read_part(part_path(folder, 0)).steps
     began = time.process_time()
     for step in steps:

@@ -1,4 +1,4 @@
-"""Figures as they are shown and kept: tables on rank 0, one JSON file."""
+"""Output of figures: tables on rank 0, and one JSON file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .targets import Target
 
 
 class Report:
-    """What rank 0 says; the others' reports are silent.
+    """Rank 0's output; the reports of other ranks are silent.
 
     Args:
-        benchmark: its name, which pictures begin with.
+        benchmark: its name; names of pictures begin with it.
         options: with `json` and `plot`.
-        group: what was measured on. Making a report is a collective.
+        group: the measured group. Making a report is a collective.
     """
 
     def __init__(self, benchmark: str, options: argparse.Namespace, group: ProcessGroup) -> None:
@@ -45,23 +45,23 @@ class Report:
         self._say(text)
 
     def judge(self, target: Target, seen: float | None, where: str = "") -> None:
-        """Print and keep whether a target is reached; `where` says on what the figure was seen, or why it was not."""
+        """Print and keep whether a target is reached. `where` says where the figure was seen, or why it was not."""
         verdict = target.verdict(seen, where) + self._caveat
         self._kept["verdicts"].append(verdict)
         self._say(verdict)
 
     def judge_worst(self, target: Target, seen: Iterable[tuple[float, str]]) -> None:
-        """The same of the worst of several figures, each with where it was seen."""
+        """Judge the worst of several figures, each with the place where it was seen."""
         self.judge(target, *target.worst(seen))
 
     def keep(self, part: str, figures: Any) -> None:
-        """Put the figures of a part into the JSON file, which is written anew each time: an interrupted run leaves some."""
+        """Add a part's figures to the JSON file. The file is written each time, so an interrupted run leaves some."""
         self._kept[part] = figures
         if self._speaks and self._json is not None:
             self._json.write_text(json.dumps(self._kept, indent=1) + "\n")
 
     def picture(self, part: str) -> Path | None:
-        """Where to draw a part; None where nobody asked, or on another rank."""
+        """The path for a part's picture; None if none is wanted, or on another rank."""
         return self._folder / f"{self._benchmark}-{part}.png" if self._speaks and self._folder is not None else None
 
     def _say(self, text: str) -> None:
@@ -70,7 +70,7 @@ class Report:
 
 
 def _caveat(environment: Mapping[str, Any]) -> str:
-    """Why a verdict means less than it says; nothing if it does not."""
+    """Why a verdict is less reliable here; empty if it is reliable."""
     if environment["quick"]:
         return "; with --quick that means nothing"
     if environment["world_size"] > environment["nodes"] * environment["cores"]:

@@ -1,4 +1,4 @@
-"""What every benchmark of this folder has in common: options, groups, and where figures go."""
+"""The common part of all benchmarks in this folder: options, groups, and places for figures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Part = Callable[[argparse.Namespace, ProcessGroup, Report], None]
 
 
 def play(benchmark: str, description: str | None, parts: Mapping[str, Part], arguments: Sequence[str] | None) -> int:
-    """A whole benchmark: parse, connect, measure each part that is asked for. Every rank calls it; its exit status."""
+    """A whole benchmark: parse, connect, measure each requested part. Every rank calls it; returns the exit status."""
     return play_parsed(benchmark, parts, parse(parser(description, list(parts)), arguments))
 
 
 def play_parsed(benchmark: str, parts: Mapping[str, Part], options: argparse.Namespace) -> int:
-    """The same with options that are parsed already."""
+    """A whole benchmark with options that are already parsed."""
     with groups() as group:
         report = Report(benchmark, options, group)
         for part in options.parts:
@@ -38,7 +38,7 @@ def play_parsed(benchmark: str, parts: Mapping[str, Part], options: argparse.Nam
 
 
 def parser(description: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
-    """The options of every benchmark; `parts` are what it can measure."""
+    """The options of every benchmark; `parts` are the parts that it can measure."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure (default: all)")
     made.add_argument(
@@ -51,14 +51,14 @@ def parser(description: str | None, parts: Sequence[str]) -> argparse.ArgumentPa
 
 
 def at_least_one(text: str) -> int:
-    """A whole number of 1 or more, as argparse wants it."""
+    """A whole number of 1 or more, as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
     return int(text)
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, and complain about outputs that cannot be written before anything is measured."""
+    """Parse, and refuse outputs that cannot be written, before anything is measured."""
     options = made.parse_args(arguments)
     if options.json is not None and not options.json.resolve().parent.is_dir():
         made.error(f"--json: there is no folder {options.json.resolve().parent}")
@@ -72,18 +72,18 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
 
 
 def scale(options: argparse.Namespace) -> Scale:
-    """How large the models are."""
+    """The size of the models."""
     return QUICK if options.quick else FULL
 
 
 @contextmanager
 def groups() -> Iterator[ProcessGroup]:
-    """Our default group, and torch's over Gloo beside it. One thread for each rank, the same seed on all."""
+    """Our default group, and torch's over Gloo. One thread for each rank, the same seed on all."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     group = init_process_group()
-    # Over the network rather than a file, for the ranks of several hosts need not share a folder.
+    # Over the network and not in a file, because ranks of several hosts need not share a folder.
     store = dist.PrefixStore("benchmarks", tcp_store_of_rank_0(group, group.timeout_s))
     dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
     try:
@@ -96,7 +96,7 @@ def groups() -> Iterator[ProcessGroup]:
 
 @contextmanager
 def shared_folder(group: ProcessGroup) -> Iterator[Path]:
-    """A folder of ranks of one machine; deleted in the end. A collective."""
+    """A folder for ranks of one machine; deleted at the end. A collective."""
     folder = Path(exchange_objects(tempfile.mkdtemp() if group.rank == 0 else "", group=group)[0])
     try:
         yield folder

@@ -1,4 +1,4 @@
-"""A model whose layers sleep instead of computing, as a processor does that waits for an accelerator."""
+"""A model whose layers sleep instead of computing, like a processor that waits for an accelerator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LAYERS, LAYER_BYTES = 16, 1 << 20
 
 
 class SleepingModel(torch.nn.Module):
-    """Layers of equal size, each a matrix that is only a place for a gradient.
+    """Layers of equal size. The matrix of each layer serves only as a place for a gradient.
 
     Args:
         layers: how many.
-        layer_bytes: of each one's parameter, float32.
-        forward_s: that a layer sleeps.
-        backward_s: the same in backward, before its gradient is there.
+        layer_bytes: bytes of each layer's parameter, float32.
+        forward_s: seconds that a layer sleeps in forward.
+        backward_s: seconds that it sleeps in backward, before its gradient is there.
     """
 
     def __init__(self, layers: int, layer_bytes: int, forward_s: float, backward_s: float) -> None:
@@ -28,7 +28,7 @@ class SleepingModel(torch.nn.Module):
         self._times = forward_s, backward_s
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Some scalar."""
+        """A scalar."""
         for weight in self.weights:
             value = _Sleep.apply(value, weight, *self._times)  # type: ignore[no-untyped-call]  # torch's
         return value

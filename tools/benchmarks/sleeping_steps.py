@@ -1,4 +1,4 @@
-"""How much of the communication of sleeping layers shows in a step, and how much the network forces to show."""
+"""How much communication of sleeping layers shows in a step, and how much the network makes unavoidable."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .targets import EXPOSED_OVER_FORCED, SLEEPING_STEP
 from .timing import interleaved
 from .wire import minimum_bytes
 
-# Backward over the time on the wire: the network is the bottleneck, or can be hidden but for the last layer.
+# Backward divided by the time on the wire: the network is the bottleneck, or everything but the last layer can be hidden.
 PACES = {"half as long as the wire": 0.5, "1.5 times as long as the wire": 1.5}
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
-    """The options that say what the model of the sleeping steps is."""
+    """The options for the model of the sleeping steps."""
     default_mib = LAYER_BYTES >> 20
     parser.add_argument(
         "--layers", type=session.at_least_one, default=LAYERS, metavar="N", help=f"that sleep (default: {LAYERS})"
@@ -38,7 +38,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
 
 
 def sleeping(options: argparse.Namespace, group: ProcessGroup, report: Report) -> None:
-    """Steps of our DDP and torch's with a bucket for each layer, and of none, with one rank on each host. A collective."""
+    """Steps of our DDP, torch's, and neither, with a bucket for each layer and one rank on each host. A collective."""
     layers, layer_bytes = options.layers, options.layer_mib << 20
     wire_s = 8 * minimum_bytes(layer_bytes, group.size) / bits_per_s(options.rate)
     buckets = {"gradient_as_bucket_view": True, "bucket_cap_mb": options.layer_mib}
@@ -67,20 +67,20 @@ def sleeping(options: argparse.Namespace, group: ProcessGroup, report: Report) -
 
 
 def forced_exposure_s(layers: int, backward_s: float, wire_s: float) -> float:
-    """What a step takes at least beyond its computation. A pure function.
+    """The least time of a step beyond its computation. A pure function.
 
-    The gradients of the first layers that backward comes to are ready first; the wire is busy from then on, or waits for the
-    last.
+    The layers that backward reaches first have their gradients first. From then on the wire is busy, or it waits for the last
+    gradient.
 
     Args:
-        layers: how many, each reduced by itself.
-        backward_s: of each.
-        wire_s: that the gradients of each are on the wire.
+        layers: how many, each reduced alone.
+        backward_s: seconds of each layer's backward.
+        wire_s: seconds that each layer's gradients take on the wire.
     """
     return max(wire_s, layers * wire_s - (layers - 1) * backward_s)
 
 
 def bits_per_s(rate: str) -> float:
-    """A rate as tc has it, such as "200mbit". A pure function."""
+    """A rate in tc's notation, such as "200mbit". A pure function."""
     unit = rate.lstrip("0123456789.")
     return float(rate.removesuffix(unit)) * _BITS[unit]

@@ -8,8 +8,8 @@ model and sees the same samples in the same steps. The tasks:
 text    a transformer of two layers predicts the next character of Python's own help texts (`pydoc_data.topics`)
 digits  the network of packages/ddp/examples/digits on scikit-learn's handwritten digits
 
-All of a table is one run, but the contenders train one after the other: what disturbs the machine for a while may hit one only.
-Bytes are counted by the kernel on the wire, on the host that sends most; "in a step" is the step in which it sends most.
+All of a table is one run, but the contenders train one after the other. So a disturbance of the machine may hit only one of
+them. The kernel counts bytes on the wire, on the host that sends most; "in a step" is the step in which it sends most.
 """
 
 from __future__ import annotations

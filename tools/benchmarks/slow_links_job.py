@@ -1,4 +1,4 @@
-"""What the ranks on the emulated hosts train: see `slow_links`, which starts it."""
+"""The trainings of the ranks on the emulated hosts; `slow_links` starts them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Trainee = tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]
 
 
 def _nothing() -> None:
-    """Replicas are equal."""
+    """Do nothing: replicas are equal already."""
 
 
 def _ddp(_: Task, model: torch.nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup) -> Trainee:
@@ -112,14 +112,14 @@ CONTENDERS: dict[str, Callable[[Task, torch.nn.Module, torch.optim.Optimizer, Pr
 
 @dataclass(frozen=True)
 class Training:
-    """How one training went.
+    """The result of one training.
 
     Attributes:
-        seconds: of all steps, on the slowest rank.
-        sent_bytes: over the wire, of the host that sent most.
-        most_in_a_step_bytes: the same, of the step in which it sent most; what follows the last step is none.
-        loss: on samples that were not trained on, of the model of rank 0.
-        train_losses: of each step, the mean over the ranks.
+        seconds: for all steps, on the slowest rank.
+        sent_bytes: bytes over the wire, from the host that sent most.
+        most_in_a_step_bytes: the same for the step in which it sent most; bytes after the last step do not count.
+        loss: on samples outside of the training, with rank 0's model.
+        train_losses: the mean over the ranks, for each step.
     """
 
     seconds: float
@@ -130,7 +130,7 @@ class Training:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that driver and ranks have in common."""
+    """The options that driver and ranks share."""
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="default: all")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures to this file")
@@ -193,7 +193,7 @@ def _train(task: Task, name: str, group: ProcessGroup) -> Training:
     optim = torch.optim.AdamW(model.parameters(), lr=task.lr)
     module, optimizer, synchronize = CONTENDERS[name](task, model, optim, group)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, task.steps)  # as in DiLoCo's papers
-    group.barrier()  # the first rank's parameters have come
+    group.barrier()  # now all ranks have the first rank's parameters
     losses, sent = [], [device_sent_bytes(DEVICE)]
     started = time.perf_counter()
     for inputs, targets in itertools.islice(_batches(task, group), task.steps):
@@ -220,7 +220,7 @@ def _train(task: Task, name: str, group: ProcessGroup) -> Training:
 
 
 def _batches(task: Task, group: ProcessGroup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of this rank: the same at the same step for every contender."""
+    """This rank's batches: the same at the same step for every contender."""
     for step in itertools.count():
         yield task.batch(torch.Generator().manual_seed(group.size * step + group.rank))
 

@@ -1,4 +1,4 @@
-"""What is trained over slow links: small tasks whose data lie on every machine."""
+"""The tasks over slow links: small ones, whose data are on every machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Task(ABC):
     """Samples, a model and how long it is trained.
 
     Attributes:
-        name: as in tables.
-        steps: of training.
+        name: its name in tables.
+        steps: number of training steps.
         lr: AdamW's at the first step; it falls to 0 along a half cosine.
         outer_lr: DiLoCo's.
-        outer_momentum: DiLoCo's. The papers' 0.9 is made for hundreds of outer steps: after the 12 to 20 of these tasks it
-            still overshoots. Both were chosen by the loss for validation.
+        outer_momentum: DiLoCo's. The papers' 0.9 is for hundreds of outer steps; these tasks have 12 to 20, and it still
+            overshoots. Both values were chosen by the validation loss.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new one, from torch's random numbers; its output is scores of classes in the last dimension."""
+        """A new model, from torch's random numbers; its output has the scores of classes in the last dimension."""
 
     @abstractmethod
     def batch(self, generator: torch.Generator) -> Batch:
@@ -43,10 +43,10 @@ class Task(ABC):
 
     @abstractmethod
     def validation(self) -> Batch:
-        """Samples that are never trained on."""
+        """Samples that are never used for training."""
 
     def parameter_bytes(self) -> int:
-        """Of the model."""
+        """Bytes of the model's parameters."""
         return sum(parameter.nbytes for parameter in self.model().parameters())
 
     @torch.no_grad()
@@ -60,11 +60,11 @@ class Task(ABC):
 
 
 class NextCharacter(Task):
-    """Predict each next character of Python's help texts; the last tenth of them is kept for validation."""
+    """Predict each next character of Python's help texts; the last tenth of the texts is for validation."""
 
     name = "text"
     lr = 3e-3
-    # With four replicas, of twelve pairs between 0.7 and 1.4, and 0 and 0.9. With the papers' pair the loss was 7 % higher.
+    # Chosen with four replicas, from twelve pairs: 0.7 to 1.4, and 0 to 0.9. With the papers' pair the loss was 7 % higher.
     outer_lr = 1.0
     outer_momentum = 0.7
 
@@ -84,7 +84,7 @@ class NextCharacter(Task):
         return CharacterModel(self.WIDTH, self.LENGTH)
 
     def batch(self, generator: torch.Generator) -> Batch:
-        """[SEQUENCES, LENGTH] characters, and those that follow."""
+        """[SEQUENCES, LENGTH] characters, and the characters that follow them."""
         return self._at(torch.randint(self._split - self.LENGTH - 1, (self.SEQUENCES,), generator=generator))
 
     def validation(self) -> Batch:
@@ -98,7 +98,7 @@ class NextCharacter(Task):
 
 
 class CharacterModel(nn.Module):
-    """Characters `[batch, length]` to scores `[batch, length, 128]`; each sees only those before it."""
+    """Characters `[batch, length]` to scores `[batch, length, 128]`; each position sees only earlier ones."""
 
     mask: torch.Tensor
 
@@ -121,7 +121,7 @@ class Digits(Task):
 
     name = "digits"
     lr = 3e-3
-    # With two replicas, of 0, 0.5 and 0.9.
+    # Chosen with two replicas, from 0, 0.5 and 0.9.
     outer_lr = 0.7
     outer_momentum = 0.0
 
@@ -147,7 +147,7 @@ class Digits(Task):
         return images[chosen], digits[chosen]
 
     def validation(self) -> Batch:
-        """The 360 images for the test."""
+        """The 360 test images."""
         images, digits = self._test
         return images, digits
 

@@ -2,15 +2,15 @@
 
     python3 tools/dev.py bench step [--parts cases] [--json PATH] [--plot FOLDER]
 
-All train copies of one model in one process, taking turns. Every rank computes with one thread, and a step (forward, backward,
-optimizer) takes as long as on its slowest rank. The parts:
+All train copies of one model in one process, and take turns. Every rank computes with one thread, and a step (forward,
+backward, optimizer) takes as long as on its slowest rank. The parts:
 
 memory   peak memory of a rank with gradient_as_bucket_view, ours and torch's
-cases    each model: median and quartiles of a step, ours over torch's, and the communication left exposed (a step minus an
-         unsynchronised step of the same round), ours over torch's, with the geometric mean over the models
+cases    each model: median and quartiles of a step, ours divided by torch's, and the exposed communication (a step minus an
+         unsynchronised step of the same round), ours divided by torch's, with the geometric mean over the models
 unused   the same with find_unused_parameters, each model with a layer that nothing reaches
 buckets  steps by bucket size, from one parameter a bucket to all in one
-record   steps that are recorded (`model.trace`) over steps that are not
+record   steps that are recorded (`model.trace`), divided by steps that are not
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _memory(options: argparse.Namespace, group: ProcessGroup, report: Report) ->
 
 
 def _peak(case: Case, wrap: Wrap, group: ProcessGroup) -> int:
-    """Of the rank that takes most; the model itself counts, as it is made within."""
+    """Peak of the rank that takes most; the model counts, because it is made inside."""
     peaks: list[int] = exchange_objects(memory.peak_bytes(lambda: trainers(case, {"": wrap})[""]), group=group)
     return max(peaks)
 
@@ -137,7 +137,7 @@ def _record(options: argparse.Namespace, group: ProcessGroup, report: Report) ->
 
 
 PARTS: dict[str, session.Part] = {
-    "memory": _memory,  # first: what other parts leave in the process would count
+    "memory": _memory,  # first, because memory that other parts leave in the process would count
     "cases": _cases,
     "unused": _unused,
     "buckets": _buckets,

@@ -1,5 +1,5 @@
-"""What the project wants to reach, and whether it was seen. The settings: two ranks on two cores, one thread each; ratios of
-medians of one run. Pure functions."""
+"""The project's targets, and whether they were reached. Settings: two ranks on two cores, one thread each; ratios of medians of
+one run. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Target:
     """A bound on a figure.
 
     Attributes:
-        what: is bounded.
-        bound: the figure.
-        unit: of the figure.
-        is_least: the figure shall be at least the bound; else at most.
+        what: the name of the bounded figure.
+        bound: the bound.
+        unit: the figure's unit.
+        is_least: whether the bound is the smallest allowed figure; else it is the largest.
     """
 
     what: str
@@ -28,7 +28,7 @@ class Target:
         return seen >= self.bound if self.is_least else seen <= self.bound
 
     def worst(self, seen: Iterable[tuple[float, str]]) -> tuple[float | None, str]:
-        """Of figures, each with where it was seen, the one that is nearest to the wrong side, or beyond."""
+        """The figure that is nearest to the wrong side, or beyond it, with the place where it was seen."""
         return (min if self.is_least else max)(seen, key=lambda figure: figure[0], default=(None, ""))
 
     def verdict(self, seen: float | None, where: str = "") -> str:

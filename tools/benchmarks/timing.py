@@ -1,4 +1,4 @@
-"""Steps of several contenders, taken in turn, so that whatever the machine does meanwhile hits them alike."""
+"""Steps of several contenders in turn, so that disturbances of the machine hit all of them alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARM_UP = 2
 
 
 class Timed(Protocol):
-    """What a step tells: at least how long it took."""
+    """The result of a step: at least its duration."""
 
     @property
     def total_s(self) -> float:
@@ -32,7 +32,7 @@ class Phases(NamedTuple):
 
     @classmethod
     def undivided(cls, total_s: float) -> Phases:
-        """A step of which only the whole is known."""
+        """A step of which only the total is known."""
         return cls(0.0, total_s, 0.0)
 
     @property
@@ -47,13 +47,13 @@ Step = Callable[[], Phases]
 def interleaved(
     steps: dict[str, Callable[[], T]], group: ProcessGroup, rounds: int, warm_up: int = WARM_UP
 ) -> dict[str, list[T]]:
-    """Let each contender take two steps a round, in an order that is drawn anew for each. A collective.
+    """Let each contender take two steps a round, in an order that is drawn again for each round. A collective.
 
     Only the second step counts: it finds the caches as the contender's own step leaves them, as in training, and not as
     another contender does.
 
     Returns:
-        For each contender the steps after the warm-up, one a round, each as the rank saw it that took longest.
+        For each contender the steps after the warm-up, one a round, each as seen on the slowest rank.
     """
     own: dict[str, list[T]] = {name: [] for name in steps}
     for number in range(warm_up + rounds):
@@ -68,12 +68,12 @@ def interleaved(
 
 
 def order_of_round(number: int, names: Iterable[str]) -> list[str]:
-    """The names in a random order, which follows from the number of the round: the same on every rank. A pure function."""
+    """The names in a random order that follows from the round's number: the same on every rank. A pure function."""
     shuffled = list(names)
     random.Random(number).shuffle(shuffled)
     return shuffled
 
 
 def slowest(ranks: Sequence[Sequence[T]]) -> list[T]:
-    """Of each step what the rank saw that took longest. A pure function."""
+    """Each step as seen on the rank where it took longest. A pure function."""
     return [max(step, key=lambda taken: taken.total_s) for step in zip(*ranks, strict=True)]

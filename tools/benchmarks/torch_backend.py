@@ -1,8 +1,8 @@
-"""What torch.distributed's functions cost on top of ours: `torch.distributed.all_reduce` and our `all_reduce`, side by side.
+"""The additional cost of torch.distributed's functions: `torch.distributed.all_reduce` and our `all_reduce`, side by side.
 
     PYTHONPATH=tools mpiexec -n 2 python -m benchmarks.torch_backend [--rounds 2000] [--json PATH]
 
-Both run over backend "mpi", taking turns call by call, so that whatever the machine does meanwhile hits them alike. Printed are
+Both run over backend "mpi", and take turns call by call, so that disturbances of the machine hit both alike. It prints the
 medians of a call with their quartiles, and the difference of the medians, in microseconds.
 """
 
@@ -28,7 +28,7 @@ NUMELS = (1, 256, 16_384)
 
 
 def contenders(numel: int) -> dict[str, Callable[[], object]]:
-    """One call of each, on a group and a tensor of its own."""
+    """One call of each contender, on its own group and tensor."""
     group = init_process_group("mpi")
     theirs, mine, below = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
     under = as_process_group(dist.distributed_c10d._get_default_group())
@@ -56,7 +56,7 @@ def measure(numel: int, rounds: int) -> dict[str, list[float]]:
 
 
 def row(numel: int, taken_us: dict[str, list[float]]) -> dict[str, object]:
-    """Medians and quartiles, and what torch's functions add."""
+    """Medians and quartiles, and the additional time of torch's functions."""
     medians = {name: statistics.median(values) for name, values in taken_us.items()}
     return {
         "numel": numel,

@@ -15,8 +15,8 @@ class Trainer:
 
     Args:
         module: the case's model, synchronised in some way or not at all.
-        case: says what the loss is.
-        batch: this rank's.
+        case: defines the loss.
+        batch: this rank's batch.
     """
 
     def __init__(self, module: torch.nn.Module, case: Case, batch: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""How good the buckets are that `bucket_cap_mb="auto"` chooses: beside fixed sizes from 0.5 to 100 MiB.
+"""The quality of the buckets that `bucket_cap_mb="auto"` chooses, compared with fixed sizes from 0.5 to 100 MiB.
 
     python3 tools/dev.py bench tune [--parts mpi] [--cases mlp tiny] [--steps 20] [--json PATH]
 
-All train copies of one model in one process, taking turns; the one that tunes does so before. A ratio is that of two steps of
-the same round: the median and quartiles of all rounds. The parts:
+All train copies of one model in one process, and take turns; the tuning contender tunes first. A ratio compares two steps of
+the same round. The table has the median and quartiles over all rounds. The parts:
 
 mpi    on the group of the MPI that started the ranks
 gloo   on a group over Gloo of the same ranks
@@ -52,7 +52,7 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
 
 
 def tune(options: argparse.Namespace, group: ProcessGroup, report: Report, part: str = "tune") -> None:
-    """A part of a benchmark, with that option. A collective."""
+    """A part of a benchmark with this option. A collective."""
     cases = [CASES[name](session.scale(options)) for name in options.cases]
     compare(part, cases, group, options.steps, report)
 
@@ -68,7 +68,7 @@ def _over_gloo(options: argparse.Namespace, group: ProcessGroup, report: Report)
 
 
 def _gloo_group(group: ProcessGroup) -> HostGroup:
-    """Of the same ranks, on one machine. A collective."""
+    """A group over Gloo of the same ranks, on one machine. A collective."""
     store = tcp_store_of_rank_0(group, group.timeout_s)
     transport = gloo.connect(store, group.rank, group.size, "tune", CancelScope(group.timeout_s))
     return HostGroup(transport, group.rank, group.size, name="tune", timeout_s=group.timeout_s)

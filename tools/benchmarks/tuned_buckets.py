@@ -1,4 +1,4 @@
-"""Steps with the buckets that `bucket_cap_mb="auto"` has chosen, beside those of fixed sizes."""
+"""Steps with the buckets that `bucket_cap_mb="auto"` has chosen, compared with fixed sizes."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ class Tuned:
     """One case.
 
     Attributes:
-        chosen_mb: what "auto" chose: sizes of the first bucket and of the others.
-        steps_s: of each contender in each round.
+        chosen_mb: the choice of "auto": sizes of the first bucket and of the others.
+        steps_s: seconds of each contender in each round.
     """
 
     chosen_mb: list[float] | None
     steps_s: Mapping[str, Sequence[float]]
 
     def over(self, name: str, other: str, first: int = 0, every: int = 1) -> Summary:
-        """The ratios of two contenders' steps in the same round, of the rounds from `first` on, each `every`-th."""
+        """The ratios of two contenders' steps in the same round, for each `every`-th round from `first` on."""
         pairs = zip(self.steps_s[name][first::every], self.steps_s[other][first::every], strict=True)
         return Summary.of([own / others for own, others in pairs])
 
     @property
     def best(self) -> str:
-        """The fixed size with the least median over the even rounds. Ratios to it are then of the odd ones: the smallest of
-        several medians is partly luck, and in other rounds luck does not count.
+        """The fixed size with the smallest median over the even rounds. Ratios to it come from the odd rounds.
+
+        The smallest of several medians is partly luck, and luck does not count in other rounds.
         """
         return min(CAPS_MB, key=lambda name: Summary.of(self.steps_s[name][::2]).median_s)
 
@@ -53,7 +54,7 @@ class Tuned:
 
 
 def measure(case: Case, group: ProcessGroup, rounds: int) -> Tuned:
-    """Tune first, with nobody else between the steps; then all take turns. A collective; at least 2 rounds."""
+    """Tune first, without other steps between; then all take turns. A collective; at least 2 rounds."""
     model, batch = case.model(), case.batch()
 
     def trainer(cap_mb: float | str | None) -> Trainer:
@@ -67,7 +68,7 @@ def measure(case: Case, group: ProcessGroup, rounds: int) -> Tuned:
 
 
 def _tune(trainer: Trainer) -> list[float] | None:
-    """None if nothing was chosen."""
+    """The chosen sizes; None if nothing was chosen."""
     for _ in range(_MOST_STEPS):
         trainer.step()
         chosen_mb: Any = trainer.module.tuned_bucket_cap_mb
@@ -77,7 +78,7 @@ def _tune(trainer: Trainer) -> list[float] | None:
 
 
 def compare(part: str, cases: Sequence[Case], group: ProcessGroup, rounds: int, report: Report) -> None:
-    """Measure each case, and show, judge and keep it as a part of the report. A collective."""
+    """Measure each case; show, judge and keep it as a part of the report. A collective."""
     figures: dict[str, Any] = {}
     for case in cases:
         found = measure(case, group, rounds)

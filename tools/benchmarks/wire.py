@@ -1,4 +1,4 @@
-"""Bytes on the wire between hosts: what a network interface counts, and what an all-reduce cannot do without."""
+"""Bytes on the wire between hosts: a network interface's count, and the minimum for an all-reduce."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from syncline.collectives import ProcessGroup, exchange_objects, placement_of
 
-_COUNTERS = Path("/proc/self/net/dev")  # of the network namespace of whoever reads
-_SENT = 8  # receiving has eight columns, then come the bytes sent
+_COUNTERS = Path("/proc/self/net/dev")  # counts of the reader's network namespace
+_SENT = 8  # after eight columns for received bytes
 
 
 def minimum_bytes(nbytes: int, hosts: int) -> float:
-    """What each host must send so that all have the sum of `nbytes` from each, whatever the number of its ranks.
+    """The bytes that each host must send so that all have the sum of `nbytes` from each, for any number of its ranks.
 
-    Each host sends its sums of the others' shares, (H-1)/H of the bytes, and its own finished share to the others, or what
-    amounts to the same. A pure function.
+    Each host sends its sums of the others' shares, (H-1)/H of the bytes, and its own finished share to the others, or other
+    messages of the same size. A pure function.
     """
     return 2 * (hosts - 1) / hosts * nbytes
 
 
 def sent_bytes(counters: str, device: str) -> int:
-    """What the device has sent, from the text of /proc/net/dev. A pure function.
+    """The bytes that the device has sent, from the text of /proc/net/dev. A pure function.
 
     Raises:
         ValueError: there is no such device.
@@ -34,12 +34,12 @@ def sent_bytes(counters: str, device: str) -> int:
 
 
 def device_sent_bytes(device: str) -> int:
-    """What the device of this host has sent since it was made."""
+    """The bytes that the device of this host has sent since it was made."""
     return sent_bytes(_COUNTERS.read_text(), device)
 
 
 def measure_sent(action: Callable[[], object], repeats: int, device: str, group: ProcessGroup) -> float:
-    """How many bytes one run of `action` makes a host send, counted on the host that sends most. A collective.
+    """The bytes that one run of `action` makes a host send, counted on the host that sends most. A collective.
 
     Headers and acknowledgements count, and so do the two barriers around all repetitions.
     """

@@ -169,6 +169,7 @@ def _as_device(given: Any, like: torch.device) -> torch.device:
 
 
 def _is_number(given: object) -> bool:
+    # In Python True is a number, but it is not a size.
     return isinstance(given, numbers.Real) and not isinstance(given, bool)
 
 

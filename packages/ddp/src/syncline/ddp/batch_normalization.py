@@ -57,6 +57,7 @@ class BatchNormalization(torch.autograd.Function):
         of_bias = sums[0].to(inputs.dtype if weight is None else weight.dtype) if needs_bias else None
         of_inputs = None
         if needs_inputs:
+            # A copy: the gradients of weight and bias may be views of `sums`.
             everywhere = sums.to(torch.float64, copy=True)
             ctx.group.all_reduce(everywhere)
             of_1, of_normalized = (everywhere / ctx.count).to(mean.dtype)

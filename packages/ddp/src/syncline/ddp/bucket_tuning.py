@@ -166,6 +166,7 @@ class BucketTuning:
         """Called after a reduced backward. After the last measured step it is a collective."""
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return
+        # The costs below are those of an all-reduce, not of a hook.
         if self._reducer.hook[0] is not None:
             self.give_up("a communication hook reduces the gradients")
         elif self._settling:
@@ -189,6 +190,7 @@ class BucketTuning:
         self._is_over = True
         share = self._share_of_cores()
         times = torch.tensor(self._steps, dtype=torch.float64).median(dim=0).values
+        # A bucket is reduced when the last rank has it, so the latest time of each counts.
         self._group.all_reduce(times, ReduceOp.MAX)
         costs = self._measure_costs(share)
         chosen = torch.zeros(2, dtype=torch.int64)
@@ -219,6 +221,7 @@ class BucketTuning:
         placement = placement_of(self._group)
         here = placement.ranks_on_node(placement.node)
         busy_cores, cores = zip(*(said[rank] for rank in here), strict=True)
+        # The rank that is slowed most decides: all others wait for it.
         share = torch.tensor(share_of_cores(here.index(self._group.rank), busy_cores, cores), dtype=torch.float64)
         self._group.all_reduce(share, ReduceOp.MAX)
         return float(share)
@@ -234,6 +237,7 @@ class BucketTuning:
         tensor = self._group.allocate(max(1, sizes[-1] // dtype.itemsize), dtype, torch.device("cpu")).zero_()
         for size in sizes:
             part = tensor[: max(1, size // dtype.itemsize)]
+            # Not measured, because the first call of a size makes its plan.
             self._group.all_reduce(part, ReduceOp.AVG)
             trials = [self._timed(part) for _ in range(_TRIALS)]
             issue += [issued for issued, _, _ in trials]
@@ -245,6 +249,7 @@ class BucketTuning:
 
     def _timed(self, tensor: torch.Tensor) -> tuple[float, float, float]:
         """Seconds until an all-reduce is issued and until it is over, and its processor time on all threads."""
+        # All ranks begin together, so no rank measures its wait for a late one.
         self._group.barrier()
         busy, began = _clocks()
         work = self._group.all_reduce(tensor, ReduceOp.AVG, async_op=True)

@@ -73,6 +73,7 @@ class Buffers:
     def broadcast(self, group: ProcessGroup, root: int) -> None:
         """Give every rank the root's, in place. A collective."""
         buffers = [buffer for _, buffer in self._state.buffers()]
+        # The root's buffers do not change, so its graphs stay valid.
         only_reads = group.rank == root
         with nullcontext() if only_reads else self._seen_by_autograd_if_changed(buffers):
             broadcast_coalesced(writable(buffers), group=group, root=root)

@@ -29,6 +29,7 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
     with _lock:
         dedicated = _dedicated_groups.get(key)
     if dedicated is None:
+        # Not under the lock: ranks as threads share it, and this collective needs all of them.
         dedicated = _make_dedicated_group(group)
         group.end_together(dedicated)
         with _lock:

@@ -159,10 +159,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         )
         self.parameters_to_ignore = ignored_names(module)
         self._state = ModuleState(module, self.parameters_to_ignore)
+        # Only a default group is found again after a copy; see `__getstate__`.
         self._is_default_group = process_group is None and device_mesh is None
         self.process_group = choose_group(process_group, device_mesh)
         self._group = as_ours(self.process_group)
         self.device_mesh = device_mesh
+        # An error on one rank becomes an error on all, before they communicate.
         with telling_the_others(self._group) if init_sync else nullcontext():
             self._state.check(self._group, buffers=sync_buffers_at_first or forward_sync_buffers)
             refuse_layers_that_see_one_rank(module, self._group)
@@ -191,10 +193,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._has_adopted_optimizers = False
         self._sync_buffers_at_first = sync_buffers_at_first
         if init_sync:
+            # First the options, because they decide which collectives follow.
             self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every, check_every)
             self._state.verify(self._group, buffers=sync_buffers_at_first)
             self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
         self._init_sync = init_sync
+        # After the broadcast, which carries buffers in their own dtype.
         self._low_precision = lower_precision(self.mixed_precision, module, self._state)
         self._listeners = IterationListeners()
         self._recordings: list[TraceRecording] = []
@@ -267,9 +271,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Prepare a forward; returns the inputs on their device, and the futures for which the end of backward waits."""
+        # A forward without gradients averages nothing, so a change of the module can wait.
         if has_backward and self._watch.is_due(self._reducer.reductions):
             self._follow_module()
         try:
+            # The first collective of a forward: ranks without inputs wait for it.
             root = self._sync_with_joined_ranks(will_reduce)
             pending = self._buffer_sync.before_forward(self._group, root)
             if has_backward:
@@ -296,6 +302,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The ranks compare the module, and get rank 0's values of the new parameters.
         """
+        # The script may have assigned another module.
         self._state.module = self.module
         watch = self._watch
         if not watch.has_changed():
@@ -332,6 +339,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._has_adopted_optimizers = False
         self._buffer_sync.look_again()
         self.device = parameters[0][1].device
+        # At the end, so that a change that raised an error is found again.
         watch.take_note()
         self._tune_buckets()
 
@@ -362,10 +370,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     @disable_dynamo
     def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
+        # As in torch: only a forward whose backward is reduced makes buffers differ.
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
+        # No backward follows that could wait for the futures of a buffer hook.
         elif pending:
             torch.futures.wait_all(pending)
 
@@ -458,8 +468,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._state.check(group, buffers=self.forward_sync_buffers)
         self._state.verify(group, buffers=self.forward_sync_buffers)
         hook, state = self._reducer.hook
+        # First, because the new reducer hooks the same parameters.
         self._reducer.close()
         self._stop_counting_steps_together()
+        # Ranks of the old group may be gone, so each rank only closes its own file.
         for recording in self._recordings:
             recording.abandon()
         self._uneven_inputs = None  # it holds the old reducer
@@ -536,6 +548,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         try:
             yield
         except BaseException:
+            # Other ranks may have no error, so this one must not enter a collective: it only closes its own file.
             recording.abandon()
             raise
         finally:
@@ -679,6 +692,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed_until=self._delayed_until,
         )
         self._watch = ModelWatch(self._state, self)
+        # The reducer may be made within `no_sync`.
         reducer.keep_local(not self._requires_grad_sync)
         reducer.on_delivery(self._average_hooks)
         reducer.on_iteration(self._listeners if self._listeners else None)

@@ -178,6 +178,7 @@ class Elastic:
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
         self._members = set(group.members)  # all members that this rank knows to have existed
+        # None: this group cannot let ranks in, so no rank looks for newcomers.
         self._admit_every = admit_every if group.missing_for_admit() is None else None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._stateful = _checked(stateful)
@@ -334,6 +335,7 @@ class Elastic:
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
+        # Another rank may be lost during the recovery: then it begins again.
         while not present:
             self._check_hope(began_s, error)
             try:
@@ -354,7 +356,9 @@ class Elastic:
         """
         old, self._group = self._group, meet()
         is_default = replace_default_group(old, self._group)
+        # A newcomer has not agreed on anything: it gets a state, and gives none.
         mine = None if self._is_new else self._agreements
+        # Each rank tells all members it knows, so a newcomer learns which ranks were lost before.
         told = exchange_objects((mine, sorted(self._members)), group=self._group)
         self._members.update(self._group.members, *(members for _, members in told))
         agreements = [number for number, _ in told]
@@ -363,6 +367,7 @@ class Elastic:
             raise RankLostError("all ranks that had the state of the training are lost; start it again from a checkpoint", ())
         root = agreements.index(max(present.values()))
         self._share_hook_state(root)
+        # A collective of all ranks, but only with newcomers: the state is large.
         if None in agreements:
             self._share_state(root)
         self._model.update_process_group(None if is_default else self._group)
@@ -370,13 +375,16 @@ class Elastic:
 
     def _settle(self, most_agreements: int) -> bool:
         """Apply or undo the step, see Note [Applied on all or on none]; returns whether this rank's agreement holds."""
+        # No rank is ahead, so no rank has applied this step.
         if most_agreements == self._agreements:
             self._undo_step()
             return False
+        # Another rank's agreement went through, so this rank's holds, too.
         if self._phase is _Phase.AGREEING:
             self._count_step()
         elif self._phase is _Phase.ENDING_EPOCH:
             self._agreements += 1
+        # Still behind: this rank was not in that agreement.
         if most_agreements != self._agreements:
             raise MisuseError(
                 f"{self._group.place()} has applied {self.applied_steps} steps, and another rank more: all ranks must take the "
@@ -420,6 +428,7 @@ class Elastic:
         try:
             present = self._meet(lambda: self._group.admit(silence_timeout_s=self._give_up_s))
         except TransportError as error:
+            # Not let in yet: there is no group to recover.
             if self._group.is_waiting:
                 raise
             self._recover(error)  # a rank was lost after this one was let in
@@ -465,6 +474,7 @@ class Elastic:
             )
 
     def _check_hope(self, began_s: float, error: TransportError) -> None:
+        # After these errors this rank cannot be in a new group.
         if isinstance(error, (RankGivenUpError, StoreError)):
             raise error
         if time.perf_counter() - began_s > self._give_up_s:

@@ -106,6 +106,7 @@ class Join:
         self._throws = throw_on_early_termination
         self._kwargs = kwargs
         self._group = joinables[0].join_process_group
+        # Mostly the CPU, because the roll call is read at once, and a GPU would have to be waited for.
         self._device = torch.device("cpu") if "cpu" in self._group.device_types else joinables[0].join_device
         self._present: tuple[int, ...] = tuple(range(self._group.size))
         self._hooks: list[JoinHook] = []
@@ -141,6 +142,7 @@ class Join:
             for joinable in self._joinables:
                 joinable._join = self
             try:
+                # Hooks are made last, when all joinables know their context.
                 self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
             except BaseException:
                 for joinable in self._joinables:

@@ -83,6 +83,7 @@ class ModelWatch:
         """Whether a look for changes is due before a forward; `reductions` is the number of reduced backwards."""
         if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
             return True
+        # Several forwards may come between two reduced backwards; one look is enough.
         if reductions == self._looked_after or not is_worth_a_look(reductions):
             return False
         self._looked_after = reductions

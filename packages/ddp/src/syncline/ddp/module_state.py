@@ -59,6 +59,7 @@ class ModuleState:
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
+            # A frozen parameter may be expanded: each of its elements is written once. An optimizer would write all.
             if problem is None and parameter.requires_grad and _overlaps(parameter):
                 problem = (
                     "has elements that share memory (such as `expand` makes), so no optimizer can write it; make it of "

@@ -52,6 +52,7 @@ class ReplicaHash:
         for chunk in torch.split(lanes, weights.shape[1]):
             wide = chunk.to(torch.int64)
             sums = [(wide * one[: wide.numel()]).sum() for one in weights]
+            # The multiplier makes the order of the chunks count.
             total = total * _MULTIPLIER + torch.stack(sums)
         return total
 
@@ -60,6 +61,7 @@ class ReplicaHash:
             count = _CHUNK_LANES.get(device.type, _DEVICE_CHUNK_LANES)
             generator = torch.Generator().manual_seed(_SEED)
             weights = torch.randint(-(2**62), 2**62, (2, count), generator=generator)
+            # Odd weights: modulo 2**64, a product with an odd number keeps every difference.
             self._weights[device] = (2 * weights + 1).to(device)
         return self._weights[device]
 

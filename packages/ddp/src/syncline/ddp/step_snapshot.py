@@ -37,6 +37,7 @@ class StepSnapshot:
     def restore(self) -> None:
         """Put the values back, also where the step has replaced a buffer by another tensor; drop the gradients."""
         for holder, name, buffer, value in self._buffers:
+            # The old buffer gets its old values, also if the step has put another tensor in its place.
             writable([buffer])[0].copy_(value[first_of_each(buffer)])
             setattr(holder, name, buffer)
         torch.set_rng_state(self._random_state)

@@ -95,6 +95,7 @@ class SyncBatchNorm(BatchNorm):
                 replaced[layer] = cls._in_place_of(layer, name, process_group)
         for parent in list(module.modules()):
             for name, child in own_modules(parent).items():
+                # A layer may stand in several places; each of them gets the same new layer.
                 if child in replaced:
                     own_modules(parent)[name] = replaced[child]
         return replaced.get(module, module)
@@ -104,6 +105,7 @@ class SyncBatchNorm(BatchNorm):
         problem = _not_convertible(layer)
         if problem is not None:
             raise MisuseError(f"cannot convert layer '{name}' ({type(layer).__name__}): {problem}")
+        # The new layer takes over the old one's attributes: parameters and hooks are the same objects.
         converted = cls.__new__(cls)
         converted.__dict__.update(layer.__dict__)
         converted.process_group = getattr(layer, "process_group", None) if process_group is None else process_group
@@ -137,6 +139,7 @@ class SyncBatchNorm(BatchNorm):
     @disable_dynamo  # a compiler cannot look into a collective
     def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         self._check_input_dim(inputs)
+        # Once in each group, because a comparison waits for all ranks.
         if self not in _compared_layers.get(group, ()):
             self._compare_layers(inputs, group)
         statistics = gather_statistics(statistics_of(inputs.detach()), group)

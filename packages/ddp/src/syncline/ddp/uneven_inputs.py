@@ -97,6 +97,7 @@ class UnevenInputs(JoinHook):
         buffers = self._replica.buffers
         if sends_buffers:
             buffers.broadcast(self._replica.process_group, present[-1])
+        # As after a forward on the ranks with inputs.
         buffers.are_stale = will_reduce
         if will_reduce:
             self._adjust(present)
@@ -115,6 +116,7 @@ class UnevenInputs(JoinHook):
         group = self._replica.process_group
         device = torch.device("cpu") if "cpu" in group.device_types else self._replica.device
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
+        # Ranks without inputs add zeros, so the maximum is what the other ranks announce.
         group.all_reduce(plans, ReduceOp.MAX)
         first, second = plans.tolist()
         return bool(first), bool(second)

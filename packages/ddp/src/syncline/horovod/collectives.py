@@ -307,6 +307,7 @@ def _start_adasum(
 
 
 def _reduce_in_place(targets: list[torch.Tensor], op: ReduceOp, group: ProcessGroup) -> Work:
+    # A single tensor needs no flat copy.
     if len(targets) == 1:
         return group.all_reduce(targets[0], op, async_op=True)
     work = reduce_in_place(targets, op, group, async_op=True)

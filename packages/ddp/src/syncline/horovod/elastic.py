@@ -54,6 +54,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        # This process joins a training that is under way.
         if world().group.is_waiting:
             _go_on(world().group.admit(silence_timeout_s=_GIVE_UP_S))
             state.on_reset()
@@ -135,6 +136,7 @@ class State:
         group = world().group
         if group.missing_for_admit() is not None:
             return
+        # Rank 0 looks for all ranks, so that all of them raise at the same commit.
         if broadcast_object(group.newcomers() if group.rank == 0 else 0):
             raise HostsUpdatedInterrupt
 

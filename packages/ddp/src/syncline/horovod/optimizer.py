@@ -275,8 +275,10 @@ class _GradientCombining:
         if group.size > 1:
             if self._reducer is None:
                 if self._process_set.process_set_id == 0:
+                    # To make a reducer is a collective, so joined ranks make one, too.
                     world().calls.announce_step(self._first_step).wait()
                 self._make_reducer(self._layouts_here())
+            # The other ranks reduce, so a rank without a reduced backward has to take part, too.
             if self._reductions == 0 or self._uncombined:
                 self._reduce_what_is_there()
             self._fill()
@@ -310,6 +312,7 @@ class _GradientCombining:
 
     def _count(self, index: int) -> None:
         self._counts[index] += 1
+        # An average may be averaged again without harm. Any other reduction would count its result twice.
         if self._counts[index] > self.passes or (index in self._reduced and self._op is not Average):
             raise self._too_many(index)
         self._uncombined.add(index)
@@ -333,10 +336,12 @@ class _GradientCombining:
             self._roll = None
         assert self._reducer is not None
         self._reductions += 1
+        # No hook counts gradients then, but the reducer knows which parameters this backward has reached.
         if self.passes == 1 and not self._is_filling:
             absent = self._reducer.absent
             reached = set(range(len(self._named))).difference(absent)
             again = reached & self._reduced
+            # A second backward before the step has added gradients to averaged ones.
             if again:
                 raise self._too_many(min(again))
             self._reduced |= reached
@@ -459,8 +464,10 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
     """A communication hook: compress, reduce, decompress."""
     compression, op, predivide = state
     group, buffer = bucket.process_group(), bucket.buffer()
+    # A sparse gradient is reduced as it is, without compression.
     if buffer.layout is torch.sparse_coo:
         return group.all_reduce(buffer, REDUCTIONS[op], async_op=True).get_future().then(lambda done: done.value()[0])
+    # An elementwise compressor takes the whole bucket at once, any other one gradient after gradient.
     pieces = [buffer] if compression.is_elementwise else bucket.gradients()
     is_split = predivide != 1.0
     if is_split:
@@ -537,6 +544,7 @@ class _StepCombining:
         _announce_complete(self._process_set, "Adasum")
         changes = [parameter - start for parameter, start in zip(self._parameters, before, strict=True)]
         compressed, contexts = map(list, zip(*map(self._compression.compress, changes), strict=True))
+        # Adasum takes tensors of one dtype and device at a time.
         for kind in dict.fromkeys((change.dtype, change.device) for change in compressed):
             adasum_coalesced(
                 [change for change in compressed if (change.dtype, change.device) == kind], self._process_set.group()

@@ -26,6 +26,7 @@ def broadcast_parameters(
         process_set: the ranks.
     """
     if isinstance(params, Mapping):
+        # By name, because dictionaries may have another order on each rank.
         tensors = [value for _, value in sorted(params.items())]
     elif not isinstance(params, torch.Tensor) and hasattr(params, "__iter__"):
         tensors = [each[1] if isinstance(each, tuple) else each for each in params]

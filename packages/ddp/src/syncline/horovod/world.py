@@ -84,9 +84,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
                 f"expected a communicator of mpi4py as comm, found a list of ranks ({list(comm)}); pass "
                 "MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(ranks)), on these ranks only"
             )
+        # An empty list means all ranks.
         comm = None
     is_ours = not has_default_group()
     if is_ours:
+        # Options come last, so that a script can turn the check off.
         init_process_group(**{"communicator": comm, "check_calls": True, **options})
     _set_world(World(get_default_group(), is_ours=is_ours))
     if process_sets is not None and not isinstance(process_sets, str):
@@ -189,6 +191,7 @@ class ProcessSet:
         self._group: ProcessGroup | NonMember | None = None
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
+            # A collective of the communicator: each member gives its rank.
             self.ranks: list[int] = sorted(ranks_or_comm.allgather(rank()))
             return
         if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(each, int) for each in ranks_or_comm):

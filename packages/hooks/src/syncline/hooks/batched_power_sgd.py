@@ -42,6 +42,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
 
 def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Stages:
     buffer = bucket.buffer()
+    # The square root, rounded up.
     side = math.isqrt(buffer.numel() - 1) + 1
     rank = min(side, state.matrix_approximation_rank)
     layout = padding_of(state.names.of(bucket))
@@ -57,12 +58,14 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
     state.count(bucket, 2 * side * rank)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), state.statistics.stage("second factor"):
+        # torch adds its epsilon to the length of a sum; ours is a mean.
         p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
         q = torch.bmm(matrix.transpose(1, 2), p)
         wire = q.reshape(-1).to(buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), state.statistics.stage("decompress"):
         q = wire.view(q.shape).to(q.dtype)
+        # A sum finds NaN and infinity anywhere. All ranks decide alike, because the wire holds the same bits on all of them.
         is_sound = bool(torch.isfinite(wire.sum(dtype=q.dtype)))
         approximation = torch.bmm(p, q.transpose(1, 2))
         names, left_out = _pieces(state, bucket, padded.sub_(approximation.view(-1)), layout)
@@ -70,6 +73,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
             state.error_feedback.remember(names, left_out)
         elif not is_sound:
             state.error_feedback.forget(names)
+        # Without warm start, or after a bad step, the next step begins with a random factor.
         state.factors.pop(layout, None)
         if state.warm_start and is_sound:
             state.factors[layout] = q[0]

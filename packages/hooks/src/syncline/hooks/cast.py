@@ -81,6 +81,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
     @communication_hook
     def casting_hook(state: Any, bucket: Bucket) -> TensorFuture:
         buffer = floating_buffer(bucket, f"to cast to {dtype}")
+        # The wrapped hook reads this buffer instead of the bucket's own.
         bucket.set_buffer(buffer.to(dtype))
 
         def restore(done: TensorFuture) -> torch.Tensor:

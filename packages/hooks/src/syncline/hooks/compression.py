@@ -109,12 +109,14 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")
     buffer = floating_buffer(bucket, "to compress")
+    # Counted before the return for an empty bucket, which may be the last one of a step.
     if bucket.is_last():
         state.iter += 1
     # The bucket is empty on all ranks, so none of them communicates.
     if buffer.numel() == 0:
         return finished(buffer)
     group = group_of(state.process_group, bucket)
+    # Before the first use of errors: they may have been loaded for another rank.
     state.origin.settle(group.rank, group.size, state.error_feedback)
     seed = state.seeds.next()
     with torch.no_grad(), state.statistics.stage("compress"):

@@ -100,6 +100,7 @@ class Unpacker:
         nbytes = numel * dtype.itemsize
         part = self._message[self._read : self._read + nbytes]
         self._read += nbytes
+        # A copy, because bytes in the middle of a message may not be aligned for the dtype.
         return part.clone().view(dtype)
 
 

@@ -102,6 +102,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
         raise MisuseError(
             f"expected the hook's state to be a process group (syncline's or torch's) or None, found {type(state).__name__}"
         )
+    # torch's bucket does not know its group.
     if isinstance(bucket, dist.GradBucket):
         return as_process_group(None)
     group = bucket.process_group()  # type: ignore[attr-defined]  # what our GradBucket has and torch's has not

@@ -111,6 +111,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self.sync_every = sync_every
         self.overlap_steps = overlap_steps
         self.steps = 0
+        # First between the sites, then inside each: so all ranks get the values of the first site's first rank.
         for ranks in (group,) if sites is None else (sites.between, sites.inside):
             if ranks is not None:
                 broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
@@ -158,6 +159,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         for fragment in self._fragments:
             fragment.finish_if_due(None)
         for fragment in self._fragments:
+            # All fragments start before the first wait, so that their averages overlap.
             fragment.start(self.steps, mixes=False)
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -297,6 +299,7 @@ class _Fragment:
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])
             if velocity is not None:
+                # A state that was saved without momentum has no velocities.
                 velocity.copy_(tensors.get("velocity", torch.zeros_like(anchor)))
         self._pending = None
         if due is not None:
@@ -346,6 +349,7 @@ def _divided(
         divided = [list(part) for part in fragments]
         given = sorted(name for part in divided for name in part)
         if given != sorted(names) or not all(divided):
+            # Missing and unknown names; if there are none, names that stand twice.
             wrong = sorted(set(given) ^ set(names)) or sorted({name for name in given if given.count(name) > 1})
             raise InvalidArgumentError(
                 f"expected each parameter in exactly one fragment, and none empty; look at {', '.join(map(repr, wrong[:5]))}"

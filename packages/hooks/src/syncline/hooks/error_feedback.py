@@ -37,6 +37,7 @@ class ErrorFeedback:
         pairs = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if name in self._errors]
         for name, tensor in pairs:
             self._check_size(name, tensor)
+            # An error that was loaded may be on another device.
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:

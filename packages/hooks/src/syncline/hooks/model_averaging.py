@@ -97,6 +97,7 @@ class HierarchicalModelAverager(ModelAverager):
         super().__init__(process_group, warmup_steps)
         periods, sizes = list(period_group_size_dict), list(period_group_size_dict.values())
         _check_hierarchy(periods, sizes, self.group.size)
+        # All ranks make all groups in the same order: each of them is a collective.
         self._groups = {
             period: _consecutive(process_group, self.group, size) for period, size in period_group_size_dict.items()
         }
@@ -104,6 +105,7 @@ class HierarchicalModelAverager(ModelAverager):
     def _group_of_step(self) -> ProcessGroup | None:
         if self.step < self.warmup_steps:
             return None
+        # Periods rise, so the first match in reverse order is the largest period.
         return next((self._groups[period] for period in reversed(self._groups) if self.step % period == 0), None)
 
 
@@ -162,6 +164,7 @@ def _average(parameters: list[torch.Tensor], group: ProcessGroup) -> None:
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for members in by_dtype.values():
+        # One flat tensor, so that a single all_reduce carries all parameters of a dtype.
         flat = torch.cat([parameter.reshape(-1) for parameter in members])
         group.all_reduce(flat, ReduceOp.AVG)
         for piece, parameter in zip(torch.split(flat, [p.numel() for p in members]), members, strict=True):

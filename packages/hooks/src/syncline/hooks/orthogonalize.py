@@ -46,7 +46,9 @@ def _by_gram_schmidt(matrices: torch.Tensor, epsilon: float) -> torch.Tensor:
         column, earlier = matrices[:, :, number : number + 1], done[:, :, :number]
         left = _project_out(column, earlier)
         length = _length(left)
+        # The first column has no earlier ones: it is dependent only if it is zero.
         original = _length(column) if number > 0 else length
+        # A column with NaN or infinity is not replaced, so that its matrix becomes NaN.
         lost = (length <= tiny * original) & original.isfinite()
         # To ask a GPU would stall it, so there the replacement is computed in any case.
         if not lost.is_cpu or bool(lost.any()):

@@ -107,6 +107,7 @@ class OuterExchange:
             self.error_feedback.add_to(names, differences)
             message = compressor.compress(differences, seed)
             sent = compressor.decompress(message, differences, seed)
+            # NaN and infinity must not stay in the errors, where they would spoil all later steps.
             errors = [torch.nan_to_num_(whole - part, 0.0, 0.0, 0.0) for whole, part in zip(differences, sent, strict=True)]
             self.error_feedback.remember(names, errors)
         self.statistics.sends(sum(parameter.nbytes for parameter in parameters), message.nbytes)
@@ -131,6 +132,7 @@ class _WholeAverage(PendingAverage):
         self._parts: list[tuple[list[int], torch.Tensor, Work]] = []
         for dtype, indices in by_dtype.items():
             with torch.no_grad():
+                # A copy: the inner optimizer changes the parameters while the average is under way.
                 flat = torch.cat([parameters[index].to(dtype).reshape(-1) for index in indices])
             statistics.sends(sum(parameters[index].nbytes for index in indices), flat.nbytes)
             self._parts.append((indices, flat, group.all_reduce(flat, ReduceOp.AVG, async_op=True)))

@@ -106,6 +106,7 @@ class _Batch:
     def replace(self, p: torch.Tensor, q: torch.Tensor) -> None:
         """Write P Q^T to the gradients."""
         first = self._gradients[0]
+        # The product goes straight to a single gradient, without a copy.
         if len(self._gradients) == 1 and first.is_contiguous() and first.dtype == self._dtype:
             torch.bmm(p, q.transpose(1, 2), out=first.view(1, self.plan.rows, self.plan.columns))
             return
@@ -131,6 +132,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), statistics.stage("second factor"):
         _unpack(wire, [*plain, *ps])
+        # No gradient of this bucket is compressed, so there is no second all_reduce.
         if not batches:
             return buffer
         # torch adds its epsilon to the lengths of sums; ours are means.
@@ -140,6 +142,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), statistics.stage("decompress"):
         _unpack(wire, qs)
+        # A sum finds NaN and infinity anywhere. All ranks decide alike, because the wire holds the same bits on all of them.
         is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
         for batch, p, q in zip(batches, ps, qs, strict=True):
             batch.replace(p, q)

@@ -217,6 +217,7 @@ def padding_of(names: Sequence[str]) -> str:
 
 
 def _of_parameters(errors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # The names of `padding_of` stand for whole buckets, not for parameters.
     return {name: error for name, error in errors.items() if not name.startswith("[")}
 
 

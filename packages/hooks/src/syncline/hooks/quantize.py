@@ -52,6 +52,7 @@ class _Symmetric(Compressor):
         return unpacker.take(numel, torch.int8)
 
     def _channels(self, tensor: torch.Tensor) -> int:
+        # A vector has no channels.
         return tensor.shape[0] if self._per_channel and tensor.dim() > 1 else 1
 
 
@@ -88,6 +89,7 @@ class Int4(_Symmetric):
     _bits, _largest = 4, 7
 
     def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        # From -7 .. 7 to 1 .. 15: four bits without a sign. An odd count leaves half of the last byte empty.
         flat = (numbers.reshape(-1) + 8).view(torch.uint8)
         pairs = torch.nn.functional.pad(flat, (0, flat.numel() % 2)).view(-1, 2)
         return pairs[:, 0] | (pairs[:, 1] << 4)
@@ -100,6 +102,7 @@ class Int4(_Symmetric):
 def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor:
     # If all numbers are 0, any divisor will do. If the scale is not finite, its product with the numbers is not finite, either.
     divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1).unsqueeze(1)
+    # int8 has no NaN. A NaN in the gradient makes its scale NaN, and the product on arrival.
     return torch.nan_to_num(rows / divisor).round().clamp(-largest, largest).to(torch.int8)
 
 

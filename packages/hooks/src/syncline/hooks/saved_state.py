@@ -43,6 +43,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = dict(states[0])
     if "errors" in merged:
         errors = {name: torch.stack([state["errors"][name] for state in states]).mean(0) for name in merged["errors"]}
+        # Without a rank, `Origin.settle` accepts the errors on every rank.
         merged.update(errors=errors, rank=None, world_size=None)
     if "states" in merged:  # the state of a schedule
         merged["states"] = {name: merge_states([state["states"][name] for state in states]) for name in merged["states"]}

@@ -87,6 +87,7 @@ class ScheduleState:
         """
         if not self._is_between_steps:
             raise MisuseError(f"expected switch() between steps, found step {self.iter} under way: call it after backward")
+        # A phase that would begin with the next step is dropped, too.
         self.phases = [phase for phase in self.phases if phase.first_step < self.iter]
         self.phases.append(Phase(self.iter, hook, state))
 

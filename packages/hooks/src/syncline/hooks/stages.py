@@ -54,6 +54,7 @@ class Pipeline:
         if group.has_total_order:
             _chained(stages, next(stages), future)
             return future
+        # Indices rise within a backward. Otherwise a new backward has begun, and the old one did not end.
         if bucket.index() <= self._latest:
             self._drop_stale()
         self._latest = bucket.index()
@@ -61,6 +62,7 @@ class Pipeline:
         for entry in self._pending:
             entry.advance()
         self._pending.append(_Pending(stages, next(stages), future))
+        # Stage by stage over all buckets: the same order on every rank.
         while bucket.is_last() and self._pending:
             for entry in self._pending:
                 entry.advance()
@@ -116,4 +118,5 @@ def _fail(future: TensorFuture, error: Exception) -> None:
 
 
 def _future_on(tensor: torch.Tensor) -> TensorFuture:
+    # A future can hold a CUDA tensor only if it was made for the tensor's device.
     return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)

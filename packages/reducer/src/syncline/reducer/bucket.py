@@ -101,6 +101,7 @@ class Bucket:
         for position in in_place:
             if self.indices[position] in unused:
                 self._keep(position)
+        # The usual case is the other one: all gradients are there, and none is in its place.
         if in_place or _some_are_none(gradients):
             self._copy_some(gradients, frozenset(in_place))
         else:

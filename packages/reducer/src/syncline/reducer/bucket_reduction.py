@@ -61,6 +61,7 @@ class BucketReduction:
 
     def _future(self, hook: CommunicationHook, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = hook(self.hook_state, bucket)
+        # `Future.then()` returns an object of the base class, so the public class is not asked for.
         if not isinstance(future, FutureBase):
             raise MisuseError(
                 f"a communication hook must return a torch.futures.Future of the reduced bucket, found "

@@ -42,6 +42,7 @@ class GradientAliasing:
         self._alone: dict[int, tuple[int, int]] = {}
         if CAN_COUNT_STORAGE_USERS and views[0].is_cpu:
             for position, view in enumerate(views):
+                # An alias for each view is made once, because aliasing needs a storage of its own.
                 if view.nbytes >= LEAST_ALIASED_BYTES:
                     self._make_alias(position)
 

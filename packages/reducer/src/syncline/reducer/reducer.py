@@ -551,6 +551,7 @@ class Reducer(Inherited):
         if self.statistics.backward_started:  # a second backward of the same forward: the first has used these statistics
             self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
+        # A look at all parameters costs time, so it comes seldom, and at the same backwards on all ranks.
         if is_worth_a_look(self.reductions):
             self._users_hooks.look(GradientHooks.__module__)
         self._users_hooks.begin()
@@ -662,6 +663,7 @@ class Reducer(Inherited):
                 self._watch(members)
             self._buckets = self._builder.build(members)
         order_here = self._arrival_order.learned
+        # Either the order is in use already, or no backward has shown it yet.
         if not self._learns_order or order_here is None:
             return
         device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device

@@ -92,6 +92,7 @@ def _speed(compress: Callable[[torch.Tensor], None]) -> float:
     """Bytes of float32 a second, in the fastest of some trials."""
     gradients = torch.ones(_NUMEL)
     compress(gradients)
+    # The first call above is not measured: it is slower than later ones.
     least = math.inf
     for _ in range(_TRIALS):
         began = time.perf_counter()

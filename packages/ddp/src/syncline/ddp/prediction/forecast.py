@@ -93,6 +93,7 @@ def advice(found: Forecast) -> str:
     for compression in dict.fromkeys(choice.compression for choice in found.steps[most]):
         choice = found.best(most, compression)
         gain = found.gain(most, choice)
+        # A further compression is only named if it gains more than those before.
         if choice != AS_TRACED and gain >= before:
             said.append(f"{choice} give {gain:.1f} times that{_from(found, compression, most)}")
             before = gain * _WORTH

@@ -130,6 +130,7 @@ def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str
     a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
     determinant = aa * bb - ab * ab
     latency_s, per_byte_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    # The fit may give a negative latency: then the bandwidth alone is fitted.
     if latency_s < 0:
         latency_s, per_byte_s = 0.0, b / bb
     if per_byte_s <= 0:

@@ -32,6 +32,7 @@ def workload_of(timeline: Timeline) -> Workload:
 
 def _of_rank(rank: RankTimeline) -> Workload | None:
     """None if the rank has traced too little. Only the last layout counts: buckets are rebuilt after the first step."""
+    # A step ends where the next one begins, so both must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]
     layout = max((step.layout for step, _ in pairs if step.buckets), default=0)
     count = max((len(step.buckets) for step, _ in pairs if step.layout == layout), default=0)

@@ -45,6 +45,7 @@ class CallLog:
             return
         if call.name == "all_reduce" and self._is_bucket(tensor):
             return
+        # The end of an asynchronous call is not known yet, so the call itself is kept until `take`.
         self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
 
     def _is_bucket(self, tensor: torch.Tensor | None) -> bool:

@@ -109,6 +109,7 @@ def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[
         if step in steps:
             last, last_pid, last_tid = max(ranks)
             for started, pid, tid in ranks:
+                # The last rank waits for nobody.
                 if pid != last_pid:
                     number = next(numbers)
                     yield _flow("s", number, pid, tid, started, origin)

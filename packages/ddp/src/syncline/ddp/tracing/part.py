@@ -127,6 +127,7 @@ def parse_part(text: str) -> Part:
     Raises:
         ValueError, KeyError, TypeError: the text is something else, or has another version.
     """
+    # Each complete line ends in a newline, so `rest` is empty or was cut off.
     *whole, rest = text.split("\n")
     contents = [json.loads(line) for line in whole]
     if not contents or contents[0].pop("kind", None) != "header":

@@ -47,6 +47,7 @@ def _moved(events: list[dict[str, Any]], rank: int, shift_us: float) -> Iterator
     for event in events:
         pid = pids.setdefault(event.get("pid"), first + len(pids))
         moved = {**event, "pid": pid}
+        # Events of kind M only name processes and threads; they have no time.
         if "ts" in event and event.get("ph") != "M":
             moved["ts"] = round(float(event["ts"]) + shift_us, 3)
         if "id" in event:

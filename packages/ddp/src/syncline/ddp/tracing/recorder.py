@@ -74,6 +74,7 @@ class StepRecorder:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = part_path(folder, header.rank).open("w", encoding="utf-8")
+        # Functions: the text of a line is made when it is written, not within a step.
         self._lines: list[Callable[[], str]] = [lambda: header_line(header)]
         self._write()
         self._reducer: Reducer = weakref.proxy(reducer)
@@ -89,6 +90,7 @@ class StepRecorder:
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
         """A backward was reduced. Events until the next step's forward belong to this step."""
+        # Events before this step's forward belong to the step before.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started
         self._close_step([one for one in optimizers if one.started < began], [one for one in calls if one.started < began])
@@ -139,6 +141,7 @@ class StepRecorder:
 
     def _note_layout(self) -> None:
         buckets = self._reducer.buckets
+        # The reducer makes a new list when it builds buckets anew.
         if buckets is not self._buckets:
             self._buckets = buckets
             self._layouts += 1

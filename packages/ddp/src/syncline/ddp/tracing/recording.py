@@ -83,10 +83,12 @@ class TraceRecording:
         if self._is_over:
             return
         first, last = self.settings.first, self.settings.last
+        # After the step before: everything from here on belongs to step `first`.
         if self._steps == first - 1:
             self._start()
         elif last is not None and self._steps > last:
             if self._recorder is not None:
+                # Calls up to this step's forward still belong to the last traced step.
                 self._recorder.note_end_of_steps(statistics)
             self.finish()
         elif self._steps >= first and self._recorder is not None:
@@ -102,10 +104,12 @@ class TraceRecording:
             return
         if self._recorder is not None:
             self._recorder.close_step()
+        # The step is closed first: the messages of this measurement belong to no step.
         clock = measure_offset(self._group)
         if self._recorder is not None:
             self._recorder.note_clock(clock)
         self._close(is_complete=True)
+        # After it, the files of all ranks are complete.
         self._group.barrier()
         if self._group.rank == 0:
             self._merge()

@@ -84,6 +84,7 @@ def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
     if not clocks:
         return lambda time: time
     first, last = clocks[0], clocks[-1]
+    # One measurement: the offset is known, the drift is not.
     if last.at <= first.at:
         return lambda time: time + first.offset_s
     slope = (last.offset_s - first.offset_s) / (last.at - first.at)
