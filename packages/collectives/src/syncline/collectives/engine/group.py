@@ -446,7 +446,7 @@ class HostGroup(EngineGroup):
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
         """Run one call to its end. What goes wrong is the group's first failure. See [2]."""
-        ask = self.reason_to_give_up if call.number is None else self._reason_to_give_up
+        ask = self.reason_to_give_up if call.number is None else self._why_call_cannot_end
         call.scope = CancelScope(self.timeout_s, ask)
         # `abort` notes the failure first, then cancels the call that it finds: so in this order nothing slips through.
         self._running = call
@@ -649,7 +649,7 @@ class HostGroup(EngineGroup):
 
     def _compare_at_close(self, call: Call) -> None:
         """A rank that does not come is no failure: it may have ended without closing its groups, or still compute."""
-        scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._reason_not_to_wait)
+        scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._why_sender_will_not_send)
         try:
             self._agreed.same_history(scope)
         except (TimeoutError, TransportError) as error:
@@ -714,7 +714,7 @@ class HostGroup(EngineGroup):
     def _on_failure(self, failure: BaseException) -> None:
         """The group has failed. For groups whose members tell one another."""
 
-    def _reason_not_to_wait(self) -> TransportError | None:
+    def _why_sender_will_not_send(self) -> TransportError | None:
         """Why a rank that shall send something will not: it is lost, or has left the job."""
         lost = self.reason_to_give_up()
         if lost is not None or self._leavers is None:
@@ -722,7 +722,7 @@ class HostGroup(EngineGroup):
         others = (peer for peer in range(self.size) if peer != self.rank)
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
-    def _reason_to_give_up(self) -> TransportError | None:
+    def _why_call_cannot_end(self) -> TransportError | None:
         """Why the running call will never end, as far as the thread that runs it can find out."""
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         return reason or self.reason_to_give_up()

@@ -2,7 +2,8 @@
 
 Ranks that make different calls may all succeed, with wrong results. So the ranks compare what they do. There are two ways:
 
-- *before a call*, with `Agreement.same`, or inside the transport where that is free (shared memory: see `transports.mpi.sync`);
+- *before a call*, with `Agreement.same`, or inside the transport where that is free (over shared memory,
+  `transports.mpi.node.shared_sync`);
 - *now and then and at the end*, with `Agreement.same_history`: one number stands for all calls so far.
 
 Note [Comparison of calls]

@@ -100,8 +100,8 @@ class ShrinkableGroup(HostGroup):
         self._reconnector.close()
 
     @override
-    def _reason_to_give_up(self) -> TransportError | None:
-        return super()._reason_to_give_up() or self._alarm()
+    def _why_call_cannot_end(self) -> TransportError | None:
+        return super()._why_call_cannot_end() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
         if self._reconnector.missing() is not None:
