@@ -1,4 +1,4 @@
-"""Real ranks: how to run these tests says the reason with which they are skipped otherwise."""
+"""Real ranks. If these tests are skipped, the reason says how to run them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PLUGIN = "syncline.collectives.testing.pytest_plugin"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without the plugin the ranks would not agree on verdicts: better not to run at all.
+    """Skip the tests without the plugin, because then the ranks would not agree on verdicts.
 
-    Every test here is marked `mpi` or `launch`, for `dev.py ranks` selects by these.
+    Every test here is marked `mpi` or `launch`, because `dev.py ranks` selects tests by these marks.
     """
     for item in items:
         if item.get_closest_marker("mpi") is None and item.get_closest_marker("launch") is None:
@@ -40,13 +40,13 @@ RunJob = Callable[..., Finished]
 
 @pytest.fixture(scope="session")
 def preloaded_modules() -> Sequence[str]:
-    """Many jobs train."""
+    """Many jobs train, so these modules are loaded once."""
     return OPTIMIZERS
 
 
 @pytest.fixture
 def run_job(tmp_path: Path, preloaded: list[str]) -> RunJob:
-    """Run a script on N ranks, by an mpiexec of its own; skips where there is none.
+    """Run a script on N ranks, by an mpiexec of its own; skips if there is none.
 
     SYNCLINE_TEST_MPIEXEC is the command (with its options); by default the mpiexec next to this Python. A rank is a fork of a
     Python that has loaded torch, unless the test asks for a `plain` one.

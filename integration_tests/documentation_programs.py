@@ -1,4 +1,4 @@
-"""Run the programs of pages one after the other, as one rank of a job: python documentation_programs.py PAGE ..."""
+"""Runs the programs of pages one after the other, as one rank of a job: python documentation_programs.py PAGE ..."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from mktestdocs.__main__ import grab_code_blocks
 
 
 def run(page: Path) -> None:
-    """Run each block of a page. One that imports is a program of its own; another one goes on with the names before it."""
+    """Run each block of a page.
+
+    A block with imports is a program of its own; another one continues with the names before it.
+    """
     namespace: dict[str, Any] = {}
     for number, block in enumerate(grab_code_blocks(page.read_text()), 1):
         if "import " in block:

@@ -58,7 +58,7 @@ def expect_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol: 
 
 
 def models(rank: int, device: torch.device) -> tuple[torch.nn.Module, torch.nn.Module]:
-    torch.manual_seed(rank)  # rank 0's state must win
+    torch.manual_seed(rank)  # so that only rank 0's state makes the ranks equal
     model = Transformer().to(device)
     return model, copy.deepcopy(model)
 
@@ -141,7 +141,7 @@ def native_ddp_over_ours(group: ProcessGroup, device: torch.device) -> None:
 
 
 def a_captured_step(group: ProcessGroup, device: torch.device) -> None:
-    """Forward and backward in a CUDA graph, replayed with other data; the graph goes before the group does."""
+    """Forward and backward in a CUDA graph, replayed with other data; the graph is dropped before the group."""
     mine, native = models(group.rank, device)
     wrapped = DistributedDataParallel(mine, process_group=group, gradient_as_bucket_view=True)
     native_wrapped = torch.nn.parallel.DistributedDataParallel(native, [device])
@@ -174,7 +174,7 @@ def a_captured_step(group: ProcessGroup, device: torch.device) -> None:
 def main(rank: int, size: int, folder: Path) -> None:
     device = choose_gpu(rank, size)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # TF32 rounds to 10 bits, and its kernels are chosen anew for each shape: both are off, that of cuDNN is on by default.
+    # TF32 rounds to 10 bits, and its kernels are chosen again for each shape. Both are off; for cuDNN TF32 is on by default.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     part = (folder / "part").read_text()
     dist.init_process_group("nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=size)

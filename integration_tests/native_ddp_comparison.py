@@ -3,7 +3,7 @@
 Usage: mpiexec -n N python native_ddp_comparison.py RENDEZVOUS_FILE
 
 Rank 0 prints a line "COMPARED {...}" for each model: its name, the number of steps, whether everything was bitwise equal, and
-the largest relative difference of a gradient, relative to that gradient's largest value.
+the largest difference of a gradient, relative to the gradient's largest value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cnn() -> torch.nn.Module:
 
 
 class Transformer(torch.nn.Module):
-    """With dropout: both runs draw the same masks, because each forward starts from the same seed."""
+    """Has dropout. Both runs draw the same masks, because each forward starts from the same seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
 
 @dataclass
 class Comparison:
-    """What rank 0 prints of one model."""
+    """The line that rank 0 prints for a model."""
 
     model: str
     dtype: str
@@ -112,7 +112,7 @@ def train(model: torch.nn.Module, shape: tuple[int, ...], dtype: torch.dtype, ra
 
 def compare(name: str, dtype: torch.dtype, as_view: bool, rank: int) -> Comparison:
     make_model, shape = MODELS[name]
-    # Each rank begins elsewhere, so that both have to broadcast rank 0's state.
+    # Each rank begins with other weights, so that both have to broadcast rank 0's state.
     torch.manual_seed(rank)
     model = make_model().to(dtype)
     native = torch.nn.parallel.DistributedDataParallel(

@@ -2,8 +2,8 @@
 
 Usage: mpiexec -n N python resuming_job.py FOLDER [CHECKPOINTS]
 
-Without CHECKPOINTS it trains from step 0 to the end, and leaves a checkpoint of each rank in FOLDER on the way; with them it
-goes on from there. Rank 0 leaves `found.pt` in FOLDER: for each hook the losses of the last steps and the parameters.
+Without CHECKPOINTS it trains from step 0 to the end, and saves a checkpoint of each rank in FOLDER on the way. With CHECKPOINTS
+it continues from there. Rank 0 writes `found.pt` in FOLDER: for each hook the losses of the last steps and the parameters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HOOKS: dict[str, tuple[Any, Callable[[Named], Any]]] = {
 
 
 class Crossed(torch.nn.Module):
-    """Its layers are defined in another order than they are used in, so that DDP orders its buckets anew."""
+    """Its layers are defined in another order than they are used, so that DDP reorders its buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Crossed(torch.nn.Module):
 
 
 def step(model: DistributedDataParallel, number: int, group: ProcessGroup) -> float:
-    """The mean of all ranks' losses."""
+    """Take a step; returns the mean of all ranks' losses."""
     generator = torch.Generator().manual_seed(number)
     inputs = torch.randn(BATCH, 12, generator=generator, dtype=torch.float64)[group.rank :: group.size]
     targets = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)[group.rank :: group.size]
@@ -91,7 +91,7 @@ def train(name: str, group: ProcessGroup, folder: Path, checkpoints: list[Path])
             step(model, number, group)
         torch.save({"model": module.state_dict(), "hook": state.state_dict()}, folder / f"{name}-{group.rank}.pt")
     else:
-        step(model, 0, group)  # the rehearsal: buckets are ordered anew before the first real step
+        step(model, 0, group)  # the rehearsal: it lets DDP reorder its buckets before the first real step
         ranks = [torch.load(path, weights_only=True) for path in checkpoints]
         is_same_size = len(ranks) == group.size
         module.load_state_dict(ranks[0]["model"])

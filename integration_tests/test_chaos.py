@@ -1,4 +1,4 @@
-"""A few jobs of the chaos test, and a short soak; `dev.py chaos` and `dev.py soak` play as many, as long, as one likes."""
+"""A few jobs of the chaos test, and a short soak; `dev.py chaos` and `dev.py soak` run any number, for any time."""
 
 from __future__ import annotations
 

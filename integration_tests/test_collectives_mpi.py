@@ -1,4 +1,4 @@
-"""The collectives layer over real ranks: backend "mpi", and "gloo" whose ranks meet over MPI."""
+"""The collectives layer over real ranks: backend "mpi", and "gloo" with ranks that meet over MPI."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_close_finishes_what_is_in_flight(backend: str) -> None:
 
 
 def test_groups_do_not_disturb_one_another(mpi_group: ProcessGroup) -> None:
-    """Two groups over the same ranks, used in turn and in flight together."""
+    """Two groups over the same ranks, in turn and in flight together."""
     other = connect("mpi", name="other")
     tensors = [torch.full((1000,), float(mpi_group.rank + n)) for n in range(8)]
     works = [(mpi_group, other)[n % 2].all_reduce(tensor, async_op=True) for n, tensor in enumerate(tensors)]
@@ -140,7 +140,7 @@ def test_wrong_device_is_named(mpi_group: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("is_aware", [False, True])
 def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) -> None:
-    """Staged, or handed to MPI directly, as the test of its awareness says; by a device that the CPU plays."""
+    """Tensors are staged or handed to MPI directly, depending on the check for MPI's awareness. The CPU plays the device."""
     from syncline.collectives.transports.mpi import connection
 
     let_the_cpu_play(monkeypatch)
@@ -164,7 +164,7 @@ def test_tensors_of_a_device(monkeypatch: pytest.MonkeyPatch, is_aware: bool) ->
 
 
 def test_a_group_for_the_host_alone_asks_nothing_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As beside NCCL, where the test of CUDA memory would be a process on each rank for nothing."""
+    """As beside NCCL, where the check for CUDA memory would start a process on each rank for nothing."""
     from syncline.collectives.transports.mpi import connection
 
     monkeypatch.setattr(connection, "cuda_runtime", pytest.fail)
@@ -201,7 +201,7 @@ def test_small_calls_are_compared_where_asked_for(mpi_group: ProcessGroup, backe
 
 
 def test_gloo_meets_over_mpi_whatever_a_script_has_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many scripts set MASTER_ADDR for torch; under mpirun that would ask for a secret that MPI hands out by itself."""
+    """Many scripts set MASTER_ADDR for torch. Under mpirun it must not ask for a secret, which MPI distributes itself."""
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     monkeypatch.setenv("MASTER_PORT", "29500")
     group = connect("gloo", name="exported")

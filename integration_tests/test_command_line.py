@@ -46,7 +46,7 @@ def test_doctor_without_an_mpi_library(run_job) -> None:
 
 
 def test_bench_side_by_side(run_job, tmp_path: Path) -> None:
-    """Every collective on MPI, Gloo and the two baselines; each result is verified before it is timed."""
+    """Every collective on MPI, Gloo and the two baselines; each result is checked before it is timed."""
     names = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "barrier"]
     path = tmp_path / "figures.json"
     job = run_job(
@@ -65,7 +65,7 @@ def test_bench_side_by_side(run_job, tmp_path: Path) -> None:
 
 
 def test_large_calls_that_differ_are_named(run_job) -> None:
-    """Note [Presync]: the ranks compare what they are about to do before they block in MPI."""
+    """The ranks compare a call before they block in MPI; see Note [Presync]."""
     job = run_job(
         2,
         """

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over real ranks: its gradients, its hooks, its overlap, and that the replicas stay equal."""
+"""DistributedDataParallel over real ranks: gradients, hooks, overlap, and equal replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VIEWS = [pytest.param(False, id="copied"), pytest.param(True, id="as-view")]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Ranks share the cores; the sums of a local run and of the ranks' parts then differ by rounding only."""
+    """Ranks share the cores. Then the sums of a local run and of the ranks' parts differ only by rounding."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,7 +90,7 @@ def assert_bitwise_equal_on_all_ranks(group: ProcessGroup, tensors: list[torch.T
 def test_training_equals_local_training_on_the_whole_batch(mpi_group: ProcessGroup, as_view: bool, cap_mb: float) -> None:
     steps = 6
     inputs, targets = make_data(steps, mpi_group.size * SHARE)
-    # Each rank begins elsewhere: only the broadcast of rank 0's state makes them equal.
+    # Each rank begins with other weights: only the broadcast of rank 0's state makes them equal.
     model = DistributedDataParallel(
         make_model(seed=mpi_group.rank), process_group=mpi_group, bucket_cap_mb=cap_mb, gradient_as_bucket_view=as_view
     )
@@ -137,7 +137,7 @@ def test_accumulation_without_synchronisation(mpi_group: ProcessGroup, as_view: 
 
 @pytest.mark.parametrize("holds", [lambda gradient: gradient, lambda gradient: gradient[:1]], ids=["gradients", "views"])
 def test_what_one_rank_keeps_of_large_gradients_stays(mpi_group: ProcessGroup, holds: Callable[[torch.Tensor], Any]) -> None:
-    """They lie in shared memory, which the others do not write to as long as they are there."""
+    """The gradients lie in shared memory, to which other ranks do not write as long as somebody holds them."""
     weight = torch.nn.Linear(512, 512, bias=False)
     model = DistributedDataParallel(weight, process_group=mpi_group)
     kept = []
@@ -155,7 +155,7 @@ def test_what_one_rank_keeps_of_large_gradients_stays(mpi_group: ProcessGroup, h
 
 
 def test_one_rank_may_copy_the_wrapped_model(mpi_group: ProcessGroup) -> None:
-    """An average of the weights on rank 0, say: the copy is a module like others, and communicates with nobody."""
+    """As for an average of the weights on rank 0: the copy is a usual module, and does not communicate."""
     with as_default(mpi_group):
         inputs, targets = make_data(2, SHARE * mpi_group.size)
         initial = torch.nn.Sequential(make_model(), torch.nn.Linear(3, 40_000), torch.nn.Linear(40_000, 3)).double()
@@ -250,7 +250,7 @@ def test_the_noop_hook_leaves_every_rank_its_own(mpi_group: ProcessGroup) -> Non
 
 
 class WaitInBackward(torch.autograd.Function):
-    """The identity; its backward goes on only after an event, and notes whether it came."""
+    """The identity; its backward continues only after an event, and notes whether the event came."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, event: threading.Event, log: list[str]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The desync catalogue over Gloo: whatever the ranks disagree on, they are told."""
+"""The desync catalogue over Gloo: every disagreement of the ranks is reported to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Outcomes = Mapping[tuple[str, str, bool], list[str]]
 
 @pytest.fixture(scope="module", params=[2, 3] if FULL else [2])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What each rank of each program was told."""
+    """The outcome of each rank of each program."""
     folder = str(tmp_path_factory.mktemp("desync"))
     command = [sys.executable, "-m", "test_support.desync_gloo_job", folder, str(request.param), *(["--all"] if FULL else [])]
     path = os.pathsep.join([str(TOOLS), *sys.path])

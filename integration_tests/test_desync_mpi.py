@@ -1,13 +1,13 @@
-"""The desync catalogue over MPI: whatever the ranks disagree on, they are told.
+"""The desync catalogue over MPI: every disagreement of the ranks is reported to them.
 
 Note [What a library does with garbled messages]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Between nodes small calls are not compared before they run. Where the ranks then hand the MPI library messages of different
-sizes for one another, MPICH fails an assertion and ends the job, and Gloo ends the process. That is loud, but names nobody, and
-it would end this test run. So such programs run here in shared memory, with `check_calls`, and at a size from which MPI's
-ranks compare; at a small size and over Gloo, in processes of their own (`test_desync_jobs.py`, `test_desync_gloo.py`).
+Between nodes small calls are not compared before they run. If the ranks then give the MPI library messages of different sizes
+for each other, MPICH fails an assertion and ends the job, and Gloo ends the process. This is an error, but without a name, and
+it would end this test run. So such programs run here in shared memory, with `check_calls`, and at a size that MPI's ranks
+compare. At a small size and over Gloo they run in processes of their own (`test_desync_jobs.py`, `test_desync_gloo.py`).
 
-Each program runs in a group of its own, for a failed group cannot be used again. What was made for a program that timed out
+Each program runs in a group of its own, because a failed group cannot be used again. The memory of a program that timed out
 stays until the process ends, as it does in a job.
 """
 
@@ -29,7 +29,7 @@ SIZES = (2, 3) if FULL else (2,)
 
 
 class MakeGroup(Protocol):
-    """Makes a group; whether each call is compared before it runs."""
+    """Makes a group; the argument says whether each call is compared before it runs."""
 
     compares: bool
 
@@ -37,7 +37,7 @@ class MakeGroup(Protocol):
 
 
 def each_alone(communicator: Any) -> Any:
-    """Every rank on a node of its own: no shared memory, and MPI does all."""
+    """Every rank on a node of its own: without shared memory, so MPI does everything."""
     return communicator.Split(communicator.Get_rank(), 0)
 
 
@@ -59,7 +59,7 @@ def make_group(request: pytest.FixtureRequest, job: Any, monkeypatch: pytest.Mon
 
     from syncline.collectives.transports.mpi import neighbours
 
-    monkeypatch.setattr(neighbours, "_LISTEN_S", 0.5)  # the programs that end in a time-out are many
+    monkeypatch.setattr(neighbours, "_LISTEN_S", 0.5)  # because many programs end in a time-out
 
     def make(*, check_calls: bool) -> HostGroup:
         from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
@@ -95,7 +95,7 @@ def test_disagreement_is_told_with_check_calls(make_group: MakeGroup, job: Any, 
 
 
 def test_calls_of_one_signature_that_are_swapped_are_not_seen(make_group: MakeGroup, job: Any) -> None:
-    """The limit of what can be seen; see Note [Verification of calls]."""
+    """The limit of detection; see Note [Verification of calls]."""
     group = make_group(check_calls=False)
     swapped = same_signature_swapped(group, group.rank == 1, 3)
     group.barrier()

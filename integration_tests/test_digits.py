@@ -1,4 +1,4 @@
-"""The digits example, as a user starts it."""
+"""The digits example, started as a user does."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytest.importorskip("sklearn", reason="install syncline-ddp[examples]")
 
 SCRIPT = Path(__file__).parents[1] / "packages" / "ddp" / "examples" / "digits" / "digits.py"
 LIMIT_S = 100.0
-# Open MPI asks for these as root and with more ranks than cores; other MPIs do not know them.
+# Open MPI needs these as root and with more ranks than cores; other MPIs do not know them.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

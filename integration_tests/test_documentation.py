@@ -17,7 +17,7 @@ READMES = sorted((ROOT / "packages").glob("*/README.md"))
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "```python" in page.read_text()]
 # Elastic training needs a store that outlives each rank, such as that of torchrun's agent.
 UNDER_TORCHRUN = {"survive-failures.md"}
-# Its program says itself which rank it is.
+# The program sets the rank's variables itself.
 ALONE = {"from-torchrun.md"}
 ON_TWO_RANKS = [page for page in [*READMES, *PAGES] if page.name not in ALONE]
 LIMIT_S = 240.0
@@ -44,7 +44,7 @@ def test_most_pages_have_examples() -> None:
 
 @pytest.fixture(scope="module")
 def printed_by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What two jobs print in which all programs run, one after the other: a rank loads torch once."""
+    """The output of two jobs that run all programs one after the other, so that a rank loads torch only once."""
     bin_folder = Path(sys.executable).parent
     mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(bin_folder / "mpiexec")))
     if not Path(mpiexec[0]).exists():
@@ -65,7 +65,7 @@ def those(pages: Iterable[Path], *, under_torchrun: bool) -> list[Path]:
 
 
 def output_of(command: list[str], folder: Path) -> str:
-    """All that a job prints; a page whose programs fail or hang is not among those that it has run."""
+    """The output of a job. If the programs of a page fail or hang, the page is missing in it."""
     variables = {"OMP_NUM_THREADS": "1", "SYNCLINE_TIMEOUT_S": "30"}
     try:
         done = subprocess.run(

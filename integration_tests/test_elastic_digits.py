@@ -1,4 +1,4 @@
-"""The digits example, made elastic as the documentation says, goes on when ranks are killed at random times."""
+"""The digits example, made elastic as in the documentation, goes on when ranks are killed at random times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLE = ROOT / "packages" / "ddp" / "examples" / "digits"
 PAGE = ROOT / "docs" / "howto" / "survive-failures.md"
 RANKS, EPOCHS = 4, 25
 MEETING = "file:///shared/digits"
-# Says when it does what, at level DEBUG.
+# Logs its events at level DEBUG.
 PROGRAM = """
 import logging, runpy
 logging.basicConfig(format="%(created).3f %(message)s")
@@ -48,7 +48,7 @@ def make_elastic(folder: Path) -> None:
 
 @contextmanager
 def ranks_of(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes of a job that is started by hand; what rank r prints is in `output-r`."""
+    """The processes of a job that is started by hand; rank r prints to `output-r`."""
     made = []
     try:
         for rank in range(RANKS):
@@ -79,14 +79,14 @@ def wait_for(folder: Path, text: str, rank: int, timeout_s: float = 200.0) -> No
 
 
 def processes_in(folder: Path) -> list[int]:
-    """The processes that work in a folder."""
+    """The processes whose working folder is this one."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
                 found.append(int(entry.name))
         except OSError:
-            continue  # it has ended, or is somebody else's
+            continue  # the process has ended, or belongs to another user
     return found
 
 
@@ -103,7 +103,7 @@ def test_the_lines_fit_the_example(tmp_path: Path) -> None:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SYNCLINE_ELASTIC_RUNS", "0"))))
 def test_digits_goes_on_when_ranks_are_killed(tmp_path: Path, seed: int) -> None:
-    """SYNCLINE_ELASTIC_RUNS says how many runs, SYNCLINE_ELASTIC_TIMES in which file to put the times of the recoveries."""
+    """SYNCLINE_ELASTIC_RUNS is the number of runs, SYNCLINE_ELASTIC_TIMES a file for the times of the recoveries."""
     chosen = random.Random(seed)
     folder = tmp_path / "digits"
     make_elastic(folder)

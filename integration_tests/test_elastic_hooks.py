@@ -1,4 +1,4 @@
-"""Elastic training with communication hooks that remember. Ranks are threads."""
+"""Elastic training with communication hooks that have a state. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(group: InProcessGroup, number: int) -> Any:
             assert time.monotonic() < end_s
             time.sleep(0.01)
         if number == 2 and elastic.applied_steps == LOST_AT:
-            hook.iter += 5  # as if the step that fails had got further here than elsewhere
+            hook.iter += 5  # as if the failing step had got further here than on other ranks
         with elastic.step():
             optimizer.zero_grad()
             ((model(inputs) - labels).square().mean() * sampler.weight).backward()
@@ -63,7 +63,7 @@ def train(group: InProcessGroup, number: int) -> Any:
 
 
 def test_a_hook_that_remembers_goes_on_in_the_groups_that_follow() -> None:
-    """Who is left keeps what its error feedback has kept; who comes begins with the step of the others and with zeros."""
+    """A remaining rank keeps its error feedback. A newcomer begins with the step of the others and with zeros."""
     groups = create_groups(3, timeout_s=60)
     everybody = [*groups, groups[0].newcomer()]
     with warnings.catch_warnings(), ThreadPoolExecutor(len(everybody)) as threads:
@@ -86,7 +86,7 @@ FEW_SAMPLES, BATCH_SIZE = 72, 12
 
 
 class LostError(BaseException):
-    """A thread that plays a rank that is killed ends."""
+    """Ends a thread that plays a killed rank."""
 
 
 def random_places(model: DistributedDataParallel) -> None:
@@ -132,7 +132,7 @@ def test_survivors_have_the_same_bits(register: Callable[[DistributedDataParalle
                         if loses:
                             groups[1].lose()
                             raise LostError
-                        raise TransportError("a connection of this rank broke")  # the others are in their hooks
+                        raise TransportError("a connection of this rank broke")  # while the others are in their hooks
                     (model(inputs).square().mean() * sampler.weight).backward()
                     optimizer.step()
         assert elastic.applied_steps == 2 * FEW_SAMPLES // BATCH_SIZE

@@ -1,4 +1,4 @@
-"""Some runs of elastic training while ranks die; `dev.py elastic` plays as many as one likes."""
+"""Some runs of elastic training while ranks die; `dev.py elastic` plays any number."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import pytest
 from test_support.full_run import FULL, cases
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
-# The first test waits until all that the scripts load has been loaded once.
+# The first test waits until everything that the scripts load was loaded once.
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ NEEDS = {
     "image_classification.py": ("sklearn",),
     "lightning_trainer.py": ("pytorch_lightning", "sklearn"),
 }
-# What takes the time to load.
+# Modules that are slow to load.
 LOADED = ("sklearn.datasets", "transformers.trainer", "pytorch_lightning")
 
 
@@ -74,7 +74,7 @@ def skip_without_what_it_needs(script: str) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython | None]:
-    """A Python that has loaded what the scripts load; None in a full run, and where it cannot be had."""
+    """A Python that has loaded the scripts' modules; None in a full run, and if it cannot be started."""
     if FULL or not hasattr(os, "pidfd_open"):
         yield None
         return
@@ -84,7 +84,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython
 
 @pytest.fixture(scope="module")
 def preloaded(loaded: PreloadedPython | None) -> list[str]:
-    """What `run_job` starts in place of Python."""
+    """The command that `run_job` starts in place of Python."""
     return [sys.executable] if loaded is None else loaded.command
 
 
@@ -125,7 +125,7 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(run_job
 
 
 def test_a_training_goes_on_without_a_rank_that_was_killed(loaded: PreloadedPython | None, tmp_path: Path) -> None:
-    """As the script's docstring starts it."""
+    """Started as in the script's docstring."""
     skip_without_what_it_needs("elastic.py")
     python = [sys.executable] if loaded is None else loaded.alone
     words = ["--meet", "meeting", "--kill", "1", "--epochs", "3"]

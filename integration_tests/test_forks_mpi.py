@@ -17,7 +17,7 @@ from test_support.full_run import cases
 
 
 def model_with_gradients(group: ProcessGroup, *, as_view: bool = False) -> torch.nn.Module:
-    """After two steps, whose gradients (480 KB, 1,600 B, ...) lie in windows: 1 + 2 + ... + size, divided by size, times 2."""
+    """A model after two steps. Its gradients (480 KB, 1,600 B, ...) lie in windows: (1 + 2 + ... + size) / size * 2."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 1, bias=False))
     torch.nn.init.ones_(module[1].weight)
@@ -64,7 +64,7 @@ def test_a_fork_does_not_communicate_in_its_parents_name(mpi_group: ProcessGroup
         assert [text.split(":")[0] for text in said] == ["GroupClosedError"] * 3
         said = in_fork(lambda: sc.init_process_group("mpi"))
         assert said.startswith("LaunchError: this process is a child of rank 0")
-    for count in range(3):  # no arrival was the fork's
+    for count in range(3):  # the fork must not have counted as an arrival
         numbers = torch.tensor([group.rank + count])
         group.all_reduce(numbers)
         assert numbers.item() == group.size * (group.size - 1) // 2 + count * group.size
@@ -73,7 +73,7 @@ def test_a_fork_does_not_communicate_in_its_parents_name(mpi_group: ProcessGroup
 
 @pytest.mark.mpi
 def test_data_loaders_and_pools_while_another_thread_communicates(mpi_group: ProcessGroup) -> None:
-    """The thread that forks is not the one that is inside MPI, or in the middle of a window."""
+    """The thread that forks is not the one inside MPI, or in the middle of a window."""
     other = mpi_group.split(0)
     assert other is not None
     is_over = threading.Event()
@@ -131,7 +131,7 @@ if child == 0:
 else:
     total = group.rank + 1
     assert sum(sc.exchange_objects(total, group=group)) == 3
-    os.write(1, f"rank {group.rank} is done\\n".encode())  # at once: the ranks share their output
+    os.write(1, f"rank {group.rank} is done\\n".encode())  # in one write, because the ranks share their output
     sc.destroy_process_group()
 """
 

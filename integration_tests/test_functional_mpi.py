@@ -173,7 +173,7 @@ def test_monitored_barrier_names_the_missing(world: ProcessGroup) -> None:
 
 
 def test_monitored_barrier_after_a_time_out(world: ProcessGroup) -> None:
-    """A receive that rank 0 has given up takes the next message, over MPI."""
+    """Over MPI, a receive that rank 0 has given up still takes the next message."""
     others = ", ".join(str(rank) for rank in range(1, world.size))
     for _ in range(3):
         if world.rank == 0 and world.size > 1:
@@ -235,7 +235,7 @@ def test_wait_with_a_time_limit_of_its_own(mpi_group: ProcessGroup) -> None:
 
 
 def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What exceeds MPI's counts travels in pieces; here a piece is 64 bytes."""
+    """Tensors beyond MPI's counts are sent in pieces; here a piece is 64 bytes."""
     from syncline.collectives.testing import CHECKS
     from syncline.collectives.transports.mpi import transport
 
@@ -247,7 +247,7 @@ def test_tensors_larger_than_a_piece(mpi_group: ProcessGroup, monkeypatch: pytes
 
 
 def test_messages_larger_than_mpi_counts(mpi_group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are one element of a type made of pieces, here of 64 bytes, and of the rest."""
+    """They are sent as one element of a type made of pieces, here of 64 bytes, and of the rest."""
     from mpi4py import MPI
 
     from syncline.collectives.transports.mpi import transport

@@ -1,4 +1,4 @@
-"""Backend "gloo" whose ranks meet over MPI: which MPI that is makes no difference to what they do then."""
+"""Backend "gloo" with ranks that meet over MPI: it behaves the same over every MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks over MPI: counts of real ranks against the formulas of docs/reference/scaling.md."""
+"""Growth with the number of ranks over MPI: counts of real ranks against the formulas of docs/reference/scaling.md."""
 
 from __future__ import annotations
 

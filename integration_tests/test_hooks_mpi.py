@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 
 STEPS = 4
 BATCH = 12  # divides over 1 to 4 ranks
-CAP_MB = 0.003  # several buckets, and collectives of several of them in flight
+CAP_MB = 0.003  # small, for several buckets, and collectives of several buckets in flight
 
 Named = list[tuple[str, torch.Tensor]]
 MakeState = Callable[[Named], Any]
@@ -44,7 +44,7 @@ def local(named: Named) -> hooks.PostLocalSGDState:
     return hooks.PostLocalSGDState(None, None, STEPS, post_local_gradient_allreduce=False)
 
 
-# What these do to gradients is linear: the mean of what the ranks send is what one rank sends of the whole batch.
+# These hooks are linear: the mean of the ranks' results equals the result of one rank for the whole batch.
 LINEAR: dict[str, tuple[Any, MakeState]] = {
     "allreduce": (hooks.allreduce_hook, nothing),
     "power": (hooks.powerSGD_hook, power()),

@@ -23,7 +23,7 @@ DTYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torc
 
 @pytest.fixture(autouse=True)
 def job(mpi_group: ProcessGroup) -> Iterator[None]:
-    """All tests share a group, which is quicker than one for each."""
+    """All tests share a group, which is faster than one for each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with as_default(mpi_group):
@@ -34,7 +34,7 @@ def job(mpi_group: ProcessGroup) -> Iterator[None]:
 
 
 def mine(rank: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (3, 2)) -> torch.Tensor:
-    """Small integers, which every dtype adds up exactly; they depend on rank and index."""
+    """Small integers, which every dtype adds exactly; they depend on rank and index."""
     numbers = torch.arange(1, 1 + int(np.prod(shape)), dtype=torch.float64)
     return ((numbers * (rank + 1)) % 7 + rank).reshape(shape).to(dtype)
 
@@ -54,7 +54,7 @@ def check(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_ranks_and_nodes(mpi_group: ProcessGroup) -> None:
     assert (hvd.rank(), hvd.size()) == (mpi_group.rank, mpi_group.size)
-    if hvd.rank() == hvd.size() - 1:  # one rank alone may ask
+    if hvd.rank() == hvd.size() - 1:  # it may be called on one rank only
         assert (hvd.local_rank(), hvd.local_size()) == (mpi_group.rank, mpi_group.size)
         assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
     assert hvd.mpi_enabled()
@@ -112,7 +112,7 @@ def test_allreduce_in_place_and_asynchronous() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.float64], ids=str)
 def test_allreduce_scales_before_and_after(dtype: torch.dtype) -> None:
     def times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        return (tensor.double() * factor).to(dtype)  # of integers rounded towards zero
+        return (tensor.double() * factor).to(dtype)  # integers are rounded towards zero
 
     scaled = torch.stack([times(each, 0.75).double() for each in all_ranks(dtype)]).sum(0).to(dtype)
     tensor = mine(hvd.rank(), dtype)
@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_defined_is_refused() -> None:
 
 
 def adasum_by_numpy(vectors: list[np.ndarray]) -> np.ndarray:
-    """In pairs, then pairs of pairs; the first take in what a power of two leaves over."""
+    """In pairs, then pairs of pairs. Vectors beyond a power of two are first added to the first ones."""
 
     def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return (1 - a @ b / (2 * (a @ a))) * a + (1 - a @ b / (2 * (b @ b))) * b
@@ -212,7 +212,7 @@ def test_sparse_allreduce(op: Any) -> None:
 
 
 def rows_of(rank: int, offset: int = 0) -> int:
-    """Other numbers of rows on each rank, none on one of them."""
+    """Another number of rows on each rank, and none on one of them."""
     return (2 * rank + offset) % 5
 
 
@@ -315,7 +315,7 @@ def test_alltoall_refuses_splits_that_do_not_fit() -> None:
     if hvd.size() > 1:
         with pytest.raises(InvalidArgumentError, match="equal parts"):
             hvd.alltoall(torch.ones(2 * hvd.size() + 1))
-    hvd.barrier()  # all are here: nobody has begun
+    hvd.barrier()  # so that all are here before the first one begins
 
 
 def test_gradients_of_an_alltoall_go_back() -> None:
@@ -420,7 +420,7 @@ def test_an_order_that_differs_is_an_error_on_every_rank() -> None:
             call()
 
     hvd.shutdown()
-    with as_default(None):  # an error ends the group, so this test has one of its own, which `init` makes
+    with as_default(None):  # an error ends the group, so this test has its own, which `init` makes
         hvd.init()
         with pytest.raises(DisagreementError):
             in_another_order()
@@ -501,7 +501,7 @@ def train_locally(model: torch.nn.Module, steps: int, *, passes: int = 1, factor
 
 
 def assert_same(model: torch.nn.Module, expected: torch.nn.Module, **tolerances: float) -> None:
-    """As the local training, and the same bits on every rank."""
+    """Equal to the local training, and the same bits on every rank."""
     for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(
             parameter, other, **(tolerances or {"rtol": 1e-10, "atol": 1e-12}), msg=lambda text, name=name: f"{name}: {text}"
@@ -727,7 +727,7 @@ def test_an_optimizer_of_a_process_set() -> None:
 
 
 def test_ranks_join_when_their_data_ends() -> None:
-    """Rank r has r + 1 batches. Those that have joined count as zeros; the model of the last rank is the result."""
+    """Rank r has r + 1 batches. Ranks that have joined count as zeros; the model of the last rank is the result."""
     model, expected = net(), net()
     optimizer, local = wrapped(model), sgd(expected)
     for step in range(hvd.rank() + 1):

@@ -20,7 +20,7 @@ from commands import ToolError
 pytestmark = pytest.mark.launch
 
 PYTHON = Path(sys.executable).parent
-# What each rank makes of its host before it connects, in turn; $N is its number, 1 or 2.
+# The changes of each rank's host before it connects; $N is its number, 1 or 2.
 JOB = r"""
 import os, socket, subprocess, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Jobs that go wrong: they end, soon, with a non-zero status, and say why. Each test starts jobs of its own."""
+"""Jobs that go wrong end soon, with a non-zero status and a reason. Each test starts jobs of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.launch
 
-SOON_S = 30.0  # with the start of the ranks on a busy machine; what is bounded here would else take for ever
+SOON_S = 30.0  # with the start of the ranks on a busy machine; without a limit these jobs would never end
 
 
 def test_a_rank_raises_in_the_middle_of_a_step(run_job) -> None:
@@ -77,12 +77,12 @@ def test_a_rank_that_left_early_fails_those_who_wait_for_it_and_nobody_else(run_
     assert "rank 1 of 3" in job.output
     assert "Error: all_reduce(float32[3], op=SUM), number 0 on rank 1" in job.output
     assert "rank(s) 0 of the job left without taking part" in job.output
-    assert "rank 2 is done" not in job.output  # the failure of rank 1, which nobody caught, ended the job at once
+    assert "rank 2 is done" not in job.output  # rank 1's uncaught failure ended the job at once
     assert time.monotonic() - start_s < SOON_S
 
 
 def test_who_finishes_first_ends_no_work_of_others(run_job) -> None:
-    """No group is closed; rank 0 goes on for longer than the others wait before they tell that they have left."""
+    """No group is closed. Rank 0 runs longer than the others wait before they announce their exit."""
     job = run_job(
         3,
         """
@@ -123,7 +123,7 @@ def test_an_exit_status_is_kept_and_ends_no_work_once_the_group_is_closed(run_jo
 
 
 def test_an_exit_status_ends_the_job_at_once(run_job) -> None:
-    """Also where the script closes the group on its way out, for the others have not."""
+    """Also if the script closes the group on its way out, because the others have not closed it."""
     start_s = time.monotonic()
     job = run_job(
         2,
@@ -136,7 +136,7 @@ def test_an_exit_status_ends_the_job_at_once(run_job) -> None:
             try:
                 sys.exit(4)
             except SystemExit:
-                pass  # which the job survives
+                pass  # the job survives the first failure
             group.barrier()
             if group.rank == 1:
                 sys.exit(3)
@@ -203,14 +203,14 @@ def test_world_size_that_the_launcher_contradicts(run_job) -> None:
 
 
 def test_launcher_and_library_of_different_mpis(run_job) -> None:
-    """The launcher says 2, the library is alone: as when mpiexec and libmpi belong to different MPIs."""
+    """The launcher says 2, the library finds 1: as when mpiexec and libmpi belong to different MPIs."""
     job = run_job(
         1,
         """
         import os
         for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
             if name in os.environ:
-                import mpi4py.MPI  # which has asked the launcher by now
+                import mpi4py.MPI  # this import asks the launcher
                 os.environ[name] = "2"
         from syncline.collectives import init_process_group
         init_process_group("mpi")
@@ -224,7 +224,7 @@ def test_launcher_and_library_of_different_mpis(run_job) -> None:
 
 
 def test_torchrun_with_an_mpi_installed(run_job, tmp_path: Path) -> None:
-    """The doctor finds nothing wrong; who asks for MPI there is told what starts MPI programs."""
+    """The doctor finds no problem. A script that asks for MPI there is told how to start MPI programs."""
     words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable, "-m")
     doctor = run_job(None, "", *words, "syncline.collectives", "doctor")
     assert doctor.status == 0, doctor.output
@@ -249,7 +249,7 @@ def test_no_mpi_library(run_job) -> None:
 
 
 def test_no_mpi_library_falls_back_to_gloo_alone(run_job) -> None:
-    """Asked for nothing in particular, one rank works without MPI; several say what is missing."""
+    """Without a backend's name, one rank works without MPI; several ranks say what is missing."""
     script = """
     from syncline.collectives import init_process_group
     print(init_process_group().backend_name)
@@ -273,7 +273,7 @@ def test_unknown_backend(run_job, how: str) -> None:
 
 
 def test_mpi_listens_on_no_port(run_job) -> None:
-    """Syncline opens none beyond those that the MPI library opens when it starts; Gloo shows that the test can see one."""
+    """Syncline opens no port beyond those that the MPI library opens at its start. Gloo shows that the test can see one."""
     script = """
     import os, sys
     import torch
@@ -310,20 +310,20 @@ def test_mpi_listens_on_no_port(run_job) -> None:
 
 
 def processes_with(inodes: set[str]) -> list[str]:
-    """The processes of this machine that still hold one of these files in memory."""
+    """The processes of this machine that still have one of these files mapped."""
     found = []
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = [line.split() for line in path.read_text().splitlines() if "/memfd:syncline" in line]
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         if any(line[4] in inodes for line in lines):
             found.append(path.parent.name)
     return found
 
 
 def test_a_killed_rank_leaves_no_memory(run_job) -> None:
-    """What the ranks shared has no place in any file system, and is given back when the last of them is gone."""
+    """Shared memory has no name in any file system, and is freed when its last rank is gone."""
     names = set(os.listdir("/dev/shm"))
     job = run_job(
         2,
@@ -349,7 +349,7 @@ def test_a_killed_rank_leaves_no_memory(run_job) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         print("not reached")
         """,
-        plain=True,  # when mpiexec has ended, the ranks have; a fork would end a moment later
+        plain=True,  # plain ranks have ended when mpiexec has; a fork would end a moment later
     )
     assert job.status != 0
     assert job.output.count("True {'/memfd:syncline-") == 2, job.output

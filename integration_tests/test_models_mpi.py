@@ -1,4 +1,4 @@
-"""Ten structures of models train over real ranks as they do on one process with the whole batch."""
+"""Models with ten structures train over real ranks as in one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_loader_workers_may_be_forked_while_training(mpi_group: ProcessGroup) -> None:
-    """A worker holds a copy of this rank's memory, MPI's included, and must leave it alone, also when it ends."""
+    """A worker has a copy of this rank's memory, also of MPI's. It must not use MPI, also when it ends."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double(), process_group=mpi_group)
     model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
     rows = torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="fork")

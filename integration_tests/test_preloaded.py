@@ -1,4 +1,4 @@
-"""The Python that the jobs of these tests run on: it behaves as one that was started."""
+"""The Python that runs these tests' jobs behaves as a newly started one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.launch
 
 @contextmanager
 def started(command: list[str], folder: Path, program: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A program, with a file where mpiexec would talk to it; what it writes there is read by `read`."""
+    """A program, with a file in place of mpiexec's socket; `read` returns what the program writes to it."""
     (folder / "program.py").write_text(program)
     read, write = os.pipe()
     with subprocess.Popen(

@@ -173,14 +173,14 @@ if detect_launch(os.environ).rank == 1:
     def test_only_on_rank_1(): ...
 def test_on_both(): ...
 """,
-        *("-o", "mpi_patience_s=20"),  # both come to the end, on a busy machine not at the same time
+        *("-o", "mpi_patience_s=20"),  # on a busy machine the two do not end at the same time
     )
     assert job.status != 0
     assert "the ranks collected different tests (rank 0: 1, rank 1: 2)" in job.output
 
 
 def test_the_exit_status_is_the_worst_of_all(run_pytest) -> None:
-    """A rank that pytest.exit()s is out of step with the others, which must not wait for it for ever."""
+    """A rank that calls pytest.exit() is out of step with the others, which must not wait for it for ever."""
     job = run_pytest(
         2,
         """

@@ -1,4 +1,4 @@
-"""Hooks that remember: saved under mpirun, and resumed by jobs of as many and of more ranks."""
+"""Hooks with a state: saved under mpirun, and resumed by jobs with the same number of ranks and with more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 JOB = Path(__file__).with_name("resuming_job.py")
 HOOKS = ["power", "batched power", "int8", "random", "schedule"]
-LINEAR = [name for name in HOOKS if name != "int8"]  # the mean of the ranks' errors is all that matters to them
+LINEAR = [name for name in HOOKS if name != "int8"]  # their result depends only on the mean of the ranks' errors
 
 
 @pytest.mark.launch

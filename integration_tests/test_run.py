@@ -1,4 +1,4 @@
-"""`syncline run`: what a script finds, how a job ends, and what is refused before it starts."""
+"""`syncline run`: the environment of a script, the end of a job, and cases that are refused before the start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.launch
 
 RUN = ("-m", "syncline.collectives", "run")
 PYTHON = Path(sys.executable)
-SOON_S = 30.0  # with the start of the ranks on a busy machine; what is bounded here would else take for ever
+SOON_S = 30.0  # with the start of the ranks on a busy machine; without a limit these jobs would never end
 
 
 def lines(output: str, pattern: str) -> list[str]:
@@ -53,7 +53,7 @@ def test_variables_of_torchrun_go_before_what_a_shell_has_left(run_job) -> None:
 
 
 def test_nodes_are_those_that_share_memory(run_job) -> None:
-    """MPICH is told that even and odd ranks are on two nodes; the launcher says one."""
+    """MPICH is told that even and odd ranks are on two nodes; the launcher reports one."""
     job = run_job(4, PLACES, *RUN, "script.py", MPIR_CVAR_ODD_EVEN_CLIQUES="1")
     assert job.status == 0, job.output
     found = [line.split()[:7] for line in lines(job.output, r"\d \d")]
@@ -182,7 +182,7 @@ def test_who_carries_what_the_script_asks_for(run_job, options, asked, carrier, 
         assert f"carrier {rank} {said}" in job.output
     over = "torch's own" if carrier == "torch" else "mpi: MPICH"
     told = [line for line in job.output.split("\n") if line.startswith("init_process_group(")]
-    assert len(told) == 2, job.output  # once for each group, on rank 0
+    assert len(told) == 2, job.output  # for each group one line, on rank 0
     assert all(f"2 rank(s) over {over}" in line for line in told)
 
 
@@ -205,7 +205,7 @@ def test_a_group_of_other_ranks_than_mpis_is_torchs_own(run_job) -> None:
 
 
 def test_no_port_is_opened(run_job) -> None:
-    """MASTER_PORT stays free: nothing listens there, neither for our group nor for the store."""
+    """MASTER_PORT stays free: neither our group nor the store listens there."""
     script = """
         import os, socket
         import torch
@@ -231,7 +231,7 @@ def test_no_port_is_opened(run_job) -> None:
 
 
 def test_synclines_ddp_takes_the_place_of_torchs(run_job, tmp_path: Path) -> None:
-    """With a trace of its steps, from a script that knows nothing of it."""
+    """With a trace of its steps, without a change of the script."""
     script = """
         import torch
         import torch.distributed as dist
@@ -278,7 +278,7 @@ def test_an_uncaught_exception_ends_the_job_with_one_traceback(run_job) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "keep"])
 def test_ranks_that_fail_together_print_one_traceback(run_job, backend: str) -> None:
-    """Without a group, too: nobody has imported torch."""
+    """Also without a group, when no rank has imported torch."""
     script = """
         raise KeyError("no such setting")
     """
@@ -332,7 +332,7 @@ def test_who_ends_early_ends_nobodys_work(run_job, way: str) -> None:
 
 
 def test_a_fork_of_a_rank_ends_alone(run_job) -> None:
-    """With its own status, before and after the group was made; under torchrun such a child hangs."""
+    """It ends with its own status, before and after the group was made. Under torchrun such a child hangs."""
     script = """
         import os, sys
         child = os.fork()
@@ -431,7 +431,7 @@ def test_bad_use_is_told_once_and_ends_all_ranks(run_job, tmp_path: Path, words,
 
 
 def test_an_error_in_one_nodes_copy_ends_all(tmp_path: Path) -> None:
-    """Each rank runs in a folder of its own; that of rank 1 has another script."""
+    """Each rank runs in its own folder; rank 1's folder has another script."""
     for rank, text in enumerate(("print('not reached')", "print('not reached'\n")):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "train.py").write_text(text)
@@ -484,7 +484,7 @@ def test_a_child_of_a_rank_is_none(run_job) -> None:
 
 # ---- ranks of its own ----
 
-# The command as it would be without MPI.
+# The command on a machine without MPI.
 WITHOUT_MPI = "import sys; from syncline.collectives.cli.run import command, local; local._mpiexec = lambda: None; "
 ALONE = {
     "mpiexec": list(RUN),
@@ -584,7 +584,7 @@ ON_HOSTS = """
 
 
 def test_the_address_of_rank_0_is_reached_from_another_host(tmp_path: Path) -> None:
-    """Hosts with networks of their own, on which loopback leads nowhere, and a name means nothing."""
+    """The hosts have their own networks, in which loopback leads nowhere and names have no meaning."""
     try:
         check_possible(os.geteuid())
     except ToolError as error:

@@ -1,6 +1,6 @@
-"""`syncline run`: programs written for torchrun, unmodified, with the losses that they have under torchrun with Gloo.
+"""`syncline run`: programs written for torchrun, unmodified, give the same losses as under torchrun with Gloo.
 
-The page "Moving from torchrun" has the list with the results; each of its cells is checked here.
+The page "Moving from torchrun" lists the results; each of its cells is checked here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpi_runtimes import find
 from test_support.full_run import FULL, cases
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
-# The first test waits until all that the programs load has been loaded once.
+# The first test waits until everything that the programs load was loaded once.
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 PAGE = Path(__file__).parent.parent / "docs" / "moving" / "from-torchrun.md"
@@ -32,7 +32,7 @@ HEADER, *ROWS = [
     for line in PAGE.read_text().split("## What runs unmodified")[1].split("\n## ")[0].split("\n")
     if line.startswith("|") and not line.startswith("|---")
 ]
-# For each program what the page says about each way to start it, such as "MPICH, 2 ranks".
+# For each program the page's results for each way to start it, such as "MPICH, 2 ranks".
 RESULTS = {row[1].strip("`"): dict(zip(HEADER[2:], row[2:], strict=True)) for row in ROWS}
 WAYS = {"MPICH, 2 ranks": ("mpich", 2), "MPICH, 4 ranks": ("mpich", 4), "Open MPI, 2 ranks": ("openmpi", 2)}
 USUAL_WAY, *OTHER_WAYS = WAYS
@@ -42,9 +42,9 @@ WORDS = {
 }
 STDIN = {"reads_stdin.py": b"1.5\n-2.25\n0.1\n"}
 STATUS = {"exits_with_3.py": 3}
-# multiprocessing finds the `__main__` of a plain Python only.
+# multiprocessing finds `__main__` only in a plain Python.
 SPAWNS = {"loader_workers.py"}
-# What a program needs beside torch, and the module that takes the time to load.
+# The packages that a program needs besides torch, and its module that is slow to load.
 NEEDS = {
     "with_accelerate.py": "accelerate",
     "with_deepspeed.py": "deepspeed",
@@ -64,7 +64,7 @@ def is_installed(module: str) -> bool:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython | None]:
-    """A Python that has loaded what the programs load; None in a full run, and where it cannot be had."""
+    """A Python that has loaded the programs' modules; None in a full run, and if it cannot be started."""
     if FULL or not hasattr(os, "pidfd_open"):
         yield None
         return
@@ -86,12 +86,12 @@ def start(launcher: Sequence[str], program: str, **variables: str) -> subprocess
 
 
 def losses(output: bytes) -> list[str]:
-    """The lines that begin with "loss", in an order of their own."""
+    """The lines that begin with "loss", sorted."""
     return sorted(line for line in output.decode().split("\n") if line.startswith("loss"))
 
 
 def under_torchrun(launcher: Sequence[str], program: str, wanted: int) -> list[str]:
-    """What a program says under torchrun with Gloo, which sometimes does not end when all is said."""
+    """The output of a program under torchrun with Gloo, which sometimes does not end after the last line."""
     with start(launcher, program) as process:
         assert process.stdin is not None
         assert process.stdout is not None

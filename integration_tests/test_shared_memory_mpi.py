@@ -1,4 +1,4 @@
-"""Collectives through memory that ranks of a node share: which algorithm is used, on one node and on emulated ones."""
+"""Collectives through memory that ranks of a node share: which algorithm runs, on one node and on emulated ones."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ REDUCTIONS = [
     "reduce_scatter_in_place",
 ]
 NEVER = 2**62
-# The sizes at which each algorithm takes all that it can.
+# For each algorithm, the sizes for which it can run.
 ALGORITHMS = {
     "eager": AlgorithmThresholds(eager_bytes=NEVER, staged_bytes=NEVER),
     "copy-in copy-out": AlgorithmThresholds(eager_bytes=1, window_bytes=1, staged_bytes=1),
     "MPI": AlgorithmThresholds(eager_bytes=1, window_bytes=NEVER, staged_bytes=NEVER),
 }
 STAGED, BY_MPI = ALGORITHMS["copy-in copy-out"], ALGORITHMS["MPI"]
-# On these values every order of additions gives the same bits.
+# With these values every order of additions gives the same bits.
 EXACT = [
     (op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str) if op not in (ReduceOp.AVG, ReduceOp.PRODUCT)
 ]
 
 
 class Group:
-    """A group of all ranks, which writes down the algorithms that its plans took."""
+    """A group of all ranks, which notes the algorithms of its plans."""
 
     def __init__(self, **options: Any) -> None:
         from mpi4py import MPI
@@ -81,12 +81,12 @@ class Group:
         self.transport.plan = recording  # type: ignore[method-assign, assignment]
 
     def took(self, algorithm: str) -> list[str]:
-        """That one for each call, or MPI's own if the rank is alone."""
+        """The expected algorithm for each call; MPI's own if the rank is alone."""
         return [algorithm if self.group.size > 1 else "MPI"] * len(self.algorithms)
 
 
 class RecordingPlan(Plan):
-    """Another plan, and a list that grows with each run."""
+    """Wraps another plan, and adds to a list in each run."""
 
     def __init__(self, plan: Plan, algorithms: list[str]) -> None:
         self._plan = plan
@@ -113,7 +113,7 @@ def alone(communicator: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def staged() -> Iterator[Group]:
-    """All sizes go through windows or are staged."""
+    """A group in which all sizes go through windows or are staged."""
     made = Group(thresholds=STAGED)
     yield made
     made.group.close()
@@ -121,7 +121,7 @@ def staged() -> Iterator[Group]:
 
 @pytest.fixture(scope="module", params=["eager", "copy-in copy-out"])
 def one_algorithm(request: pytest.FixtureRequest) -> Iterator[tuple[Group, str]]:
-    """A group, and the algorithm that its reductions of all sizes take."""
+    """A group, and the algorithm of its reductions of all sizes."""
     made = Group(thresholds=ALGORITHMS[request.param])
     yield made, request.param
     made.group.close()
@@ -129,7 +129,7 @@ def one_algorithm(request: pytest.FixtureRequest) -> Iterator[tuple[Group, str]]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Group]:
-    """The same, on nodes of two ranks; the last may have one."""
+    """A staged group on nodes of two ranks; the last node may have one."""
     made = Group(thresholds=STAGED, split=by_pairs)
     yield made
     made.group.close()
@@ -158,7 +158,7 @@ def reduction(op: ReduceOp) -> Reduction:
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
-    """Grows by one at each call of a class's method."""
+    """A list that grows with each call of a class's method."""
     called: list[None] = []
     function = getattr(owner, name)
 
@@ -171,7 +171,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Non
 
 
 def huge_bytes_at(address: int) -> int:
-    """How much of the mapping around an address is mapped in huge pages."""
+    """How much of the mapping around an address uses huge pages."""
     found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
@@ -184,7 +184,7 @@ def huge_bytes_at(address: int) -> int:
 
 
 def makes_huge_pages() -> bool:
-    """Whether this system does, for a rank alone."""
+    """Whether this system uses huge pages, tested on one rank alone."""
     size = huge_page_bytes()
     if not size:
         return False
@@ -208,7 +208,7 @@ def test_each_algorithm_conforms(one_algorithm: tuple[Group, str], small_pieces:
     made, algorithm = one_algorithm
     made.algorithms.clear()
     CHECKS[check](made.group)
-    # A tensor without elements is MPI's.
+    # A tensor without elements always goes to MPI.
     assert set(made.algorithms) - {"MPI"} == ({algorithm} if made.group.size > 1 else set())
 
 
@@ -235,7 +235,7 @@ def test_in_the_window(staged: Group, small_pieces: None) -> None:
 
 
 def test_where_the_ranks_tensors_lie_is_agreed(staged: Group) -> None:
-    """In the window at different places, on some ranks only, and on its edge: the result is the same."""
+    """Tensors in the window at different places, on some ranks only, and on its edge: the result is the same."""
     group = staged.group
     window = group.allocate(1024, torch.float32)
     last = group.rank == group.size - 1
@@ -253,7 +253,7 @@ def test_where_the_ranks_tensors_lie_is_agreed(staged: Group) -> None:
 
 
 def test_every_reduction_on_emulated_nodes(nodes: Group, small_pieces: None) -> None:
-    """Whole numbers, odd sizes; ranks 2 + 2, and 2 + 1, where only one rank of each node owns a slice."""
+    """Whole numbers, odd sizes; ranks 2 + 2, and 2 + 1. In the latter only one rank of each node owns a slice."""
     group = nodes.group
     nodes.algorithms.clear()
     for op, dtype in EXACT:
@@ -304,7 +304,7 @@ def test_halves_cross_as_float32_and_come_back_as_halves(
 def test_halves_outside_windows_cross_by_the_slice(
     nodes: Group, op: Reduction, has_windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces, of which the last is shorter; again and again, with ranks that come late."""
+    """In pieces, the last of which is shorter; repeatedly, and with ranks that come late."""
     from syncline.collectives.transports.mpi.node import hierarchical
 
     monkeypatch.setattr(hierarchical, "STAGE_BYTES", 2048)
@@ -331,7 +331,7 @@ def test_staged_halves_are_rounded_once_and_other_dtypes_are_exact() -> None:
     made = Group(thresholds=STAGED, split=by_pairs)
     group = made.group
     for dtype in (torch.bfloat16, torch.float16):
-        large = 256.0 if dtype is torch.bfloat16 else 2048.0  # to which 1 cannot be added
+        large = 256.0 if dtype is torch.bfloat16 else 2048.0  # so large that adding 1 changes nothing
         halves = torch.full((1,), large if group.rank == 0 else 1.0, dtype=dtype)
         group.all_reduce(halves)
         assert halves.tolist() == torch.full((1,), large + group.size - 1).to(dtype).tolist()
@@ -360,7 +360,7 @@ def test_halves_outside_windows_where_no_memory_is_shared(monkeypatch: pytest.Mo
     from syncline.collectives.transports.mpi.node import hierarchical
 
     made = Group(thresholds=STAGED, split=by_pairs)
-    # What all ranks hear if one gets none.
+    # All ranks are told if one of them gets no memory.
     monkeypatch.setattr(made.transport._node.memory, "allocate_segment", lambda *_: None)
     crossings = calls_of(monkeypatch, hierarchical.NodeReduction, "run")
     for _ in range(2):
@@ -399,7 +399,7 @@ def test_other_collectives_on_emulated_nodes(nodes: Group) -> None:
 def test_nodes_of_one_rank_reduce_in_a_ring(
     monkeypatch: pytest.MonkeyPatch, op: ReduceOp, numel: int, dtype: torch.dtype
 ) -> None:
-    """Parts of one piece, of several, and of more than can land at once; in turn, so that a rank may be a call ahead."""
+    """Parts of one piece, of several, and of more than can arrive at once; in turn, so that a rank may be a call ahead."""
     from syncline.collectives.transports.mpi import ring_all_reduce
 
     for name, nbytes in (("LEAST_PIECE_BYTES", 1 << 14), ("MOST_PIECE_BYTES", 1 << 16), ("LANDING_BYTES", 150_000)):
@@ -456,7 +456,7 @@ PLANS = [(5, AlgorithmThresholds(), "eager"), (1_200_001, STAGED, "copy-in copy-
 
 @pytest.mark.parametrize(("numel", "thresholds", "algorithm"), PLANS, ids=[name for _, _, name in PLANS])
 def test_a_plan_serves_tracked_and_plain_tensors_in_turn(numel: int, thresholds: AlgorithmThresholds, algorithm: str) -> None:
-    """Rank 0's second tensor is tracked, the others' are not."""
+    """On rank 0 the second tensor is tracked, on the others it is not."""
     made = Group(thresholds=thresholds)
     group = made.group
     for number in range(4):
@@ -492,7 +492,7 @@ def test_windows_that_are_made_after_a_plan_are_used(numel: int) -> None:
 
 @pytest.mark.parametrize("numel", [40_000, 200_000, 1_200_001])
 def test_what_was_planned_in_windows_serves_tensors_elsewhere(numel: int) -> None:
-    """Also where the algorithm that these take was never tried before."""
+    """Also if the algorithm for such tensors was never tried before."""
     for thresholds in (AlgorithmThresholds(), STAGED, replace(BY_MPI, window_bytes=1)):
         group = Group(thresholds=thresholds).group
         window = group.allocate(numel, torch.float32)
@@ -506,7 +506,7 @@ def test_what_was_planned_in_windows_serves_tensors_elsewhere(numel: int) -> Non
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PREMUL_SUM])
 @pytest.mark.parametrize("numel", [8, 40_000, 200_000])
 def test_a_plan_serves_windows_and_plain_memory_and_tells_autograd(op: ReduceOp, numel: int) -> None:
-    """By every algorithm; tensors of two dimensions; and autograd sees that they were written."""
+    """By every algorithm, with tensors of two dimensions. Autograd sees that they were written."""
     for thresholds in (*ALGORITHMS.values(), replace(STAGED, window_bytes=1024)):
         group = Group(thresholds=thresholds).group
         for tensor in (group.allocate(numel, torch.float32).view(2, -1), torch.empty(2, numel // 2), torch.empty(numel)):
@@ -575,7 +575,7 @@ def _refused(*_: Any) -> None:
 
 
 def test_a_rank_that_comes_late_with_another_call_does_not_wait() -> None:
-    """The others gave up before. All have plans for the calls."""
+    """The others gave up before. All have plans for the calls, so nothing would stop a late rank."""
     group = Group().group
     if group.size > 1:
         group.all_reduce(torch.zeros(1))
@@ -595,7 +595,7 @@ def test_a_rank_that_comes_late_with_another_call_does_not_wait() -> None:
 
 
 def mappings() -> int:
-    """How many pieces of shared memory this process has mapped."""
+    """How many segments of shared memory this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:syncline")
 
 
@@ -665,7 +665,7 @@ def test_calls_that_differ_are_told_apart(numel: int) -> None:
     group.abort()
 
 
-@pytest.mark.usefixtures("small_pieces")  # the group has divided its memory so
+@pytest.mark.usefixtures("small_pieces")  # it changes how the group divides its memory
 def test_shapes_may_differ_as_in_torch(one_algorithm: tuple[Group, str]) -> None:
     group = one_algorithm[0].group
     tensor = torch.full((2, 6) if group.rank % 2 else (12,), float(group.rank))
@@ -687,7 +687,7 @@ def test_allocations_that_differ_are_told_apart() -> None:
 def test_without_memory_on_one_rank_all_use_mpi(
     step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank cannot make the file, or the last has no memory for its part."""
+    """The first rank cannot make the file, or the last one has no memory for its part."""
     from syncline.collectives.transports.mpi.node import plan, shared_allocation
 
     made = Group(thresholds=STAGED)
@@ -721,7 +721,7 @@ def test_memory_outlives_its_group(world: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_groups_that_communicate_at_the_same_time(algorithm: str) -> None:
-    """Each has a thread of its own, and on each rank another one may be first; also when they make their shared memory."""
+    """Each group has its own thread, and another one may be first on each rank, also while they make their shared memory."""
     made = [Group(thresholds=ALGORITHMS[algorithm]) for _ in range(3)]
     group = RoundRobinGroup([one.group for one in made])
     tensors = [torch.full((20_000,), float(group.rank + number)) for number in range(9)]
@@ -742,7 +742,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ranks_that_overtake_one_another(path: str, small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every path, in windows and elsewhere: delays at random, also inside; what a rank does next nobody else may see."""
+    """On every path, in windows and elsewhere, with random delays, also inside. No rank may see another's next call."""
     from mpi4py import MPI
 
     group = Group(**PATHS[path]).group
@@ -755,7 +755,7 @@ def test_ranks_that_overtake_one_another(path: str, small_pieces: None, monkeypa
     elsewhere = torch.empty(4 * 307, dtype=torch.float64), torch.empty(307, dtype=torch.float64)
     for repetition in range(repetitions):
         large, small = windows if chance_of_all(repetition) else elsewhere
-        if forgetful.random() < 0.3:  # while others may have kept theirs
+        if forgetful.random() < 0.3:  # while other ranks may have kept their plans
             group._plans.clear()
         _one_of_each_kind(group, large[: group.size * 307], small, repetition)
         _delay(chance)
@@ -763,12 +763,12 @@ def test_ranks_that_overtake_one_another(path: str, small_pieces: None, monkeypa
 
 
 def chance_of_all(repetition: int) -> bool:
-    """Heads or tails, on all ranks alike."""
+    """Heads or tails, the same on all ranks."""
     return random.Random(repetition).random() < 0.5
 
 
 def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Tensor, repetition: int) -> None:
-    """One collective, and what it must give; afterwards the tensors hold something else."""
+    """One collective, and a check of its result; afterwards the tensors hold other values."""
 
     def data(rank: int, like: torch.Tensor) -> torch.Tensor:
         return whole(rank + repetition, like.numel(), torch.float64)
@@ -795,7 +795,7 @@ def _one_of_each_kind(group: ProcessGroup, block: torch.Tensor, tensor: torch.Te
 
 
 def _delay_synchronisation(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
-    """Before and after ranks meet: that is, also in the middle of collectives."""
+    """Delays before and after ranks meet, so also in the middle of collectives."""
     from syncline.collectives.transports.mpi.node.shared_sync import SharedSync
     from syncline.collectives.transports.mpi.sync import MessageSync
 
@@ -818,7 +818,7 @@ def _delay(chance: random.Random) -> None:
 
 @pytest.mark.parametrize("as_view", [False, True])
 def test_buckets_of_ddp_lie_in_windows(staged: Group, as_view: bool) -> None:
-    """Also those that it makes after the first backward, and the first are then given back."""
+    """Also the buckets that are rebuilt after the first backward; the first ones are then freed."""
     group, windows = staged.group, staged.transport._node.memory.windows
     gc.collect()
     before = len(windows)

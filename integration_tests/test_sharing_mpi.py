@@ -1,4 +1,4 @@
-"""Making memory that the ranks of a node share: what each of them may run into, and what becomes of it for all."""
+"""Allocation of memory that the ranks of a node share: errors of one rank, and their effect on all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ranks:
         self.rank, self.size = self.all.Get_rank(), self.all.Get_size()
 
     def share(self, part_bytes: int = PART_BYTES) -> str:
-        """Why they share no memory, or nothing if they do: each reads what the others wrote."""
+        """Why the ranks share no memory, or nothing if they do: then each reads what the others wrote."""
         from syncline.collectives.transports.mpi.node.shared_allocation import SharedMemoryError, allocate_shared
 
         before = len(os.listdir("/proc/self/fd"))
@@ -66,7 +66,7 @@ def raising(error: Exception) -> Any:
 
 @pytest.mark.parametrize("step", ["memory_limits", "create_file", "open_peer_fd", "reserve", "Segment"])
 def test_any_error_of_one_rank_is_told_to_all(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is, nobody waits for that rank. (Who cannot open the file asks for it, which fails here as well.)"""
+    """After any error, no rank waits for this one. (A rank that cannot open the file asks for it, which fails here, too.)"""
     from syncline.collectives.transports.mpi.node import shared_allocation
 
     culprit = 0 if step == "create_file" else ranks.size - 1
@@ -84,7 +84,7 @@ def test_any_error_of_one_rank_is_told_to_all(ranks: Ranks, step: str, monkeypat
 
 
 def test_a_size_that_is_no_size(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody knows how much memory there is, the system says it, in its own way."""
+    """If the amount of memory is unknown, the system refuses the size, with its own error."""
     from syncline.collectives.transports.mpi.node import shared_allocation
 
     assert "no room for" in ranks.share(2**61)
@@ -108,7 +108,7 @@ def test_ranks_that_may_not_look_into_one_another(ranks: Ranks, only_last: bool,
 
 @pytest.mark.parametrize("step", ["request_fd", "FdServer", "receive_fd"])
 def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Network namespaces of their own, too: the first complaint says why each way was closed."""
+    """With separate network namespaces, too: the first error says why each way was closed."""
     from syncline.collectives.transports.mpi.node import shared_allocation
 
     monkeypatch.setattr(shared_allocation, "open_peer_fd", raising(PermissionError(13, "Permission denied")))
@@ -126,7 +126,7 @@ def test_neither_way_is_open(ranks: Ranks, step: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("same", [True, False])
 def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would kill a rank. They may be under one limit, or each under its own."""
+    """The kernel would kill a rank. The ranks share one limit, or each has its own."""
     from syncline.collectives.transports.mpi.node import shared_allocation
     from syncline.collectives.transports.shared_memory.memory_limit import HEADROOM_BYTES, Limit
 
@@ -142,7 +142,7 @@ def test_beyond_the_limit_of_a_control_group(ranks: Ranks, same: bool, monkeypat
 
 
 def test_trying_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the doctor does."""
+    """The doctor's attempt."""
     from syncline.collectives.transports.mpi.node import shared_allocation
     from syncline.collectives.transports.mpi.node.shared_allocation import probe_shared_memory
 

@@ -1,4 +1,4 @@
-"""What the ReFrame checks in `packaging/reframe` start, and what they look for in its output. ReFrame itself is not needed."""
+"""The commands and expected outputs of the ReFrame checks in `packaging/reframe`. ReFrame itself is not needed."""
 
 from __future__ import annotations
 

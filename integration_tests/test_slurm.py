@@ -20,7 +20,7 @@ pytestmark = pytest.mark.launch
 
 PAGE = Path(__file__).parent.parent / "docs" / "howto" / "slurm.md"
 SCRIPTS = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL))
-# Jobs that train until they are asked to end leave the cores to others.
+# Jobs that train until they are told to end sleep between steps, to leave the cores to others.
 _BEFORE, _AFTER = SCRIPTS["train.py"].split("    step += 1\n")
 SCRIPTS["train.py"] = f"import time\n{_BEFORE}    step += 1\n    time.sleep(0.02)\n{_AFTER}"
 GALLERY = PAGE.parent.parent.parent / "examples"
@@ -42,13 +42,13 @@ _ENDED = (
 )
 """Slurm's last states of a job; meanwhile it shows RUNNING, and also COMPLETING, SIGNALING or STAGE_OUT."""
 
-# There are more ranks than cores: those that wait give way.
+# There are more ranks than cores, so ranks yield while they wait.
 ENVIRONMENT = {
     "PATH": f"{PYTHON}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-# Debian's is built for PMIx.
+# Debian's Open MPI is built for PMIx.
 OPEN_MPI = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
 
 
@@ -62,7 +62,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 class Job:
-    """A script of the documentation, submitted; its output is what all its steps print."""
+    """A submitted script of the documentation; its output is that of all its steps."""
 
     def __init__(
         self,
@@ -87,18 +87,18 @@ class Job:
         self.id = said.strip().split(";")[0]
 
     def wait_for(self, pattern: str) -> None:
-        """Until its output has it."""
+        """Wait until its output matches."""
         self._until(lambda: re.search(pattern, self.output) is not None, f"it says {pattern!r}")
 
     def has_checkpoint(self) -> bool:
         return (self.folder / "checkpoint.pt").exists()
 
     def wait_for_checkpoint(self) -> None:
-        """Until it has trained for a while."""
+        """Wait until it has trained for a while."""
         self._until(self.has_checkpoint, "it saves its state")
 
     def wait(self) -> str:
-        """Until it has ended; its state, such as COMPLETED."""
+        """Wait until it has ended; returns its state, such as COMPLETED."""
         self._until(lambda: self._state() in _ENDED, "it ends")
         return self._state()
 
@@ -131,7 +131,7 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., Job]:
 
 @pytest.fixture
 def open_mpi() -> dict[str, str]:
-    """Variables with which a job uses the system's Open MPI rather than MPICH of this environment."""
+    """Variables that make a job use the system's Open MPI instead of this environment's MPICH."""
     if not OPEN_MPI.exists():
         pytest.skip(f"there is no {OPEN_MPI}; on Debian and Ubuntu: apt install openmpi-bin")
     return {"MPI4PY_LIBMPI": str(OPEN_MPI)}
@@ -180,7 +180,7 @@ def test_every_batch_file_of_the_gallery(submit, request: pytest.FixtureRequest,
 
 @pytest.mark.timeout(400)  # torch's DistributedDataParallel loads much
 def test_a_script_for_torchrun(cluster: SlurmCluster, submit, open_mpi, tmp_path: Path) -> None:
-    """Unmodified by `syncline run`: over MPI, and without it as Slurm's variables say. The losses are the same."""
+    """Unmodified, by `syncline run`: over MPI, and without MPI by Slurm's variables. The losses are the same."""
     job = submit("run.sbatch", STEPS="3", **open_mpi)
     assert job.wait() == "COMPLETED", job.output
     words = ["srun", "-N2", "-n4", "--mpi=none", "python", "-m", "syncline.collectives", "run", "native.py"]
@@ -194,10 +194,13 @@ def test_a_script_for_torchrun(cluster: SlurmCluster, submit, open_mpi, tmp_path
 
 
 def test_libraries_that_srun_cannot_start_are_told_before_they_die(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """MPICH from PyPI has no PMIx, over UCX may tell too much for Slurm's PMI-2, and without either its ranks are alone."""
+    """MPICH from PyPI has no PMIx.
+
+    Over UCX its addresses may be too long for Slurm's PMI-2. With neither, its ranks are alone.
+    """
     doctor = ("python", "-m", "syncline.collectives", "doctor")
     init = ("python", "-c", "from syncline.collectives import init_process_group; init_process_group()")
-    by_hand = f"if [ $SLURM_PROCID = 0 ]; then {shlex.join(init)}; fi"  # what is typed in the shell of rank 0
+    by_hand = f"if [ $SLURM_PROCID = 0 ]; then {shlex.join(init)}; fi"  # typed by a user in the shell of rank 0
     shell = shlex.join(("srun", "-N1", "-n2", "--pty", "sh", "-c", by_hand))
     jobs = {
         name: cluster.start([*words], tmp_path, {**ENVIRONMENT, **variables})
@@ -265,7 +268,7 @@ def test_a_part_of_the_ranks_and_ranks_without_mpi(cluster: SlurmCluster, tmp_pa
     part = cluster.start(["srun", "-N1", "-n3", "--mpi=pmix", "python", "-c", PART], tmp_path, {**ENVIRONMENT, **open_mpi})
     folder = cluster.start(["srun", "-N2", "-n2", "python", "-c", FOLDER, tmp_path / "meeting"], tmp_path, ENVIRONMENT)
     said = part.communicate(timeout=JOB_S)[0]
-    lines = [line for line in said.splitlines() if not line.startswith("srun: job ")]  # which waited for resources
+    lines = [line for line in said.splitlines() if not line.startswith("srun: job ")]  # srun's notes while it waits
     assert [line.partition(" over mpi: Open MPI")[0] for line in lines] == ["rank 0 of 2", "rank 1 of 2"], said
     assert all(line.endswith(": 3.0") for line in lines), said
     said = folder.communicate(timeout=JOB_S)[0]
@@ -276,9 +279,9 @@ def test_a_part_of_the_ranks_and_ranks_without_mpi(cluster: SlurmCluster, tmp_pa
 
 
 def test_time_limit_and_killed_ranks(cluster: SlurmCluster, submit, open_mpi) -> None:
-    """Slurm looks at time limits every half minute; meanwhile another job loses its ranks, and begins again.
+    """Slurm checks time limits every half minute. Meanwhile another job loses its ranks, and restarts.
 
-    The limit is shortened once the ranks train: a signal that comes before they handle it kills them, as it does any program.
+    The limit is shortened when the ranks train: an earlier signal would kill them, as any program without a handler.
     """
     limited = submit("time-limit.sbatch", STEPS=FOR_EVER, **open_mpi)
     again = submit("again.sbatch", STEPS=FOR_EVER, **open_mpi)
@@ -345,5 +348,5 @@ def processes_in(namespace: str) -> list[str]:
             if os.readlink(path / "ns" / "pid") == namespace:
                 found.append((path / "comm").read_text().strip())
         except OSError:
-            pass  # it has ended meanwhile
+            pass  # the process has ended meanwhile
     return found

@@ -1,4 +1,4 @@
-"""A stall is told long before the time is over, over each backend between processes."""
+"""A stall is reported long before the time limit, over each backend between processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOB = """
     logging.getLogger("syncline.collectives").addHandler(Told())
     group = collectives.init_process_group(sys.argv[1])
     Path(f"came-{group.rank}").touch()
-    # The others begin together: one that comes later than the limit would be told of, too.
+    # The others begin together, because a rank that comes later than the limit would be reported, too.
     awaited = ["told"] if group.rank == 1 else ["came-0", "came-2"]
     end_s = time.monotonic() + 30
     while not all(Path(name).exists() for name in awaited) and time.monotonic() < end_s:

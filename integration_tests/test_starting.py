@@ -1,4 +1,4 @@
-"""Jobs that start in odd ways: they get their ranks, or a sentence that says what is wrong. Each test starts its own jobs."""
+"""Jobs that start in unusual ways get their ranks, or a sentence that says what is wrong. Each test starts its own jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RunOn = Callable[..., Finished]
 
 @pytest.fixture
 def run_on(tmp_path: Path, preloaded: list[str]) -> RunOn:
-    """Run a script on N ranks of an MPI that is named; skips where this machine does not have it."""
+    """Run a script on N ranks of a named MPI; skips if this machine does not have it."""
 
     def run(mpi: str, ranks: int, script: str, *, plain: bool = False, **variables: str) -> Finished:
         try:
@@ -34,7 +34,7 @@ def run_on(tmp_path: Path, preloaded: list[str]) -> RunOn:
             pytest.skip(str(error))
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
-        # What is preloaded has found MPICH's library, and is reached by a descriptor that only MPICH's launcher passes on.
+        # The preloaded Python has loaded MPICH's library, and needs a descriptor that only MPICH's launcher passes on.
         python = preloaded if mpi == "mpich" and not plain else [sys.executable]
         environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **runtime.env, **variables}
         with ranks_logs(python) as (python, logs):
@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_come_is_named_in_a_warning_and_then_in_an_error(ru
         world = MPI.COMM_WORLD
         others = world.Split(world.rank == 0)
         if world.rank == 0:
-            world.recv(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)  # nothing of ours comes here
+            world.recv(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)  # must receive no message of Syncline's
             sys.exit("a message came")
         others.Barrier()  # each of them begins in time
         init_process_group(timeout=3)
@@ -118,7 +118,7 @@ def test_in_a_large_job_the_block_of_the_missing_rank_names_it(run_on: RunOn) ->
 
 
 def test_who_calls_again_goes_on_with_the_same_meeting(run_on: RunOn) -> None:
-    """MPI cannot take a collective back, so the rank that is late finds what the first call has left."""
+    """MPI cannot cancel a collective, so a late rank still finds the messages of the first call."""
     job = run_on(
         "mpich",
         2,
@@ -195,7 +195,7 @@ def test_a_process_that_never_starts_mpi_is_no_wait_without_end(run_on: RunOn, m
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_communicator_says_which_ranks_train(run_on: RunOn, mpi: str) -> None:
-    """While rank 1 serves data over MPI_COMM_WORLD. The ranks of the group count from 0."""
+    """Rank 1 meanwhile serves data over MPI_COMM_WORLD. The ranks of the group count from 0."""
     job = run_on(
         mpi,
         4,
@@ -269,7 +269,7 @@ def test_gloo_and_several_communicators_one_after_the_other(run_on: RunOn) -> No
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_program_that_ends_mpi_closes_its_groups_and_goes_on(run_on: RunOn, tmp_path: Path, mpi: str) -> None:
-    """Also groups made of others, and while the threads that look now and then do so every few milliseconds."""
+    """Also with groups made from others, and while threads that check now and then do so every few milliseconds."""
     (tmp_path / "site.toml").write_text("stall_warning_s = 0.05")
     job = run_on(
         mpi,
@@ -292,7 +292,7 @@ def test_a_program_that_ends_mpi_closes_its_groups_and_goes_on(run_on: RunOn, tm
                 call(torch.ones(3))
             except GroupClosedError:
                 tensor += 1
-        time.sleep(0.3)  # some more looks
+        time.sleep(0.3)  # time for some more checks
         print(f"{tensor[0].item()} after the end of MPI\\n", end="")
         """,
         SYNCLINE_SITE=str(tmp_path / "site.toml"),
@@ -440,7 +440,7 @@ def test_a_library_that_the_launcher_cannot_start_is_told_before_it_ends_the_pro
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, for which it needs root")
 def test_the_doctor_outlives_an_mpi_that_crashes_at_its_start(tmp_path: Path) -> None:
-    """MPICH writes into shared memory that is not there (SIGBUS)."""
+    """MPICH writes to shared memory that does not exist (SIGBUS)."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
     if not mpiexec.exists():
         pytest.skip(f"there is no {mpiexec}; install the extra [mpich]")

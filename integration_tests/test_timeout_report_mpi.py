@@ -1,4 +1,4 @@
-"""What ranks that ran out of time tell one another."""
+"""The report that ranks exchange when they run out of time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ranks_that_wait_and_those_that_say_nothing_are_named(which: str) -> Non
 
 
 def expected(rank: int, size: int, silent: list[int]) -> str:
-    """What a rank says of the others."""
+    """The text of a rank about the others."""
     heard = [other for other in range(size) if other not in (rank, *silent)]
     waiting = sorted(([other for other in heard if other % 2 == number], line) for number, line in enumerate("ab"))
     words = [f"{ranks_in_words(of)} {'waits' if len(of) == 1 else 'wait'} in {line}" for of, line in waiting if of]

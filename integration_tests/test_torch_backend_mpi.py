@@ -16,7 +16,7 @@ from test_support.through_torch import ThroughTorch
 
 pytestmark = pytest.mark.mpi
 
-# torch's functions refuse complex tensors that are only marked as conjugate, before they ask the group.
+# Before they ask the group, torch's functions refuse complex tensors that are only marked as conjugate.
 PASSABLE = {name: check for name, check in CHECKS.items() if not name.endswith("lazily_conjugated")}
 
 

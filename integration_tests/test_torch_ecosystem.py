@@ -1,4 +1,4 @@
-"""Frameworks, checkpoints and compilation over backend "syncline": jobs of their own, as they load much."""
+"""Frameworks, checkpoints and compilation over backend "syncline": as jobs of their own, because they load much."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.launch
 
 SCRIPT = Path(__file__).parent / "torch_ecosystem.py"
 ACCELERATE_SCRIPTS = SCRIPT.with_name("accelerate_scripts.py")
-# Each program, and what it needs.
+# Each program, and the packages that it needs.
 PROGRAMS = {
     "checkpoint_with_resharding": "torch",
     "compiled_ddp": "torch",
@@ -54,7 +54,7 @@ def test_accelerates_own_scripts(run_job) -> None:
 
 
 def test_an_uncaught_exception_is_printed(run_job) -> None:
-    """torch.distributed puts its excepthook before ours, and would print only after the job has been aborted."""
+    """torch.distributed puts its excepthook before ours, and would print the exception only after the job's abort."""
     job = run_job(
         2,
         """
@@ -73,7 +73,7 @@ def test_an_uncaught_exception_is_printed(run_job) -> None:
 
 
 def test_libraries_that_ask_torch_whether_they_are_alone(run_job) -> None:
-    """They do not know our functions, and would compute each rank's own result without a word."""
+    """They do not know our functions, and would give each rank's own result without an error."""
     skip_without("torchmetrics")
     skip_without("accelerate")
     job = run_job(
@@ -99,7 +99,7 @@ def test_libraries_that_ask_torch_whether_they_are_alone(run_job) -> None:
     assert "rank 1: 4.0 False [1, 3]" in job.output
 
 
-# Rank 1 makes one step more than rank 0, which calls something else, over a group for each kind of hook.
+# Over a group for each kind of hook, rank 1 makes one step more than rank 0, which calls something else.
 FAILED_GRADIENTS = """
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ for name, hook in {"no hook": None, "torch's hook": default_hooks.allreduce_hook
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(12, 16), process_group=group)
     if hook is not None:
         ddp.register_comm_hook(group, hook)
-    for _ in range(2):  # after the first, torch's DDP broadcasts how it builds buckets anew
+    for _ in range(2):  # after the first step, torch's DDP broadcasts its new buckets
         ddp(torch.ones(2, 12) * rank).sum().backward()
     try:
         if rank == 1:
@@ -129,7 +129,7 @@ dist.destroy_process_group()
 
 
 def test_a_failed_all_reduce_is_an_error_of_torchs_ddp(run_job) -> None:
-    """In C++, which waits for it; the process goes on, with its other groups."""
+    """C++ code waits for it there; the process continues with its other groups."""
     job = run_job(2, FAILED_GRADIENTS, timeout_s=110.0)
     assert job.status == 0, job.output
     for name in ("no hook", "torch's hook", "our hook"):
@@ -141,7 +141,7 @@ def test_a_failed_all_reduce_is_an_error_of_torchs_ddp(run_job) -> None:
 
 
 def test_the_name_that_libraries_know(run_job) -> None:
-    """As torch's backend "mpi", which no wheel has."""
+    """The name of torch's own backend "mpi", which no wheel has."""
     job = run_job(
         2,
         """

@@ -1,4 +1,4 @@
-"""What torch.distributed offers beside the collectives, over backend "syncline-mpi"."""
+"""Functions of torch.distributed other than collectives, over backend "syncline-mpi"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier
 
-# What torch has had since 2.11.
+# An argument that torch has had since 2.11.
 IS_OLD = "sort_ranks" not in inspect.signature(dist.new_group).parameters
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -40,7 +40,7 @@ Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 @pytest.fixture(scope="module", autouse=True)
 def listening(mpi_is_up: None) -> Iterator[tuple[set[str], set[str]]]:
-    """The whole set-up; and the sockets on which this process listened before and after it."""
+    """The whole set-up; and this process's listening sockets before and after it."""
     before = listening_sockets()
     dist.init_process_group("syncline-mpi", init_method="mpi://", timeout=timedelta(seconds=30))
     yield before, listening_sockets()
@@ -49,12 +49,12 @@ def listening(mpi_is_up: None) -> Iterator[tuple[set[str], set[str]]]:
 
 @pytest.fixture(scope="module")
 def mpi_is_up() -> None:
-    """The MPI library may open ports of its own when it starts."""
+    """Start MPI first, because the library may open ports of its own."""
     assert load_backend("mpi").missing() is None
 
 
 def listening_sockets() -> set[str]:
-    """Addresses, by /proc; state 0A is to listen."""
+    """Addresses from /proc; state 0A means listening."""
     links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     mine = {os.readlink(path) for path in links if path.is_symlink()}
     lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
@@ -112,7 +112,7 @@ def test_works_and_futures() -> None:
 
 
 def test_point_to_point() -> None:
-    """Tags, any source, and whom it came from."""
+    """Tags, any source, and the sender's rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank > 0:
         dist.send(torch.tensor([float(rank)]), 0, tag=4)
@@ -145,7 +145,7 @@ def test_batch_isend_irecv() -> None:
 
 
 def test_coalesced() -> None:
-    """The fast path collects calls of one kind; the other one, by device, takes what comes."""
+    """The fast path collects calls of one kind; the other one, by device, takes all kinds."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [mine(), mine(3).double(), mine(7)]
     with _coalescing_manager():
@@ -199,7 +199,7 @@ def test_objects() -> None:
 
 
 def test_sub_groups() -> None:
-    """Each rank makes only the groups that it is in; ours underneath, too, are of those ranks."""
+    """Each rank makes only its own groups; our groups underneath have the same ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     odd = dist.new_group(list(range(1, size, 2)), timeout=timedelta(seconds=20)) if size > 1 else None
     if rank % 2:
@@ -222,7 +222,7 @@ def test_sub_groups() -> None:
 
 
 def test_a_group_of_gloos() -> None:
-    """torch's Gloo finds the ranks in the store that goes over MPI."""
+    """torch's Gloo finds the ranks in a store over MPI."""
     theirs = dist.new_group(backend="gloo")
     tensor = mine()
     dist.all_reduce(tensor, group=theirs)
@@ -231,7 +231,7 @@ def test_a_group_of_gloos() -> None:
 
 @pytest.mark.skipif(IS_OLD, reason="this torch splits groups of NCCL only")
 def test_split_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with an accelerator, which torch's function wants to see."""
+    """As on a machine with an accelerator, which torch's function requires."""
     rank, size = dist.get_rank(), dist.get_world_size()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
@@ -300,7 +300,7 @@ def test_monitored_barriers() -> None:
 
 
 def test_time_limits() -> None:
-    """Of one call, of one wait, and of the group from now on."""
+    """The limit of one call, of one wait, and of the group from now on."""
     if "timeout" in inspect.signature(dist.barrier).parameters:
         dist.barrier(timeout=timedelta(seconds=20))
     work = dist.irecv(torch.zeros(1), 1, tag=77) if dist.get_rank() == 0 < dist.get_world_size() - 1 else None
@@ -316,9 +316,9 @@ def test_time_limits() -> None:
     assert as_process_group(world()).timeout_s == 29.0
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.10 says so of every profile
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.10 warns so in every profile
 def test_profiler_ranges() -> None:
-    """By torch's names; that of an asynchronous call lasts until it has finished."""
+    """Named by torch's names. The range of an asynchronous call lasts until the call has finished."""
     tensor = mine()
     with torch.profiler.profile() as profile:
         dist.all_reduce(tensor)
@@ -341,7 +341,7 @@ def test_refusals_say_what_and_where() -> None:
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
-    """As an eager functional collective returns it, and with it tensor parallelism."""
+    """A tensor as an eager functional collective returns it; tensor parallelism uses such tensors."""
     return functional.AsyncCollectiveTensor(tensor)
 
 
@@ -393,7 +393,7 @@ def test_other_tensors_without_memory_are_refused_by_name() -> None:
 
 
 def test_a_call_on_fake_tensors_communicates_nothing() -> None:
-    if dist.get_rank() == 0:  # the others need not come
+    if dist.get_rank() == 0:  # the others need not call it
         with FakeTensorMode():
             tensor = torch.ones(3)
             dist.all_reduce(tensor)
@@ -481,7 +481,7 @@ def test_a_collective_that_a_tool_has_seen_is_checked() -> None:
 
 
 def test_a_traced_program_communicates() -> None:
-    """What was recorded with other values on each rank, and in coalesced calls as the functions have them."""
+    """Recorded with other values on each rank, and with coalesced calls as the functions have them."""
     size = dist.get_world_size()
 
     def program(tensor: torch.Tensor) -> torch.Tensor:
@@ -510,7 +510,7 @@ def test_a_tracer_refuses_what_its_program_would_leave_out() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch calls no kernel of ours for them")
 def test_operators_that_compiled_programs_call() -> None:
-    """torch.compile makes them of FSDP's gathers; also of a group that is not ours."""
+    """torch.compile makes such operators from FSDP's gathers; also for a group that is not ours."""
     rank, size = dist.get_rank(), dist.get_world_size()
     operators, theirs = torch.ops._c10d_functional, dist.new_group(backend="gloo")
     for name in (world().group_name, theirs.group_name):
@@ -520,7 +520,7 @@ def test_operators_that_compiled_programs_call() -> None:
         word = "min"
         operators.wait_tensor(operators.reduce_scatter_tensor_out(mine(4 * size), word, size, name, out=part))
         assert torch.equal(part, all_of(4 * size)[0][4 * rank :][:4])
-    # What another rank has compiled has that one's part of the output as the input.
+    # Code compiled on another rank takes that rank's part of the output as the input.
     rows[4 * ((rank + 1) % size) :][:4] = mine()
     other = rows[4 * ((rank + 1) % size) :][:4]
     operators.wait_tensor(operators.all_gather_into_tensor_out(other, size, world().group_name, out=rows))
@@ -535,7 +535,7 @@ def test_operators_that_compiled_programs_call() -> None:
 
 
 def test_no_port_is_opened(listening: tuple[set[str], set[str]]) -> None:
-    """Neither the rendezvous nor the group listens anywhere, and yet the ranks share a store."""
+    """Neither the rendezvous nor the group listens, but the ranks share a store."""
     before, after = listening
     assert after <= before
     store = dist.distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""torch's own communication hooks on our DDP, over a group of torch.distributed: they do there what they do on torch's DDP."""
+"""torch's own communication hooks on our DDP, over a group of torch.distributed: same results as on torch's DDP."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_gradients_are_bitwise_native_ddps(by_rank: list[dict[str, Any]], name: 
 
 @pytest.mark.parametrize("name", ["int8", "int8 channels"])
 def test_torchs_quantization_hooks_do_not_run_over_gloo_on_torchs_ddp_either(by_rank: list[dict[str, Any]], name: str) -> None:
-    """Should this fail, torch has mended them, and they belong into the test above."""
+    """If this fails, torch has fixed them, and they belong to the test above."""
     for found in by_rank:
         assert "IndexError" in found[name]

@@ -1,4 +1,4 @@
-"""What stands on torch.distributed, unmodified, over backend "syncline-mpi": the same numbers as over torch's own Gloo."""
+"""Code on top of torch.distributed, unmodified, over backend "syncline-mpi": the same numbers as over torch's own Gloo."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ kept: list[object] = []  # Gloo's thread must not drop the last reference to its
 
 @contextmanager
 def torch_world(backend: str) -> Iterator[None]:
-    """The whole set-up. torch's Gloo, too, finds the ranks through MPI."""
+    """The whole set-up. torch's Gloo finds the ranks through MPI, too."""
     dist.init_process_group(backend, init_method="mpi://")
     try:
         assert dist.get_backend() == backend
@@ -79,7 +79,7 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def native_ddp() -> Tensors:
-    """Each rank begins with another model: rank 0's counts. Small buckets, so that there are several."""
+    """Each rank begins with another model, and rank 0's counts. Small buckets, so that there are several."""
     module = DistributedDataParallel(model(dist.get_rank()), bucket_cap_mb=0.001)
     train(module, sgd(module))
     return module.module.state_dict()
@@ -94,7 +94,7 @@ def native_ddp_with_a_cast() -> Tensors:
 
 
 def native_ddp_with_power_sgd() -> Tensors:
-    """Its callbacks issue further collectives."""
+    """The hook's callbacks issue further collectives."""
     module = DistributedDataParallel(model().float())
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -106,7 +106,7 @@ def native_ddp_with_power_sgd() -> Tensors:
 
 
 def native_ddp_with_uneven_inputs() -> Tensors:
-    """Its reducer waits for a work that only C++ holds."""
+    """torch's reducer waits for a work that only C++ holds."""
     module = DistributedDataParallel(model())
     optimizer = sgd(module)
     with module.join(divide_by_initial_world_size=False):
@@ -118,7 +118,7 @@ def native_ddp_with_uneven_inputs() -> Tensors:
 
 
 def fsdp2() -> Tensors:
-    """Gathers into a view of itself."""
+    """FSDP2 gathers into a view of the output."""
     module = model()
     for layer in module:
         if isinstance(layer, torch.nn.Linear):

@@ -1,8 +1,8 @@
 """Torch's own distributed tests, from the installed wheel, with our backend and our DDP in place of torch's.
 
-Our backend with our DDP runs all of them; the other variants a sample, and with `dev.py test --full` all that concern them.
-SYNCLINE_TEST_RANKS says how many ranks (2), SYNCLINE_TEST_MPIEXEC with which mpiexec. With SYNCLINE_TEST_PLAYED_GPUS=1, which
-`dev.py torch-suite` sets, those that want a GPU for each rank run as well, on CPUs; see `cpu_in_place_of_gpu`.
+Our backend with our DDP runs all of them. Each other variant runs a sample, and with `dev.py test --full` all tests about it.
+SYNCLINE_TEST_RANKS is the number of ranks (2), SYNCLINE_TEST_MPIEXEC the mpiexec. With SYNCLINE_TEST_PLAYED_GPUS=1, which
+`dev.py torch-suite` sets, tests that need a GPU for each rank run as well, on CPUs; see `cpu_in_place_of_gpu`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("expecttest")  # which torch's tests import
+pytest.importorskip("expecttest")  # torch's tests import it
 
 sys.path.insert(0, str(Path(__file__).with_name("torch_suite")))
 
@@ -31,7 +31,7 @@ PLAYS_GPUS = os.environ.get("SYNCLINE_TEST_PLAYED_GPUS") == "1"
 
 
 def surprises(outcomes: dict[str, Outcome], expected: dict[str, str]) -> list[str]:
-    """What did not become of a test what the table says."""
+    """Tests with another outcome than the table says."""
     passed = [f"{test} passed, but was not to: {expected[test]}" for test in expected if outcomes[test].kind == "passed"]
     return passed + [
         f"{test} {outcome.kind}: {outcome.why}"
@@ -49,7 +49,7 @@ def test_as_the_table_says(variant: str, tmp_path: Path, preloaded: list[str]) -
         pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
     tests = chosen_for(variant, everything=FULL)
     outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec, python=preloaded)
-    if RANKS != 2:  # of more ranks torch skips some
+    if RANKS != 2:  # with more ranks torch skips some
         outcomes = {test: outcome for test, outcome in outcomes.items() if outcome.kind != "skipped"}
     expected = {test: why for test, why in NOT_PASSING[variant].items() if test in outcomes}
     found = surprises(outcomes, expected)

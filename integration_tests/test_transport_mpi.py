@@ -47,7 +47,7 @@ def test_it_conforms(group: ProcessGroup, check: str) -> None:
 
 
 def test_large_calls_that_differ_are_told_apart_on_every_rank() -> None:
-    """See Note [Presync]: small ones are not compared here."""
+    """See Note [Presync]: small calls are not compared here."""
     group = connect()
     if group.size == 1:
         group.close()
@@ -71,7 +71,7 @@ def test_reproducible_reductions_are_in_rank_order() -> None:
 
 
 def test_a_receive_that_was_dropped_keeps_its_memory_until_the_message_has_come() -> None:
-    """MPI writes to it however late that is."""
+    """MPI writes to this memory when the message comes, even if it comes very late."""
     transport = MPITransport(MPI.COMM_SELF.Dup())
     tensor = torch.zeros(100)
     request = transport.start_recv(tensor, 0, 7)
@@ -85,10 +85,10 @@ def test_a_receive_that_was_dropped_keeps_its_memory_until_the_message_has_come(
     assert kept is not None
     deadline = CancelScope(30)
     while kept[-1] == 0 and not deadline.is_over():
-        MPI.COMM_SELF.Iprobe()  # Intel MPI delivers only while somebody asks
+        MPI.COMM_SELF.Iprobe()  # Intel MPI delivers messages only inside its calls
     assert kept.unique().tolist() == [1.0]
     del kept
-    transport.start_send(torch.ones(1), 0, 8)  # whoever starts a transfer looks at what was dropped
+    transport.start_send(torch.ones(1), 0, 8)  # a new transfer checks transfers that were dropped
     assert memory() is None
     transport.start_recv(torch.ones(1), 0, 8).wait(CancelScope(30))
     transport.close()

@@ -1,8 +1,8 @@
-"""What is built on torch.distributed, under one mpirun: each program over "syncline", then over torch's Gloo.
+"""Programs built on torch.distributed, under one mpirun: each over "syncline", then over torch's Gloo.
 
     mpiexec -n 2 python torch_ecosystem.py PROGRAM FOLDER
 
-Prints "EQUAL PROGRAM on rank R" where the numbers are the same. `PROGRAM` is the name of a function below.
+Prints "EQUAL PROGRAM on rank R" if the numbers are the same. `PROGRAM` is the name of a function below.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def whole(state: dict[str, Any]) -> Tensors:
 
 
 def checkpoint_with_resharding() -> Tensors:
-    """Saved with shards over all ranks, loaded with shards over pairs, each pair a replica."""
+    """Saved with shards over all ranks, loaded with shards over pairs; each pair is a replica."""
     folder = FOLDER / f"checkpoint-{dist.get_backend()}"
     saved = fully_shard(model())
     steps(saved)
@@ -71,7 +71,7 @@ def checkpoint_with_resharding() -> Tensors:
 
 
 def compiled_ddp() -> Tensors:
-    """The graph is split where DDP's buckets are."""
+    """The graph is split at the borders of DDP's buckets."""
     torch.manual_seed(dist.get_rank())
     wide = [torch.nn.Linear(12, 512), torch.nn.Tanh(), torch.nn.Linear(512, 512), torch.nn.Tanh(), torch.nn.Linear(512, 4)]
     module = DistributedDataParallel(torch.nn.Sequential(*wide).double(), bucket_cap_mb=1)
@@ -80,7 +80,7 @@ def compiled_ddp() -> Tensors:
 
 
 def compiled_collective() -> Tensors:
-    """A collective inside what is compiled becomes a functional one."""
+    """A collective inside compiled code becomes a functional one."""
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def doubled_and_summed(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def compiled_collective() -> Tensors:
 
 
 def accelerate() -> Tensors:
-    """Hugging Face Accelerate finds the group that is there."""
+    """Hugging Face Accelerate uses the existing group."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -117,7 +117,7 @@ def accelerate() -> Tensors:
 
 
 def fabric() -> Tensors:
-    """Lightning Fabric finds the ranks by MPI, and the group that is there."""
+    """Lightning Fabric finds the ranks by MPI, and uses the existing group."""
     from lightning_fabric import Fabric
 
     lightning = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")

@@ -2,8 +2,8 @@
 
 Usage: torch_hooks_job.py RANK WORLD_SIZE FOLDER
 
-Each rank leaves `found-RANK.pt`: by hook three lists of all gradients: native DDP's, ours, and ours as views of buckets. For a
-hook that does not run over Gloo, the error under native DDP.
+Each rank writes `found-RANK.pt`: by hook three lists of all gradients, from native DDP, from ours, and from ours with views of
+buckets. For a hook that does not run over Gloo, the error under native DDP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _torch_orthogonalize = power._orthogonalize
 
 
 def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-    """torch's batched hook passes one matrix where its own function expects a batch of them."""
+    """torch's batched hook passes one matrix, although torch's function expects a batch of matrices."""
     _torch_orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
 
 
@@ -61,9 +61,9 @@ HOOKS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "local": (local.post_localSGD_hook, local_state),
     "noop": (debugging_hooks.noop_hook, group),
 }
-# Their callbacks issue collectives in whatever order they run, which Gloo does not forgive: one bucket.
+# Their callbacks issue collectives in the order in which they happen to run, which is an error over Gloo. So one bucket.
 OF_SEVERAL_COLLECTIVES = {"power", "batched power", "fp16 wrapped power", "int8", "int8 channels"}
-# They expect NCCL's future of an all_gather, a list of lists; Gloo's is a plain list.
+# These hooks expect the future of NCCL's all_gather, a list of lists; Gloo's is a plain list.
 REFUSED_OVER_GLOO = {"int8", "int8 channels"}
 
 
@@ -72,7 +72,7 @@ def gradients(wrapper: Any, name: str, rank: int, **settings: Any) -> list[torch
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Linear(30, 3))
     ddp = wrapper(model, bucket_cap_mb=25 if name in OF_SEVERAL_COLLECTIVES else 0.001, **settings)
-    # torch refuses its bf16 hooks without NCCL, by name; they run all the same.
+    # Without NCCL, torch refuses its bf16 hooks by their name, although they run.
     ddp.register_comm_hook(make_state(), lambda state, bucket: hook(state, bucket))
     generator = torch.Generator().manual_seed(100 + rank)
     found = []

@@ -55,7 +55,7 @@ class MpiRuntime:
 
 
 def find(name: str) -> MpiRuntime:
-    """The runtime called `name`; raises ToolError where this machine has none."""
+    """The runtime called `name`; raises ToolError if this machine has none."""
     if name == "system":
         return _system()
     family, prefix = {
@@ -82,7 +82,7 @@ def _system() -> MpiRuntime:
 
 
 def _system_mpiexec() -> Path | None:
-    """The first mpiexec on PATH that is not in `.venv`, which may be activated."""
+    """The first mpiexec on PATH that is not in `.venv`, because `.venv` may be activated."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     outside = [folder for folder in folders if folder and not Path(folder).is_relative_to(VENV)]
     found = shutil.which("mpiexec", path=os.pathsep.join(outside))

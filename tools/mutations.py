@@ -1,7 +1,7 @@
-"""Deliberate breaks: are they caught? Each is made in a copy of the sources, where the tests that shall see it run.
+"""Deliberate breaks: do the tests catch them? Each break is made in a copy of the sources, and its tests run there.
 
-`mutations.toml` lists them. The copy comes first on the path of imports, so what is installed here is left alone.
-As a script, MUTATIONS NUMBER tries one: status 0 if it was caught.
+`mutations.toml` lists them. The copy comes first on the path of imports, so installed packages are not changed.
+As a script, MUTATIONS NUMBER tries one break: status 0 if it was caught.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from side_by_side import Ended, Job, run_side_by_side
 
 LIST = ROOT / "tools" / "mutations.toml"
 KEYS = {"name", "file", "old", "new", "tests", "only", "ranks"}
-# A break may make a test hang: that is seen, too, and sooner than in the whole suite.
+# A break that makes a test hang is caught, too. The limit is shorter than in the whole suite.
 TEST_TIMEOUT_S, JOB_TIMEOUT_S = 40, 150.0
 COPIED = ("packages", "integration_tests", "tools", "pyproject.toml", "constraints.txt", "docs", "README.md")
 CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
@@ -32,7 +32,7 @@ CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
 
 @dataclass(frozen=True)
 class Mutation:
-    """One deliberate break: its name says what it breaks, `tests` who is to see it. `ranks` 0 means without mpiexec."""
+    """One deliberate break: `name` says what it breaks, `tests` which tests must catch it. `ranks` 0 means without mpiexec."""
 
     name: str
     file: str
@@ -59,10 +59,10 @@ class Mutation:
 
 
 def load(text: str) -> list[Mutation]:
-    """What the list says. A pure function.
+    """The breaks in the text of the list. A pure function.
 
     Raises:
-        ToolError: an entry has an unknown key or lacks one, changes nothing, or shares its name.
+        ToolError: an entry has an unknown key or lacks one, changes nothing, or has the name of another.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -83,7 +83,7 @@ def load(text: str) -> list[Mutation]:
 
 
 def run_all(expression: str, width: int, table: Path | None) -> int:
-    """Try all whose name or file matches `expression`, a regular one, `width` at a time; how many were not caught."""
+    """Try all whose name or file matches the regular `expression`, `width` at a time; returns how many were not caught."""
     mutations = load(LIST.read_text())
     chosen = [
         (number, mutation)
@@ -116,7 +116,7 @@ def markdown(rows: Sequence[tuple[str, str, str, str]]) -> str:
 
 
 def verdict_of(outcome: Outcome) -> tuple[str, str]:
-    """The verdict, and which test failed first or why there is none. A pure function."""
+    """The verdict, and the first test that failed, or the reason for none. A pure function."""
     failed = re.search(r"^(?:FAILED|ERROR) (\S*?)([^/\s]+::[^\s\[]+)", outcome.output, re.MULTILINE)
     if failed is not None and outcome.status != 2:
         return CAUGHT, f"`{failed[2]}`"
@@ -130,7 +130,7 @@ def verdict_of(outcome: Outcome) -> tuple[str, str]:
 
 
 def try_one(number: int) -> tuple[str, str]:
-    """Break a copy, and run the tests there; the verdict and its reason."""
+    """Break a copy, and run the tests there; returns the verdict and its reason."""
     mutation = load(LIST.read_text())[number]
     with tempfile.TemporaryDirectory(prefix="syncline-mutation-") as folder:
         copy = Path(folder)
@@ -151,11 +151,11 @@ def _copy_sources(copy: Path) -> None:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(ROOT / name, copy / name)
-    (copy / VENV.name).symlink_to(VENV)  # where the tests that start jobs of their own look for MPIs
+    (copy / VENV.name).symlink_to(VENV)  # tests that start jobs look for MPIs there
 
 
 def _run_tests(mutation: Mutation, copy: Path) -> Outcome:
-    # No bytecode: a break of the same second and length must not meet that of the sound source.
+    # No bytecode: the bytecode of the sound source would still count for a break of the same second and length.
     env = {
         "PYTHONPATH": os.pathsep.join(str(copy / "packages" / layer / "src") for layer in LAYERS),
         "PYTHONDONTWRITEBYTECODE": "1",

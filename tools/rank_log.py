@@ -1,7 +1,6 @@
 """Run by mpiexec on every rank: FOLDER ARGUMENT...
 
-Becomes `python ARGUMENT...` with everything it prints in FOLDER/rank-N.log, so that ranks do not
-talk into each other's lines.
+Becomes `python ARGUMENT...`, with its whole output in FOLDER/rank-N.log, so that lines of different ranks do not mix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must hold before a release: versions, metadata and changelog agree, and what is built installs alone."""
+"""Checks before a release: versions, metadata and changelog agree, and each built package installs alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Projects = Mapping[str, Mapping[str, Any]]
 
 
 def dry_run() -> int:
-    """Check and build everything, publish nothing; the number of problems."""
+    """Check and build everything, publish nothing; returns the number of problems."""
     projects = {name: tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"] for name in PACKAGES}
     changelog, citation = (ROOT / "CHANGELOG.md").read_text(), (ROOT / "CITATION.cff").read_text()
     found = problems(projects, changelog, citation)
@@ -59,10 +59,10 @@ def dry_run() -> int:
 
 
 def problems(projects: Projects, changelog: str, citation: str) -> list[str]:
-    """What is wrong with the texts. A pure function.
+    """The problems in the texts. A pure function.
 
     Args:
-        projects: for each layer, and the whole, the table [project] of its pyproject.toml.
+        projects: the table [project] of the pyproject.toml of each layer, and of the whole.
         changelog: the text of CHANGELOG.md.
         citation: the text of CITATION.cff.
     """
@@ -85,7 +85,7 @@ def problems(projects: Projects, changelog: str, citation: str) -> list[str]:
 
 
 def missing_files(names: Sequence[str], version: str) -> list[str]:
-    """Which wheels and source distributions were not built. A pure function."""
+    """The wheels and source distributions that were not built. A pure function."""
     ends = ("-py3-none-any.whl", ".tar.gz")
     expected = [wheels.file_start(package, version) + end for package in PACKAGES for end in ends]
     return [f"{name} was not built" for name in expected if name not in names]
@@ -97,7 +97,7 @@ def is_unreleased(changelog: str, version: str) -> bool:
 
 
 def _heading(changelog: str, version: str) -> str | None:
-    """What stands after the version in its heading: a date, or "unreleased"."""
+    """The text after the version in its heading: a date, or "unreleased"."""
     match = re.search(rf"^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d|unreleased)$", changelog, re.MULTILINE)
     return None if match is None else match[1]
 

@@ -1,4 +1,4 @@
-"""Runs commands side by side, a few at a time; what each prints is shown in one piece, when it ends."""
+"""Runs commands side by side, a few at a time. A command's output is shown in one piece, when it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended, how many seconds it took, and how many of all cores, its children's included."""
+    """The result of a job: its status, its seconds, and how many cores it used on average, with its children."""
 
     name: str
     status: int
@@ -44,7 +44,7 @@ def cores() -> int:
 
 
 def run_side_by_side(jobs: Sequence[Job], width: int) -> list[Ended]:
-    """Run all jobs, `width` at a time, in this order; those that fail stop no other."""
+    """Run all jobs in this order, `width` at a time. A failure stops no other job."""
     waiting, running, ended = deque(jobs), list[_Running](), list[Ended]()
     try:
         while waiting or running:
@@ -79,10 +79,10 @@ class _Running:
         )
 
     def is_over(self) -> bool:
-        """Whether it has ended; after its time it is ended."""
+        """Whether the job has ended; after its time limit it is killed."""
         before_s = _children_processor_s()
         over = self._has_ended()
-        self._processor_s += _children_processor_s() - before_s  # a child counts when it is waited for, and only this one was
+        self._processor_s += _children_processor_s() - before_s  # only this child was waited for in between, so only it counts
         return over
 
     def _has_ended(self) -> bool:

@@ -1,7 +1,7 @@
-"""How the code of a package is cut: python3 tools/structure.py [--root CHECKOUT] [PACKAGE]; with --way, the way of one call.
+"""Measures how a package is divided: python3 tools/structure.py [--root CHECKOUT] [PACKAGE]; with --way, the way of one call.
 
 Prints files, lines, files for 1,000 lines, the median length of a function, and the share of comment lines. With `--way`, under
-mpiexec with two or more ranks, prints through which files a warm `all_reduce` of a tensor in a window passes.
+mpiexec with two or more ranks, prints the files through which a warm `all_reduce` of a tensor in a window passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def print_measures(folder: Path) -> None:
-    """Of all modules below a folder."""
+    """Print the measures of all modules below a folder."""
     texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
     lines = sum(text.count("\n") for text in texts)
     functions = [length for text in texts for length in function_lengths(ast.parse(text))]
@@ -46,7 +46,7 @@ def print_measures(folder: Path) -> None:
 
 
 def function_lengths(tree: ast.Module) -> Iterator[int]:
-    """The lines of each function's body, without its docstring; functions of a contract, without a body, do not count."""
+    """The lines of each function's body, without its docstring. Functions without a body, as in a contract, do not count."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -56,13 +56,13 @@ def function_lengths(tree: ast.Module) -> Iterator[int]:
 
 
 def comment_lines(text: str) -> int:
-    """Lines that hold nothing but a comment."""
+    """The number of lines with nothing but a comment."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return sum(token.type == tokenize.COMMENT and token.line.lstrip().startswith("#") for token in tokens)
 
 
 def print_way() -> None:
-    """The files of collectives that a warm all_reduce passes through, in the order in which it meets them."""
+    """Print the files of collectives through which a warm all_reduce passes, in their order."""
     import torch
 
     from syncline.collectives import all_reduce, init_process_group

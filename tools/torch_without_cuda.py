@@ -1,12 +1,12 @@
 """Makes an installed torch from PyPI, built for CUDA, work on CPUs without the CUDA packages, which take 4 GB.
 
-torch's libraries name those of CUDA as needed, so the loader refuses to load torch without them, though nothing on a CPU calls
-into them. For each library that is missing this script builds a small one of the same name, with every symbol that torch's
-libraries expect in it. Each function returns 0, "success"; the one that counts devices returns "no device". The
-script also drops the CUDA packages from torch's own requirements, or pip would install them with the next package. Needs a C
-compiler and binutils. For tests on a machine without a GPU only.
+torch's libraries name CUDA's as needed, so the loader refuses to load torch without them, although no code on a CPU calls into
+them. For each missing library this script builds a small one with the same name, and with every symbol that torch's libraries
+expect in it. Each function returns 0, "success"; the one that counts devices returns "no device". The script also drops the
+CUDA packages from torch's own requirements, because pip would install them with the next package. Needs a C compiler and
+binutils. For tests on a machine without a GPU only.
 
-Run with the Python of the environment whose torch it shall change.
+Run it with the Python of the environment whose torch is to be changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_DEVICE = 100  # cudaErrorNoDevice
 
 
 def needed_elsewhere(libraries: Iterable[Path]) -> set[str]:
-    """The names of the libraries of CUDA that these need and that do not lie among them."""
+    """The names of CUDA's libraries that these libraries need, and that are not among them."""
     libraries = list(libraries)
     names = {name for library in libraries for name in re.findall(r"\(NEEDED\).*\[(.*)\]", _read(library, "-d"))}
     stems = ("libcu", "libnccl", "libnv")
@@ -34,7 +34,7 @@ def needed_elsewhere(libraries: Iterable[Path]) -> set[str]:
 
 
 def versions_of(version_tables: Iterable[str]) -> dict[str, str]:
-    """The versions of symbols that `readelf -V` lists as needed, each with the library that it belongs to."""
+    """The versions of symbols that `readelf -V` lists as needed, each with its library."""
     found: dict[str, str] = {}
     for table in version_tables:
         for library, names in re.findall(r"Version: \d+  File: (\S+)  Cnt: \d+\n((?: +0x\w+: +Name: .*\n)*)", table):
@@ -43,7 +43,7 @@ def versions_of(version_tables: Iterable[str]) -> dict[str, str]:
 
 
 def expected_symbols(symbol_tables: Iterable[str]) -> dict[str, set[str]]:
-    """What `readelf --dyn-syms` lists as undefined, by version; "" stands for those of CUDA's functions that have none."""
+    """The symbols that `readelf --dyn-syms` lists as undefined, by version; "" stands for CUDA's without a version."""
     found: dict[str, set[str]] = {}
     for table in symbol_tables:
         for name, version in re.findall(r" UND (\w+)(?:@(\S+))?", table):
@@ -53,7 +53,7 @@ def expected_symbols(symbol_tables: Iterable[str]) -> dict[str, set[str]]:
 
 
 def build(name: str, symbols: dict[str, set[str]], folder: Path) -> None:
-    """Build a library that has these symbols, by version."""
+    """Build a library with these symbols, by version."""
     with tempfile.TemporaryDirectory() as scratch:
         code, script = Path(scratch) / "stub.c", Path(scratch) / "versions"
         lines = [
@@ -69,7 +69,7 @@ def build(name: str, symbols: dict[str, set[str]], folder: Path) -> None:
 
 
 def leave_out_cuda() -> list[str]:
-    """Change the torch of this environment; the names of the libraries that were built."""
+    """Change the torch of this environment; returns the names of the built libraries."""
     torch = distribution("torch")
     metadata = next(Path(str(path.locate())) for path in torch.files or () if path.name == "METADATA")
     lines = metadata.read_text().splitlines(keepends=True)

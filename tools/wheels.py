@@ -1,9 +1,10 @@
-"""Builds the wheels of the four layers, and tests each where nothing but what it asks for is installed; and that of the whole.
+"""Builds the wheels of the four layers, and tests each in an environment with only its requirements; also that of the whole.
 
-A clean environment per layer sees torch and the test runner of `.venv`, and no more of it, through a path file that points at a
-folder of links (`linked_packages.py`); pip then resolves the layer's own requirements from the wheels alone, without an index.
-The layer's tests are collected there, from a copy away from the source tree with a copy of `test_support` beside them, so none
-of them leans on another layer, and some run; the same code passes all of them in the source tree. `--full` runs all.
+Each layer has a clean environment. It sees torch and the test runner of `.venv`, and nothing else of it, through a path file
+that points at a folder of links (`linked_packages.py`). pip then resolves the layer's own requirements from the wheels alone,
+without an index. The layer's tests are collected there, from a copy outside of the source tree with a copy of `test_support`,
+so none of them depends on another layer. Some of them run; the source tree runs all of them with the same code. `--full` runs
+all.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from commands import ROOT, check, run
 from environment import ARROWS, LAYERS, PYTHON, WHOLE
 
 TEST_SUPPORT = ROOT / "tools" / "test_support"
-# What every layer may assume, and the test runner; no mpi4py, and none of our layers. No layer asks for NumPy, but torch warns
-# where it is missing, and in tests a warning is an error. The tests of the TCP store need pyzmq, which is optional; that the
-# layer works without it has a test of its own.
+# What every layer may assume, and the test runner; without mpi4py and our layers. No layer requires NumPy, but torch warns if
+# it is missing, and in tests a warning is an error. The tests of the TCP store need pyzmq, which is optional; another test
+# shows that the layer works without it.
 ASSUMED = ("torch", "numpy", "pytest", "pytest-timeout", "hypothesis", "expecttest", "pyzmq")
 SOME_TESTS = {
     "collectives": ("test_threads.py", "test_registry.py", "test_settings.py"),
@@ -32,7 +33,7 @@ SOME_TESTS = {
 
 
 def build_and_test(*, all_tests: bool) -> int:
-    """Build, inspect, install alone, import alone, test alone; the number of layers that failed."""
+    """Build, inspect, install alone, import alone, test alone; returns the number of layers that failed."""
     with tempfile.TemporaryDirectory(prefix="syncline-wheels-") as folder:
         wheels = Path(folder) / "wheels"
         for package in (*LAYERS, WHOLE):
@@ -50,7 +51,7 @@ BESIDE = {"ddp": ("horovod",)}
 
 
 def defects(layer: str, files: list[str]) -> list[str]:
-    """What is wrong with a wheel that holds `files`."""
+    """The problems of a wheel with these `files`."""
     found = []
     if f"syncline/{layer}/py.typed" not in files:
         found.append(f"expected syncline/{layer}/py.typed, which tells type checkers to look")
@@ -66,7 +67,7 @@ def defects(layer: str, files: list[str]) -> list[str]:
 
 
 def defects_of_whole(files: list[str], metadata: str) -> list[str]:
-    """What is wrong with the wheel of all layers together, which holds `files`, METADATA among them."""
+    """The problems of the wheel of all layers together, with these `files`, METADATA among them."""
     found = [f"{name} belongs to a layer's wheel" for name in files if ".dist-info/" not in name]
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in files):
         found.append("expected the licence text, LICENSE, in its metadata")
@@ -78,23 +79,23 @@ def defects_of_whole(files: list[str], metadata: str) -> list[str]:
 
 
 def distribution(package: str) -> str:
-    """The name by which pip knows what lies in the folder packages/`package`."""
+    """pip's name for the package in the folder packages/`package`."""
     return WHOLE if package == WHOLE else f"syncline-{package}"
 
 
 def file_start(package: str, version: str) -> str:
-    """How the names of its wheel and its source distribution begin."""
+    """How the file names of its wheel and its source distribution begin."""
     return f"{distribution(package).replace('-', '_')}-{version}"
 
 
 def build(package: str, folder: Path, *kinds: str) -> None:
-    """Build the kinds asked for, "--wheel" and "--sdist", into `folder`, as an index takes them."""
+    """Build the given kinds, "--wheel" and "--sdist", into `folder`, in the form for an index."""
     where = ("--outdir", folder, ROOT / "packages" / package)
     check((PYTHON, "-m", "build", *kinds, "--no-isolation", *where), env={"SYNCLINE_RELEASE": "1"})
 
 
 def defects_of(package: str, folder: Path) -> list[str]:
-    """What is wrong with its wheel in `folder`."""
+    """The problems of its wheel in `folder`."""
     (path,) = folder.glob(f"{file_start(package, '[0-9]*')}.whl")
     wheel = zipfile.ZipFile(path)
     files = wheel.namelist()
@@ -120,7 +121,7 @@ def _alone(package: str, wheels: Path, home: Path) -> Path | None:
 
 
 def install_alone(package: str, wheels: Path, home: Path) -> Path | None:
-    """Install it from `wheels` and import it, in an environment of its own; its Python, or None if that failed."""
+    """Install it from `wheels` and import it, in its own environment; returns its Python, or None after a failure."""
     python = _clean_environment(home / "venv")
     pip = (PYTHON, "-m", "pip", "--python", python, "install", "--quiet")
     status = run((*pip, "--no-index", "--find-links", wheels, distribution(package)), cwd=home)
@@ -135,9 +136,8 @@ def install_alone(package: str, wheels: Path, home: Path) -> Path | None:
 def _tests_pass(layer: str, python: Path, home: Path, *, all_tests: bool) -> bool:
     tests = home / "tests"
     shutil.copytree(ROOT / "packages" / layer / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
-    # Tests that start processes of their own take long, and say nothing new here.
-    # Plain assertions: pytest's rewriting, which makes them explain themselves, takes as long as the rest of collecting. Those
-    # of the source tree explain the same failure.
+    # Tests that start processes take long, and show nothing new here. Assertions are plain: pytest's rewriting, for better
+    # messages, takes as long as the rest of the collection. The source tree's tests explain the same failure.
     words = ("--quiet", "--assert=plain", "-m", "not mpi and not launch", "-p", "no:cacheprovider")
     support = home / "support"
     shutil.copytree(TEST_SUPPORT, support / TEST_SUPPORT.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -145,12 +145,12 @@ def _tests_pass(layer: str, python: Path, home: Path, *, all_tests: bool) -> boo
     pytest = (python, "-m", "pytest", *words, *settings, "--rootdir", home)
     if all_tests:
         return run((*pytest, tests), cwd=home) == 0
-    # All are collected, which imports all that they import; an error there fails, whatever is chosen.
+    # All tests are collected, which imports their modules; an import error fails, whatever is chosen.
     return run((*pytest, "-k", " or ".join(SOME_TESTS[layer]), tests), cwd=home) == 0
 
 
 def _clean_environment(venv: Path) -> Path:
-    """An environment with torch and the test runner in sight, and nothing else; its Python."""
+    """An environment that sees torch and the test runner, and nothing else; returns its Python."""
     check((sys.executable, "-m", "venv", "--without-pip", venv))
     assumed = venv / "assumed"
     check((PYTHON, ROOT / "tools" / "linked_packages.py", assumed, *ASSUMED))

@@ -1,15 +1,14 @@
-"""Lets torch's tests that want a GPU for each rank run on CPUs: what they put on a GPU stays where it is.
+"""Lets torch's tests that need a GPU for each rank run on CPUs: tensors that they put on a GPU stay on the CPU.
 
-What is replaced, and nothing else:
+Only these are replaced:
 
-* the guards that skip a test where there are fewer GPUs than ranks, or by the name of the backend;
+* the guards that skip a test if there are fewer GPUs than ranks, or because of the backend's name;
 * `Tensor.cuda`, `Tensor.to`, `Module.cuda`, `Module.to` and `device=` of everything that makes tensors: a GPU means the CPU;
 * `torch.device(RANK)` in the module of tests: the CPU;
-* of `torch.cuda` what chooses a device, waits for it, or seeds it: it does nothing;
+* functions of `torch.cuda` that choose a device, wait for it, or seed it: they do nothing;
 * `device_ids` and `output_device` of DistributedDataParallel: None.
 
-A test that needs more (streams, memory of GPUs, other dtypes or algorithms) fails, also over Gloo, and is not among those that
-we count.
+A test that needs more (streams, memory of GPUs, other dtypes or algorithms) also fails over Gloo, and we do not count it.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ def run_always(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-# What torch says of a test that a backend cannot pass on its devices, or that only one backend was tried with.
+# torch's reasons to skip a test that a backend cannot pass on its devices, or that was tried with one backend only.
 _ABOUT_BACKENDS = ("Only Nccl", "Only NCCL", "Only MPI", "backend does not support", "Coalescing manager", "in NVIDIA")
 
 
 def _skip_if(condition: bool, reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A guard that lets the backend show what it can do, and skips what torch skips for other reasons."""
+    """A guard that lets the backend try, and skips tests that torch skips for other reasons."""
     return unittest.skipIf(condition and not any(words in reason for words in _ABOUT_BACKENDS), reason)
 
 
 def neutralise_guards() -> None:
-    """To be called before the module of tests is imported, whose decorators ask at once."""
+    """Call this before the import of the module of tests, whose decorators run at import."""
     common_distributed.skip_if_no_gpu = run_always
     common_utils.skip_but_pass_in_sandcastle_if = _skip_if
     common_utils.skip_but_pass_in_sandcastle = lambda reason: _skip_if(True, reason)
@@ -53,7 +52,7 @@ def neutralise_guards() -> None:
 
 @contextmanager
 def cpu_in_place_of_gpu() -> Iterator[None]:
-    """A context in which what belongs on a GPU is on the CPU."""
+    """A context in which everything for a GPU is on the CPU."""
     calls = {name: getattr(torch.cuda, name) for name in ("set_device", "synchronize", "manual_seed", "current_device")}
     module_to = torch.nn.Module.to
     for name in calls:
@@ -89,7 +88,7 @@ def without_device_ids(wrapper: type[torch.nn.Module]) -> type[torch.nn.Module]:
             super().__init__(*args, **kwargs)
 
     OnCpu.__name__ = OnCpu.__qualname__ = wrapper.__name__
-    OnCpu.__module__ = torch.nn.parallel.__name__  # where it stands in place of torch's, and pickle looks for it
+    OnCpu.__module__ = torch.nn.parallel.__name__  # it stands in for torch's class there, and pickle looks for it there
     return OnCpu
 
 
@@ -106,7 +105,7 @@ class _StayOnCpu(TorchFunctionMode):
 
 
 def _on_cpu(place: Any) -> Any:
-    """The CPU for a GPU, or for the number of one; anything else as it is."""
+    """The CPU for a GPU, or for the number of one; anything else unchanged."""
     if isinstance(place, int) and not isinstance(place, bool):
         return _CPU
     if isinstance(place, str) and place.startswith("cuda"):

@@ -1,4 +1,4 @@
-"""Starts the ranks that run torch's tests, again after each failure or hang, until every test has an outcome."""
+"""Starts the ranks that run torch's tests, and starts them again after each failure or hang, until all have an outcome."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TESTS_AT_ONCE = 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test.
+    """The outcome of a test.
 
     Attributes:
         kind: "passed", "skipped", "failed" or "hung" (or a rank crashed).
-        why: what the ranks said, if it is not "passed".
+        why: the ranks' output, if the kind is not "passed".
     """
 
     kind: str
@@ -42,19 +42,19 @@ def run_tests(
     python: Sequence[str] = (sys.executable,),
     limit_s: float = 600.0,
 ) -> dict[str, Outcome]:
-    """The outcome of every test of torch's `_DistTestBase` that is named.
+    """The outcomes of the named tests of torch's `_DistTestBase`.
 
     Args:
         variant: a key of `VARIANTS`.
         tests: names of methods.
         world_size: how many ranks.
-        folder: an empty one, for what the ranks write.
-        mpiexec: the command that starts ranks where MPI does.
-        python: the command that is Python there.
+        folder: an empty one, for the ranks' files.
+        mpiexec: the command that starts ranks, if MPI does.
+        python: the command in place of Python there.
         limit_s: seconds for one job.
 
     Raises:
-        AssertionError: the ranks did not come to the first of their tests; the message is what they printed.
+        AssertionError: the ranks did not reach the first of their tests; the message is their output.
     """
     outcomes: dict[str, Outcome] = {}
     while remaining := [test for test in tests if test not in outcomes]:
@@ -99,7 +99,7 @@ def _run_job(variant: str, tests: list[str], world_size: int, job: Path, under_m
 
 
 def _read(job: Path, world_size: int) -> dict[str, Outcome]:
-    """Of the tests that every rank ended."""
+    """The outcomes of tests that every rank ended."""
     by_rank = []
     for rank in range(world_size):
         path = job / f"outcomes-{rank}"
@@ -118,9 +118,9 @@ def _together(outcomes: list[Outcome]) -> Outcome:
 
 
 def main() -> None:
-    """Run one variant, and write what became of the tests: `python driver.py VARIANT RANKS OUTPUT [TEST...]`.
+    """Run one variant, and write the outcomes: `python driver.py VARIANT RANKS OUTPUT [TEST...]`.
 
-    Tests of which OUTPUT tells already are not run again.
+    Tests that have an outcome in OUTPUT already are not run again.
     """
     os.environ["BACKEND"] = "gloo"
     os.environ.setdefault("WORLD_SIZE", sys.argv[2])

@@ -1,6 +1,6 @@
-"""What becomes of those of torch's tests that stock Gloo with torch's DDP passes on two CPU ranks: all pass but these.
+"""Outcomes of torch's tests that stock Gloo with torch's DDP passes on two CPU ranks: all pass except these.
 
-Torch's SyncBatchNorm refuses CPUs, so that Gloo passes none of its tests. Ours passes all of them.
+torch's SyncBatchNorm refuses CPUs, so Gloo passes none of its tests. Ours passes all of them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 from variants import PLAYED, VARIANTS
 
 PASSING_ON_GLOO = Path(__file__).with_name("passing_on_gloo.txt").read_text().split()
-# The same with tests for GPUs on CPUs; the list above is a part of this one.
+# The list with tests for GPUs, run on CPUs; the list above is a part of this one.
 PASSING_ON_GLOO_PLAYED = Path(__file__).with_name("passing_on_gloo_played.txt").read_text().split()
 
-# All that make a SyncBatchNorm, but one that wants torchvision, and one that torch always skips.
+# All tests that make a SyncBatchNorm, except one that needs torchvision, and one that torch always skips.
 SYNC_BATCH_NORM = [
     "test_DistributedDataParallel_SyncBatchNorm",
     "test_DistributedDataParallel_SyncBatchNorm_2D_Input",
@@ -50,7 +50,7 @@ _OUR_HOOKS_PLAYED = {
     "test_post_localSGD_optimizer_step_reload": "loads a state without the averager's step, which is refused",
 }
 
-# By variant: the tests that do not pass, and why. One that passes all the same is an error, so that the table stays true.
+# By variant: the tests that do not pass, and why. If one passes, this is an error, so that the table stays true.
 NOT_PASSING: dict[str, dict[str, str]] = {
     "syncline-mpi, our DDP": _OUR_BACKEND,
     "gloo, our DDP": {},
@@ -61,17 +61,17 @@ NOT_PASSING: dict[str, dict[str, str]] = {
     f"syncline-mpi, torch's DDP{PLAYED}": _OUR_BACKEND | {"test_ddp_profiling_torch_profiler": _PROFILING},
 }
 
-_EVERYTHING = "syncline-mpi, our DDP"  # of which those without our SyncBatchNorm and hooks are parts
+_EVERYTHING = "syncline-mpi, our DDP"  # variants without our SyncBatchNorm and hooks are parts of it
 _ONE_IN = 6
 
 
 def chosen_for(variant: str, *, everything: bool) -> list[str]:
-    """The tests to run: all that say something about the variant, or, to save time, those that a change may break first.
+    """The tests to run: all that are about the variant, or, to save time, those that a change may break first.
 
     Args:
         variant: a key of `NOT_PASSING`.
-        everything: also those that are not expected to pass, each of which costs a start of the ranks; and of the variants
-            that are parts of another all tests in place of a sample.
+        everything: also run tests that are not expected to pass, each of which costs a start of the ranks; and for variants
+            that are parts of another, run all tests instead of a sample.
     """
     passing_on_gloo = PASSING_ON_GLOO_PLAYED if variant.endswith(PLAYED) else PASSING_ON_GLOO
     runs_all = variant.removesuffix(PLAYED) == _EVERYTHING or VARIANTS[variant].has_our_hooks
@@ -85,7 +85,7 @@ def chosen_for(variant: str, *, everything: bool) -> list[str]:
     return passing if runs_all else passing[::_ONE_IN]
 
 
-# In the names of tests of which only a DDP, or only hooks, change what becomes; the rest would be as in another variant.
+# Parts of names of tests whose outcome depends on the DDP or the hooks; all others behave as in another variant.
 _OF_DDP = ("ddp", "DDP", "DistributedDataParallel", "static")
 _OF_HOOKS = ("hook", "localSGD", "averager")
 

@@ -1,4 +1,4 @@
-"""What stands in place of what while torch's tests run."""
+"""The replacements while torch's tests run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Variant:
     """One way to run torch's distributed tests.
 
     Attributes:
-        backend: the backend of torch.distributed that they run on.
-        has_our_ddp: whether `syncline.ddp.DistributedDataParallel` stands in place of torch's.
-        has_our_hooks: whether `syncline.ddp.SyncBatchNorm` and what `syncline.hooks` has stand in place of torch's.
-        plays_gpus: whether tests that want a GPU for each rank run on CPUs; see `cpu_in_place_of_gpu`.
+        backend: the tests' backend of torch.distributed.
+        has_our_ddp: whether `syncline.ddp.DistributedDataParallel` replaces torch's.
+        has_our_hooks: whether `syncline.ddp.SyncBatchNorm` and the hooks of `syncline.hooks` replace torch's.
+        plays_gpus: whether tests that need a GPU for each rank run on CPUs; see `cpu_in_place_of_gpu`.
     """
 
     backend: str

@@ -1,9 +1,10 @@
 """One rank: runs tests of torch's `DistributedTest`, one after the other, each in a process group of its own.
 
 Usage: `python worker.py VARIANT FOLDER`, with RANK, WORLD_SIZE and STORE_PORT in the environment; under mpiexec the launcher
-says the rank. FOLDER/tests has the names, one a line; what became of each goes to FOLDER/outcomes-RANK, one JSON list a line.
-The ranks agree after each test, through a store that the driver serves. After a test that did not pass on every rank they
-stop: what it left in flight must not reach the next.
+    sets
+the rank. FOLDER/tests has the names, one a line. Outcomes go to FOLDER/outcomes-RANK, one JSON list a line. The ranks agree
+after each test, through a store that the driver serves. They stop after a test that did not pass on every rank, because calls
+that it left in flight must not reach the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GROUP_LIMIT_S = 20.0  # for one collective
 _DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 _DEBUG_LEVEL_AT_FIRST = os.environ.get(_DEBUG_LEVEL)
 
-# Torch skips tests by the name of the backend. As "gloo" it runs all that a CPU can.
+# torch skips tests by the backend's name. As "gloo" it runs all tests that a CPU can run.
 os.environ["BACKEND"] = "gloo"
 
 
@@ -43,7 +44,7 @@ def main() -> None:
 
     suite = _suite(variant)
     store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), is_master=False)
-    # The launcher's log may be full of other things: where a rank hangs is told in a file.
+    # The launcher's log may be full of other output, so the stacks of a hanging rank go to a file.
     with (folder / f"outcomes-{rank}").open("a") as outcomes, (folder / f"stacks-{rank}").open("w") as stacks:
         for test in (folder / "tests").read_text().split():
             faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks)
@@ -59,7 +60,7 @@ def main() -> None:
             _destroy()
             faulthandler.cancel_dump_traceback_later()
         outcomes.flush()
-    os._exit(0)  # what a failed test left in flight is waited for by nobody
+    os._exit(0)  # without a wait for calls that a failed test left in flight
 
 
 def _place() -> tuple[int, int]:
@@ -70,7 +71,7 @@ def _place() -> tuple[int, int]:
 
 
 def _suite(variant: Variant) -> Any:
-    """Torch's class of tests, with what the variant puts in the place of torch's."""
+    """torch's class of tests, with the variant's replacements."""
     import torch
 
     if variant.plays_gpus:
@@ -80,7 +81,7 @@ def _suite(variant: Variant) -> Any:
     if variant.needs_mpi:
         from syncline.collectives import torch_backend
 
-        distributed_test.dist.monitored_barrier = torch_backend.monitored_barrier  # torch's asks for the name "gloo"
+        distributed_test.dist.monitored_barrier = torch_backend.monitored_barrier  # torch's requires the name "gloo"
     if variant.has_our_ddp:
         from syncline.ddp import DistributedDataParallel
 
@@ -107,7 +108,7 @@ def _replace_ddp(wrapper: Any) -> None:
 
 
 def _replace_hooks() -> None:
-    """Ours where torch's have the same name."""
+    """Put our hooks in place of torch's with the same name."""
     import torch
     from torch.testing._internal.distributed import distributed_test as tests
 
@@ -128,7 +129,7 @@ def _replace_hooks() -> None:
 
 
 def _clear(folder: Path, rank: int, suite: Any) -> None:
-    """The folders through which torch's tests meet."""
+    """Clear the folders through which torch's tests meet."""
     suite.barrier_class.barrier_id = 0
     if rank == 0:
         for name in ("barrier", "test_dir", "init_dir"):
@@ -145,7 +146,7 @@ def _agree(store: Any, what: str, rank: int, world_size: int, word: str) -> list
 
 
 def _reset_debug_level() -> None:
-    """Torch's tests of debug levels leave the last one in force; with it, DDP's errors of later tests name parameters."""
+    """torch's tests of debug levels leave the last level in force; with it, DDP's errors in later tests name parameters."""
     import torch.distributed as dist
 
     os.environ.pop(_DEBUG_LEVEL, None)
@@ -175,7 +176,7 @@ def _run(suite: Any, test: str, variant: Variant, rank: int, world_size: int, fo
             getattr(case, test)()
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
-    except SystemExit as end:  # torch's decorators skip by ending the process, with a code of their own
+    except SystemExit as end:  # torch's decorators skip a test by ending the process, with a special code
         return ("skipped" if end.code else "failed"), f"exit code {end.code}"
     except BaseException:  # noqa: BLE001 - any error is the outcome of this test, which the driver reports
         return "failed", traceback.format_exc()

@@ -1,1 +1,1 @@
-"""What only our own tests need: fakes of NCCL and of devices, ranks on GPUs, our groups through torch's functions."""
+"""Support for our own tests: fakes of NCCL and of devices, ranks on GPUs, our groups through torch's functions."""

@@ -1,7 +1,8 @@
 """One rank of a job in which a rank is killed, stopped or late at a random moment: `chaos_job.py BACKEND FOLDER SEED WHAT`.
 
-All ranks issue the same random collectives, drawn from the seed. The victim, drawn as well, is hit by a thread of its own, so
-the moment lies anywhere: in a collective, between two, inside the library. What each survivor sees is in FOLDER/seen-RANK.
+All ranks issue the same random collectives, drawn from the seed. The victim is drawn, too. A separate thread hits it, so the
+hit may come at any moment: in a collective, between two, inside the library. Each survivor writes its error to
+FOLDER/seen-RANK.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(backend: str, folder: Path, seed: int, what: str) -> None:
     others = [folder / f"seen-{rank}" for rank in range(group.size) if rank != victim or what == "delay"]
     end = time.monotonic() + _PATIENCE_S
     while not all(other.exists() for other in others) and time.monotonic() < end:
-        time.sleep(0.05)  # a survivor that ends earlier is lost, too
+        time.sleep(0.05)  # a survivor that ends earlier would count as lost, too
     if what == "delay":
         sc.destroy_process_group()
     else:

@@ -1,7 +1,7 @@
 """The real `cupy.cuda.nccl` over `FakeNccl`, on the CPU's memory: a library of C named libnccl.so.2 stands between them.
 
-`run_processes` runs it as one process, which builds the library in its folder, and runs every check of the conformance suite on
-2 and 3 ranks that are threads. It must be a process of its own: CuPy takes the first library of that name that is loaded.
+`run_processes` runs it as one process. This process builds the library in its folder, and runs every check of the conformance
+suite on 2 and 3 ranks that are threads. It needs its own process, because CuPy takes the first loaded library with this name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from test_support.fake_nccl_group import run_on_fakes
 
 NOT_OVER_NCCL = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")
 _INTERNAL_ERROR, _INVALID = 3, 4
-# Each function hands its name and its arguments to Python, by value or by address, and returns what that says.
+# Each function passes its name and its arguments, by value or by address, to Python, and returns the result.
 SOURCE = r"""
 #include <stddef.h>
 #include <stdint.h>
@@ -70,7 +70,7 @@ int ncclCommCount(void) { return 5; }
 int ncclCommCuDevice(void) { return 5; }
 int ncclCommUserRank(void) { return 5; }
 """
-# How many arguments each has, with the communicator.
+# The number of each function's arguments, with the communicator.
 _COUNTS = {
     "version": 1,
     "unique_id": 1,
@@ -102,7 +102,7 @@ def build(folder: Path) -> Path:
 
 
 class Server:
-    """Carries out what the library is asked for."""
+    """Carries out the calls of the library."""
 
     def __init__(self) -> None:
         self._nccl = FakeNccl()
@@ -142,7 +142,7 @@ class Server:
             getattr(self._communicator(words[0]), name)(*words[1:])
 
     def _communicator(self, handle: int) -> FakeCommunicator:
-        if handle not in self._communicators:  # CuPy's handle is 0 after the end
+        if handle not in self._communicators:  # CuPy's handle is 0 after destruction
             raise NcclError(_INVALID, "invalid argument")
         return self._communicators[handle]
 
@@ -160,14 +160,14 @@ def load(folder: Path) -> tuple[Any, Server]:
     library = ctypes.CDLL(str(build(folder)), mode=ctypes.RTLD_GLOBAL)
     library.fake_nccl_serve(served)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy's, where there is no driver
+        warnings.simplefilter("ignore")  # CuPy warns if there is no driver
         from cupy.cuda import nccl
     server.served = served  # type: ignore[attr-defined]  # as long as the library may call it
     return nccl, server
 
 
 def refuses(nccl: Any) -> None:
-    """What CuPy refuses, and the fakes as well."""
+    """Check the calls that CuPy refuses, and that the fakes must refuse, too."""
     with pytest.raises(ValueError, match="commId length 5"):
         nccl.NcclCommunicator(1, b"short", 0)
     with pytest.raises(TypeError, match="commId"):

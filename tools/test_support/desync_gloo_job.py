@@ -1,6 +1,6 @@
 """Runs the desync catalogue over Gloo: `python -m test_support.desync_gloo_job FOLDER RANKS [--all]`; prints outcomes as JSON.
 
-Each rank of each program is a process of its own, for Gloo may end it.
+Each rank of each program is a process of its own, because Gloo may end the process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from syncline.collectives.transports import gloo
 from test_support.desync_programs import ENDED, NUMELS, QUICK, catalogue, outcome
 
 _LIMIT_S = 20.0
-# Each rank is a process, and there are more of them than cores: one that is late is not one that disagrees.
+# Each rank is a process, and there are more processes than cores. So a late rank must not count as one that disagrees.
 TIMEOUT_S = 2.0
 _AT_ONCE = 4
 
 
 def cases(*, whole: bool) -> Iterator[tuple[str, str, bool]]:
-    """Program, size, and whether calls are checked: of the whole catalogue, or one program of each kind."""
+    """Program, size, and whether calls are checked: for the whole catalogue, or one program of each kind."""
     for name in catalogue() if whole else QUICK:
         yield from ((name, size, False) for size in (NUMELS if whole else ("small",)))
         yield name, "small", True
@@ -39,7 +39,7 @@ def run_rank(folder: Path, rank: int, ranks: int, name: str, size: str, check_ca
     group = HostGroup(transport, rank, ranks, timeout_s=TIMEOUT_S, check_calls=check_calls)
     said = outcome(group, catalogue()[name], NUMELS[size])
     (folder / f"rank-{rank}").write_text(said)
-    # Gloo's sockets live until all have written, so that no rank fails because another has gone.
+    # Gloo's sockets live until all ranks have written, so that no rank fails because another has ended.
     end_s = time.monotonic() + 2 * TIMEOUT_S
     while not all((folder / f"rank-{other}").exists() for other in range(ranks)) and time.monotonic() < end_s:
         time.sleep(0.005)
@@ -65,7 +65,7 @@ def start(folder: Path, ranks: int, case: tuple[str, str, bool]) -> list[int]:
 
 
 def main(folder: Path, ranks: int, *, whole: bool) -> None:
-    """Run all, some at a time."""
+    """Run all programs, some at a time."""
     waiting = [(number, case) for number, case in enumerate(cases(whole=whole))][::-1]
     running: dict[int, int] = {}
     found = []

@@ -1,8 +1,8 @@
 """One program of the desync catalogue over MPI: `mpiexec -n N python -m test_support.desync_mpi_job FOLDER NAME SIZE`.
 
-Each rank is on a node of its own, so calls are messages, and small ones are not compared before they run. Each leaves its
-outcome in the folder; a rank that leaves nothing was ended by the MPI library, or by the monitor, which looks at the group as
-at any other: MPI_Comm_create_group may never return where a rank calls something else.
+Each rank is on a node of its own, so calls are messages, and small calls are not compared before they run. Each rank leaves its
+outcome in the folder. A rank that leaves nothing was ended by the MPI library or by the monitor, which watches this group as
+any other: MPI_Comm_create_group may never return if a rank calls something else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(folder: Path, name: str, size: str) -> None:
     world.Barrier()
     said = outcome(group, catalogue()[name], NUMELS[size])
     (folder / f"rank-{world.Get_rank()}").write_text(said)
-    world.Barrier()  # nobody ends the job before all have written
+    world.Barrier()  # no rank ends the job before all have written
     os._exit(0)  # MPI_Finalize would wait for the messages of calls that failed
 
 

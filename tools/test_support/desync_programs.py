@@ -1,6 +1,6 @@
 """Programs whose ranks disagree: the catalogue that `test_desync_mpi.py`, `_jobs.py` and `_gloo.py` run.
 
-In each program the rank that `odd` is true for does something else than the others. `numel` is the number of elements.
+In each program the rank for which `odd` is true does something else than the others. `numel` is the number of elements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from syncline.hooks import bf16_compress_hook, fp16_compress_hook
 Body: TypeAlias = Callable[[ProcessGroup, bool, int], object]
 
 NOT_OURS = "not ours: "
-#: Said for a rank whose process the library ended.
+#: The outcome of a rank whose process the library ended.
 ENDED = "ended by the library"
 #: Numbers of elements: below and above the size from which MPI's ranks compare calls.
 NUMELS = {"small": 3, "large": 40_000}
@@ -43,10 +43,10 @@ class Program:
     """One kind of disagreement.
 
     Attributes:
-        body: what each rank does.
-        some_rank: only one of the ranks can know (a sender cannot know what its receiver expects); else all are told.
-        garbles: the ranks hand the library messages of different sizes for one another. It may end the process where nobody
-            compares the calls before: loud, but in the library's words.
+        body: the program of each rank.
+        some_rank: whether only one of the ranks can know (a sender cannot know what its receiver expects); else all are told.
+        garbles: whether the ranks give the library messages of different sizes for each other. If calls are not compared
+            before, the library may end the process: with an error, but in its own words.
     """
 
     body: Body
@@ -55,7 +55,7 @@ class Program:
 
 
 def ones(numel: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    """What is sent: the values do not matter."""
+    """A tensor to send: its values do not matter."""
     return torch.ones(numel, dtype=dtype)
 
 
@@ -163,7 +163,7 @@ def extra_call(call: Call) -> Body:
 
 
 def skipped_call(skipped: Call) -> Body:
-    """In the middle, so that the rank is one call ahead from there on."""
+    """The odd rank leaves out a call in the middle, so from there on it is one call ahead."""
 
     def body(group: ProcessGroup, odd: bool, numel: int) -> None:
         all_reduce(group, numel)
@@ -183,7 +183,7 @@ def swapped(first: Call, second: Call) -> Body:
 
 
 def in_flight(usual: Reduction, other: Reduction) -> Body:
-    """All are issued before the first is waited for."""
+    """All calls are issued before the first wait."""
 
     def body(group: ProcessGroup, odd: bool, numel: int) -> None:
         ops = [usual, usual, other if odd else usual, usual]
@@ -201,7 +201,7 @@ def from_callback(group: ProcessGroup, odd: bool, numel: int) -> None:
 
 
 def all_to_all_single_splits(group: ProcessGroup, odd: bool, numel: int) -> None:
-    """The odd rank sends one row less to the first rank and one more to the last; nobody expects that."""
+    """The odd rank sends one row less to the first rank and one more to the last, which do not expect it."""
     rows = [numel] * group.size
     sends = [numel - 1, *rows[1:-1], numel + 1] if odd else rows
     group.all_to_all_single(ones(sum(rows)), ones(sum(sends)), rows, sends)
@@ -234,7 +234,7 @@ def transfer(sent: Callable[[int], torch.Tensor], expected: Callable[[int], torc
 
 @contextmanager
 def as_default(group: ProcessGroup | None) -> Iterator[None]:
-    """Make it the default group, from which others are made; None: let there be none."""
+    """A context in which this is the default group, from which others are made; None means no default group."""
     before, default_group._default = default_group._default, group
     try:
         yield
@@ -243,7 +243,7 @@ def as_default(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def other_groups(make: Callable[..., object], usual: Callable[[int], Any], other: Callable[[int], Any]) -> Body:
-    """The argument, from the number of ranks."""
+    """`usual` and `other` give the argument for a number of ranks."""
 
     def body(group: ProcessGroup, odd: bool, numel: int) -> None:
         with as_default(group):
@@ -254,7 +254,7 @@ def other_groups(make: Callable[..., object], usual: Callable[[int], Any], other
 
 
 def groups_in_other_order(group: ProcessGroup, odd: bool, numel: int) -> None:
-    """Each makes the group that it is in first."""
+    """Each rank makes first the group to which it belongs."""
     with as_default(group):
         for members in ([1], [0]) if odd else ([0], [1]):
             new_group(members)
@@ -273,7 +273,7 @@ def other_options(group: Any, odd: bool, numel: int) -> None:  # noqa: ARG001 - 
 
 
 def train(group: ProcessGroup, numel: int, *, steps: int = 2, hook: Any = None, local: int = 0, **options: Any) -> None:
-    """Some backwards of a small model; the first ones `local`, that is, not reduced."""
+    """Some backwards of a small model. The first `local` ones are not reduced."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(numel, 1), process_group=group, **options)
     if hook is not None:
@@ -291,7 +291,7 @@ def other_training(usual: Mapping[str, Any], other: Mapping[str, Any]) -> Body:
 
 
 def stray_backward(group: ProcessGroup, odd: bool, numel: int) -> None:
-    """One rank runs a backward of the bare module between two steps, for itself."""
+    """One rank alone runs a backward of the bare module between two steps."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(numel, 1), process_group=group)
     for step in range(3):
@@ -301,7 +301,7 @@ def stray_backward(group: ProcessGroup, odd: bool, numel: int) -> None:
 
 
 def other_mark(group: ProcessGroup, odd: bool, numel: int) -> None:
-    """After a few calls of the kind, so that a plan is kept; waited for at once."""
+    """After a few calls of the same kind, so that there is a plan; each is waited for at once."""
     for mark in ("first", "second", "third" if odd else "other"):
         all_reduce(group, numel)
         with group.marked(mark):
@@ -312,7 +312,7 @@ def other_model(group: ProcessGroup, odd: bool, numel: int) -> None:
     train(group, numel + odd)
 
 
-#: One of each kind: what the test command runs, when nobody asks for all.
+#: One of each kind, for a run that is not asked for all.
 QUICK = (
     "all_reduce: float32 and int32",
     "broadcast: one element more",
@@ -406,7 +406,7 @@ def catalogue() -> Mapping[str, Program]:
 
 
 def outcome(group: ProcessGroup, program: Program, numel: int) -> str:
-    """The error that this rank gets, in words; empty if there is none until all ranks have met at a barrier, and left."""
+    """This rank's error as text; empty if there is none until all ranks have met at a barrier, and left."""
     try:
         program.body(group, group.rank == 1, numel)
         group.barrier()
@@ -421,10 +421,10 @@ def outcome(group: ProcessGroup, program: Program, numel: int) -> str:
 
 
 def problem(program: Program, said: Sequence[str], *, compares: bool) -> str | None:
-    """What is wrong with what the ranks were told, by rank; None if nothing is.
+    """The problem with the ranks' outcomes; None if there is none.
 
     Args:
-        program: what they did.
+        program: the program that they ran.
         said: the outcome on each rank.
         compares: whether calls are compared before they run.
     """
@@ -443,7 +443,7 @@ def problem(program: Program, said: Sequence[str], *, compares: bool) -> str | N
 
 
 def same_signature_swapped(group: ProcessGroup, odd: bool, numel: int) -> list[float]:
-    """Two calls that nothing tells apart, in another order on one rank: not seen. What comes of it, first of each."""
+    """Two calls with the same signature, in another order on one rank: nobody notices. Returns the results, first of each."""
     first, second = torch.full((numel,), 1.0), torch.full((numel,), 10.0)
     for tensor in (second, first) if odd else (first, second):
         group.all_reduce(tensor)

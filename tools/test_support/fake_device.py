@@ -1,14 +1,14 @@
-"""A GPU made of threads: the CPU's memory is the GPU's, and what a group puts on its streams runs on threads.
+"""A GPU made of threads: the CPU's memory is the GPU's, and work on a group's streams runs on threads.
 
 Note [Streams of the fake]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-What a group puts on a stream of its own (`FakeStream.run`) runs on the stream's thread, in order. Everything else, the
-operations of the program, runs at once on the thread that calls it, as if it were over when it is issued. So a stream that
-waits for an event of a group's stream must make the next operation on it wait:
+Work that a group puts on its own stream (`FakeStream.run`) runs on the stream's thread, in order. The program's own operations
+run at once, on the calling thread, as if they were over when they are issued. So if a stream waits for an event of a group's
+stream, the next operation on the waiting stream must wait, too:
 
-- Inside `FakeDevice.running` no wait blocks, as on a GPU. The next operation of torch that this thread makes on its current
-  stream waits first. An operation on another stream does not, and finds what is there: that is a race, as on a GPU.
-- On any other thread, and in what C++ code of torch calls (backward, native DDP), the wait itself blocks.
+- Inside `FakeDevice.running` no wait blocks, as on a GPU. The next operation of torch on this thread's current stream waits
+  first. An operation on another stream does not wait, and may read old values: a race, as on a GPU.
+- On any other thread, and in calls from torch's C++ code (backward, native DDP), the wait itself blocks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _END_S = 5.0
 
 
 class FakeEvent(Event):
-    """A point in a stream: over when all that the stream waited for there is over, and its thread has come there.
+    """A point in a stream: over when the stream's thread has reached it, and everything is over that the stream waited for.
 
     Attributes:
-        error: what the stream's thread raised.
-        was_refused: whether it was raised where a CPU would have raised it, too, when it was issued.
+        error: the error that the stream's thread raised.
+        was_refused: whether a CPU would have raised this error when the work was issued.
     """
 
     def __init__(self, device: FakeDevice, parts: Iterable[FakeEvent] = (), *, is_over: bool = True) -> None:
@@ -65,18 +65,21 @@ class FakeEvent(Event):
             stream.catch_up()
 
     def is_over(self) -> bool:
-        """Whether the threads have come here, well; a fault of the GPU is raised, an abort is none."""
+        """Whether the threads have reached this point without an error.
+
+        A fault of the GPU is raised; an abort is not a fault.
+        """
         error = self.first_error()
         if error is not None and not _is_of_abort(error):
             raise RuntimeError(f"the fake GPU faulted: {error}") from error
         return self.has_come() and error is None
 
     def has_come(self) -> bool:
-        """Whether the threads have come here."""
+        """Whether the threads have reached this point."""
         return self._done.is_set() and all(part.has_come() for part in self._parts)
 
     def first_error(self) -> BaseException | None:
-        """What went wrong until here."""
+        """The first error up to this point."""
         return next((part.error for part in (*self._parts, self) if part.error is not None), None)
 
     def come(self, error: BaseException | None) -> None:
@@ -93,7 +96,7 @@ class FakeEvent(Event):
 
 
 class _Entry(NamedTuple):
-    """Something to run on a stream, and what becomes of it."""
+    """Work for a stream, and its result."""
 
     body: Callable[[], None]
     after: Sequence[FakeEvent]
@@ -101,11 +104,11 @@ class _Entry(NamedTuple):
     issued: threading.Event
 
 
-_here = threading.local()  # of a thread: the `issued` of what it runs, its current streams, whether its waits do not block
+_here = threading.local()  # for each thread: the `issued` of its work, its current streams, whether its waits do not block
 
 
 def the_rest_is_the_gpus() -> None:
-    """Called by what runs on a stream, where a CPU would have issued all of it: whoever did so may go on."""
+    """Called by work on a stream, at the place where a CPU would have issued all of it: then the issuer may go on."""
     issued = getattr(_here, "issued", None)
     if issued is not None:
         issued.set()
@@ -117,10 +120,10 @@ def stream_of_thread() -> int | None:
 
 
 class FakeStream(Stream):
-    """A stream; what `run` puts on it runs on a thread, in order, which ends with the stream.
+    """A stream. Work given to `run` runs in order on a thread, which ends with the stream.
 
-    What is put on a stream that has nothing to do keeps the caller as the same calls would keep a CPU: until one of them says
-    that `the_rest_is_the_gpus`.
+    If the stream is idle, new work keeps the caller waiting as the same calls would on a CPU: until the work calls
+    `the_rest_is_the_gpus`.
     """
 
     def __init__(self, device: FakeDevice, handle: int) -> None:
@@ -131,19 +134,19 @@ class FakeStream(Stream):
         self._queue: queue.Queue[_Entry | None] | None = None
 
     def wait_for(self, event: Event) -> None:
-        """What comes next on this stream waits."""
+        """Let the next work on this stream wait for the event."""
         assert isinstance(event, FakeEvent)
         self._runtime.log.append("wait_for" if threading.get_ident() == event.made_on else "wait_for elsewhere")
         self.add(event)
 
     def add(self, event: FakeEvent) -> None:
-        """The same, without a word in the log."""
+        """Let the next work wait, without an entry in the log."""
         self._waits = [wait for wait in self._waits if not wait.has_come() or wait.first_error() is not None]
         self._waits.append(event)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Of this thread."""
+        """Make this the thread's current stream."""
         before = self._runtime.current()
         _here.__dict__.setdefault("streams", {})[self._runtime] = self
         self._runtime.log.append("enter")
@@ -154,16 +157,16 @@ class FakeStream(Stream):
             _here.streams[self._runtime] = before
 
     def record(self) -> FakeEvent:
-        """Over when all is that the stream waits for."""
+        """An event that is over when everything is over that the stream waits for."""
         self._runtime.log.append("record")
         return FakeEvent(self._runtime, self._waits)
 
     def waits(self) -> list[FakeEvent]:
-        """What comes next on this stream waits for these."""
+        """The events for which the next work on this stream waits."""
         return self._waits
 
     def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
-        """Queue it."""
+        """Queue the work."""
         self.wait_for(after)
         done = FakeEvent(self._runtime, is_over=False)
         entry = _Entry(body, self._waits, done, threading.Event())
@@ -171,13 +174,13 @@ class FakeStream(Stream):
         if self._queue is None:
             self._queue = queue.Queue()
             weakref.finalize(self, self._queue.put, None).atexit = False
-            stand_in = FakeStream(self._runtime, self.handle)  # the thread must not keep the stream
+            stand_in = FakeStream(self._runtime, self.handle)  # so that the thread does not keep the stream alive
             thread = threading.Thread(target=_serve, args=(self._queue, stand_in), name=f"stream {self.handle}", daemon=True)
             _serving[thread] = self._queue
             thread.start()
         has_nothing_to_do, issued = self._queue.unfinished_tasks == 0, entry.issued
         self._queue.put(entry)
-        del entry, body  # what is over holds no tensor
+        del entry, body  # finished work holds no tensor
         if has_nothing_to_do:
             issued.wait()
             if done.was_refused and done.error is not None:
@@ -185,7 +188,7 @@ class FakeStream(Stream):
         return done
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:  # noqa: ARG002
-        """On a stream that stands in, and waits for `done`."""
+        """Complete the future on a stand-in stream that waits for `done`."""
         stand_in = self._runtime.stream(CPU, is_own=False)
         stand_in.wait_for(done)
         with stand_in.current():
@@ -194,7 +197,7 @@ class FakeStream(Stream):
             future.set_result(tensors)
 
     def catch_up(self) -> None:
-        """Block until what comes next may run; raises what went wrong, if it was no abort: after that a GPU goes on."""
+        """Block until the next work may run; raises its error, except an abort, after which a GPU goes on."""
         waits, self._waits = self._waits, []
         for wait in waits:
             wait.block()
@@ -203,8 +206,8 @@ class FakeStream(Stream):
                 raise error
 
 
-# A thread that lets go of a tensor while the interpreter is taken down ends the process ("terminate called without an active
-# exception"). So the threads end before.
+# If a thread drops a tensor while the interpreter shuts down, the process ends with "terminate called without an active
+# exception". So the threads end earlier.
 _serving: weakref.WeakKeyDictionary[threading.Thread, queue.Queue[_Entry | None]] = weakref.WeakKeyDictionary()
 
 
@@ -220,7 +223,7 @@ def _serve(todo: queue.Queue[_Entry | None], stream: FakeStream) -> None:
     while (entry := todo.get()) is not None:
         done, issued = entry.done, entry.issued
         error = _run(entry, stream)
-        del entry  # what is over holds no tensor
+        del entry  # finished work holds no tensor
         todo.task_done()
         done.come(error)
         issued.set()
@@ -240,16 +243,16 @@ def _run(entry: _Entry, stream: FakeStream) -> BaseException | None:
 
 
 def _is_of_abort(error: BaseException) -> bool:
-    """After that a GPU goes on."""
+    """Whether an error comes from an abort, after which a GPU goes on."""
     return any(getattr(one, "is_abort", False) for one in (error, error.__cause__))
 
 
 class FakeFuture(torch.futures.Future[Any]):
-    """A future of tensors of the device, as torch has it for CUDA.
+    """A future of tensors on the device, as torch's futures for CUDA.
 
-    It is complete for the CPU when it is given its value. Whoever waits for it is ordered after what the stream held then that
-    was current, if the value has tensors: else nothing is recorded. A callback runs on a stream of its own, ordered alike. What
-    the value consists of is pickled, to find its tensors, which must be on the future's devices.
+    For the CPU it is complete when it has a value. If the value has tensors, a waiting stream is ordered after everything on
+    the stream that was current at this moment. Otherwise nothing is recorded. A callback runs on its own stream, ordered in the
+    same way. The value is pickled to find its tensors, which must be on the future's devices.
     """
 
     def __init__(self, runtime: FakeDevice) -> None:
@@ -270,14 +273,14 @@ class FakeFuture(torch.futures.Future[Any]):
         super().set_result(result)
 
     def wait(self) -> Any:
-        """Does not block for the GPU."""
+        """Wait for the value, but not for the GPU."""
         result = super().wait()
         if self._event is not None:
             self._event.order_current_stream()
         return result
 
     def then(self, callback: Callable[[Any], Any]) -> FakeFuture:
-        """The callback's result, or its error."""
+        """A future of the callback's result, or of its error."""
         following = FakeFuture(self._runtime)
 
         def run(done: Any) -> None:
@@ -292,7 +295,7 @@ class FakeFuture(torch.futures.Future[Any]):
         return following
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """On a stream of its own, ordered after the future."""
+        """Call back on a stream of its own, ordered after the future."""
 
         def run(_: Any) -> None:
             stream = self._runtime.stream(CPU, is_own=False)
@@ -318,8 +321,8 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
-# Ours makes futures by the device of tensors, which is the CPU here: where torch would record an event for those who wait, the
-# CPU waits.
+# Our code makes futures by the device of the tensors, which is the CPU here. So where torch would record an event for waiters,
+# the CPU waits.
 _set_result = torch.futures.Future.set_result
 
 
@@ -333,7 +336,7 @@ def _set_result_in_order(future: torch.futures.Future[Any], result: Any) -> None
 torch.futures.Future.set_result = _set_result_in_order  # type: ignore[assignment, method-assign]
 
 
-# Questions about a tensor, which touch no memory.
+# Functions that only ask about a tensor, and read no memory.
 _QUESTIONS = frozenset(
     {"__get__", "data_ptr", "dim", "element_size", "is_complex", "is_conj", "is_contiguous", "is_floating_point"}
     | {"is_inference", "is_neg", "nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"}
@@ -341,7 +344,7 @@ _QUESTIONS = frozenset(
 
 
 class _Lazily(TorchFunctionMode):
-    """What reads or writes tensors waits on the thread's current stream; what C++ code calls from there waits at once."""
+    """Operations that read or write tensors wait on the thread's current stream; calls from C++ code wait at once."""
 
     def __init__(self, runtime: FakeDevice) -> None:
         super().__init__()
@@ -372,7 +375,7 @@ def _lazy(is_lazy: bool) -> Iterator[None]:
 
 
 def let_the_cpu_play(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have groups take tensors for a device's, on each thread those of the `FakeDevice` that plays there."""
+    """Let groups treat tensors as a device's: on each thread, as those of the `FakeDevice` that plays there."""
 
     def played(tensor: torch.Tensor) -> str:
         device: FakeDevice | None = getattr(_here, "playing", None)
@@ -383,17 +386,17 @@ def let_the_cpu_play(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeDevice(DeviceRuntime):
-    """One GPU of one rank, and, for groups of the host, what is asked of it.
+    """One GPU of one rank, and the questions that groups of the host ask a device.
 
     Args:
         pci_id: its place on the bus.
-        is_mine: which tensors are the device's.
+        is_mine: whether a tensor is the device's.
 
     Attributes:
-        log: what was asked of it, in order.
-        is_mine: as given.
-        captures: whether `is_capturing` says so.
-        own_streams: how many streams were made that nobody else has.
+        log: the calls to the device, in order.
+        is_mine: the argument.
+        captures: the result of `is_capturing`.
+        own_streams: the number of streams that belong to one owner.
         stream_class: makes streams.
     """
 
@@ -411,13 +414,13 @@ class FakeDevice(DeviceRuntime):
         self._default = self.stream_class(self, 0)
 
     def plays_here(self) -> FakeDevice:
-        """On this thread; see `let_the_cpu_play`."""
+        """Play on this thread; see `let_the_cpu_play`."""
         _here.playing = self
         return self
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """On this thread no wait blocks; see Note [Streams of the fake]."""
+        """A context in which no wait on this thread blocks; see Note [Streams of the fake]."""
         with _lazy(True), _Lazily(self):
             yield
             self.current().catch_up()
@@ -434,18 +437,18 @@ class FakeDevice(DeviceRuntime):
     # ---- streams and events ----
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """As `is_mine` says."""
+        """The result of `is_mine`."""
         return self.is_mine(tensor)
 
     def stream(self, device: torch.device, *, is_own: bool) -> FakeStream:  # noqa: ARG002 - there is one
-        """Those that nobody else has are numbered from 1."""
+        """A stream; streams with one owner are numbered from 1."""
         if not is_own:
             return self.stream_class(self, next(self._others))
         self.own_streams += 1
         return self.stream_class(self, self.own_streams)
 
     def now(self, device: torch.device) -> FakeEvent:  # noqa: ARG002 - there is one
-        """After what the current stream waits for."""
+        """An event after everything for which the current stream waits."""
         self.log.append("now")
         return FakeEvent(self, self.current().waits())
 
@@ -454,11 +457,11 @@ class FakeDevice(DeviceRuntime):
         return self.current().handle
 
     def is_capturing(self) -> bool:
-        """As told."""
+        """The value of `captures`."""
         return self.captures
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The CPU's allocator gives away what nobody holds."""
+        """Do nothing: the CPU's allocator frees only memory that nothing holds."""
 
     # ---- for groups on streams ----
 
@@ -467,15 +470,15 @@ class FakeDevice(DeviceRuntime):
         return CPU
 
     def background(self, device: torch.device) -> AbstractContextManager[object]:  # noqa: ARG002 - there is one
-        """Nothing to choose."""
+        """A context without effect: there is nothing to choose."""
         return nullcontext()
 
     def pci_id(self, device: torch.device) -> str:  # noqa: ARG002 - there is one
-        """As given."""
+        """The given place on the bus."""
         return self._pci_id
 
     def future(self, device: torch.device) -> TensorsFuture:
-        """As torch's for CUDA."""
+        """A future like torch's for CUDA."""
         assert device == CPU
         return FakeFuture(self)
 
@@ -499,5 +502,5 @@ class FakeDevice(DeviceRuntime):
         tensor.view(-1).copy_(host)
 
     def finish(self, tensor: torch.Tensor) -> None:  # noqa: ARG002 - the CPU has finished
-        """Write it down."""
+        """Log the call."""
         self.log.append("finished")

@@ -1,4 +1,4 @@
-"""`cupy.cuda.nccl` for ranks that are threads: the same names and meanings, on the CPU's memory."""
+"""`cupy.cuda.nccl` for ranks that are threads: the same names and behaviour, on the CPU's memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PATIENCE_S = 60.0
 
 
 class NcclError(RuntimeError):
-    """As CuPy's."""
+    """The error, as in CuPy."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class _Call(NamedTuple):
 
 @dataclass
 class _Clique:
-    """What the communicators of one id share: a place to meet, mailboxes, and who has come to connect with whom."""
+    """The shared part of the communicators with one id: a meeting place, mailboxes, and the connections that were asked for."""
 
     size: int
     barrier: threading.Barrier = field(init=False)
@@ -65,7 +65,7 @@ class _Clique:
         self.mail = {pair: queue.Queue() for pair in itertools.permutations(range(self.size), 2)}
 
     def show(self, rank: int, said: Any) -> list[Any]:
-        """What all ranks said, by rank. Whoever reads memory of others must `meet` before he leaves it."""
+        """All ranks' values, by rank. A rank that reads memory of others must `meet` before it leaves this memory."""
         self.calls[rank] = said
         self.meet()
         everything = [self.calls[other] for other in range(self.size)]
@@ -84,20 +84,24 @@ class _Clique:
 
 
 class FakeNccl:
-    """Stands for the module `cupy.cuda.nccl`; the ranks, each a thread, share one.
+    """Stands in for the module `cupy.cuda.nccl`; the ranks, each a thread, share one.
 
-    As in NCCL: calls in a group start at its end, sends and receives together; the first send from one rank to another, and the
-    first receive, keep the CPU until the other rank has called its counterpart; a send is over when it was received; sums are
-    rounded to the dtype at each step; AVG multiplies by 1/size first, and of integers divides in the end, rounding to zero; MIN
-    and MAX drop a not-a-number; a communicator is not given back while a CUDA graph refers to it; a rank that is alone does at
-    once what there is to do, which is nothing for what is in place.
+    It behaves as NCCL does:
 
-    As CuPy's, it refuses an id that is not 128 bytes, arguments that are no integers, and communicators that were aborted or
-    given back.
+    - Calls in a group start at its end, sends and receives together.
+    - The first send from one rank to another, and the first receive, block the CPU until the other rank has called its
+      counterpart. A send is over when it was received.
+    - Sums are rounded to the dtype at each step. AVG first multiplies by 1/size; for integers it divides at the end, and rounds
+      to zero. MIN and MAX drop a not-a-number.
+    - A communicator is not given back while a CUDA graph refers to it.
+    - A rank that is alone does its work at once; in place there is none.
+
+    As CuPy does, it refuses an id that is not 128 bytes, arguments that are not integers, and communicators that were aborted
+    or given back.
 
     Args:
-        version: what `get_version` says.
-        launched: is told of each collective: its stream, what it reads and what it writes.
+        version: the result of `get_version`.
+        launched: called for each collective with its stream, and the memory that it reads and writes.
     """
 
     NcclError = NcclError
@@ -113,7 +117,7 @@ class FakeNccl:
         self._thread = threading.local()
 
     def get_version(self) -> int:
-        """10000 for the first, 100 for the second, 1 for the third number."""
+        """The version: 10000 for the first, 100 for the second, 1 for the third number."""
         return self._version
 
     def get_unique_id(self) -> bytes:
@@ -127,14 +131,14 @@ class FakeNccl:
             self._thread.postponed = []
 
     def groupEnd(self) -> None:  # noqa: N802 - CuPy's name
-        """Start what was called since."""
+        """Start the calls since `groupStart`."""
         self._thread.depth -= 1
         if self._thread.depth == 0:
-            postponed, self._thread.postponed = self._thread.postponed, []  # a thread that ends must hold no tensor
+            postponed, self._thread.postponed = self._thread.postponed, []  # an ending thread must hold no tensor
             _run_group(postponed)
 
     def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> FakeCommunicator:  # noqa: N802, N803 - CuPy's names
-        """Meet the others of that id."""
+        """Meet the other ranks with this id."""
         if type(commId) is not bytes:
             raise TypeError(f"Argument 'commId' has incorrect type (expected bytes, got {type(commId).__name__})")
         if len(commId) != _ID_BYTES:
@@ -157,7 +161,7 @@ class FakeNccl:
 
 @dataclass
 class _Operation:
-    """One call: how it begins and ends on the GPU, and, if it goes between two ranks, how the CPU connects them."""
+    """One call: its begin and end on the GPU, and, between two ranks, the connection by the CPU."""
 
     begin: Callable[[], None]
     end: Callable[[], None]
@@ -181,7 +185,7 @@ def _run_group(operations: Sequence[_Operation]) -> None:
 
 
 class FakeCommunicator:
-    """As CuPy's `NcclCommunicator`."""
+    """The communicator, as CuPy's `NcclCommunicator`."""
 
     def __init__(self, nccl: FakeNccl, clique: _Clique, key: bytes, rank: int) -> None:
         self._nccl = nccl
@@ -195,7 +199,7 @@ class FakeCommunicator:
         self._no_graph.set()
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
-        """Every rank computes the same."""
+        """Every rank computes the same result."""
         self._use(sendbuf, recvbuf, count, datatype, op=op, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
         self._collective(_Call(("allReduce", count, datatype, op), source, target), stream, lambda terms: _reduce(op, terms))
@@ -210,7 +214,7 @@ class FakeCommunicator:
         root: int,
         stream: int,
     ) -> None:
-        """Only the root writes."""
+        """Only the root writes the result."""
         self._use(sendbuf, recvbuf, count, datatype, root, op=op, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count, datatype)
         call = _Call(("reduce", count, datatype, op, root), source, target)
@@ -225,7 +229,7 @@ class FakeCommunicator:
         op: int,
         stream: int,
     ) -> None:
-        """Part r to rank r."""
+        """Part r goes to rank r."""
         self._use(sendbuf, recvbuf, recvcount, datatype, op=op, stream=stream)
         mine = slice(self._rank * recvcount, (self._rank + 1) * recvcount)
         source, target = _memory(sendbuf, recvcount * self._clique.size, datatype), _memory(recvbuf, recvcount, datatype)
@@ -233,19 +237,19 @@ class FakeCommunicator:
         self._collective(call, stream, lambda terms: _reduce(op, [term[mine] for term in terms]))
 
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
-        """From the root."""
+        """Send the root's data to all ranks."""
         self._use(sendbuff, recvbuff, count, datatype, root, stream=stream)
         source, target = _memory(sendbuff, count, datatype), _memory(recvbuff, count, datatype)
         self._collective(_Call(("broadcast", count, datatype, root), source, target), stream, lambda terms: terms[root].clone())
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
-        """One after the other."""
+        """Put the parts of all ranks one after the other."""
         self._use(sendbuf, recvbuf, count, datatype, stream=stream)
         source, target = _memory(sendbuf, count, datatype), _memory(recvbuf, count * self._clique.size, datatype)
         self._collective(_Call(("allGather", count, datatype), source, target), stream, torch.cat)
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Over when it was received."""
+        """Send; over when the data are received."""
         self._use(sendbuf, count, datatype, peer, stream=stream)
         box = self._clique.mail[self._rank, peer]
         source = _memory(sendbuf, count, datatype)
@@ -259,14 +263,14 @@ class FakeCommunicator:
         )
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Blocks until it is there."""
+        """Block until the data are there."""
         self._use(recvbuf, count, datatype, peer, stream=stream)
         target = _memory(recvbuf, count, datatype)
         connect = self._connecting(peer, self._rank, sends=False)
         self._nccl._call(_Operation(lambda: None, lambda: self._receive(peer, target), connect))
 
     def commSplit(self, color: int, key: int) -> FakeCommunicator | None:  # noqa: N802
-        """All ranks call; those of one color meet, in the order of their keys."""
+        """All ranks call it; those with one color meet, in the order of their keys."""
         self._use(color, key)
         said = self._clique.show(self._rank, (color, key))
         number = next(self._splits)
@@ -277,13 +281,13 @@ class FakeCommunicator:
         return self._nccl._join(b"%s/%d.%d" % (self._key, number, color), len(members), rank)
 
     def check_async_error(self) -> None:
-        """Raise what an operation met, unless it was aborted here."""
+        """Raise an operation's error, unless it was aborted here."""
         self._use()
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
-        """Wake all who are inside an operation."""
+        """Wake all threads inside an operation."""
         self._is_gone = True
         self._clique.abort()
 
@@ -297,23 +301,23 @@ class FakeCommunicator:
         self._error = error
 
     def enter_a_graph(self) -> Callable[[], None]:
-        """Let a CUDA graph refer to it, until what is returned is called."""
+        """Let a CUDA graph refer to it, until the returned function is called."""
         assert self._clique.size > 1, "what NCCL does for one rank is no kernel of its own, so no graph refers to it"
         self._no_graph.clear()
         return self._no_graph.set
 
     def _use(self, *arguments: int, op: int = 0, stream: int | None = None) -> None:
-        """Refuse what CuPy and NCCL refuse; and a stream that is not the one that holds the copies before and after."""
+        """Refuse what CuPy and NCCL refuse, and a stream other than the one with the copies before and after."""
         _integers(*arguments, op, *(() if stream is None else (stream,)))
         current = stream_of_thread()
-        if self._clique.is_aborted.is_set() and current is not None:  # a real one had been called before, and is in its kernel
+        if self._clique.is_aborted.is_set() and current is not None:  # a real call came earlier, and is in its kernel now
             raise NcclError(_ABORTED, "remote process exited or there was a network error")
         if self._is_gone or op not in _OPS:
             raise NcclError(_INVALID, "invalid argument (run with NCCL_DEBUG=WARN for details)")
         assert stream is None or current is None or stream == current, f"stream {stream} was given, {current} is current"
 
     def _connecting(self, sender: int, receiver: int, *, sends: bool) -> Callable[[], None]:
-        """Post this side at once, for calls in one group connect together; what is returned waits for the other."""
+        """Post this side at once, since calls in one group connect together; returns a function that waits for the other."""
         posted = self._clique.connecting
 
         def connect() -> None:
@@ -364,7 +368,7 @@ class FakeCommunicator:
 
 
 def _integers(*arguments: int) -> None:
-    """Cython takes what is an integer, and nothing that only looks like one: no tensor, no stream, no float."""
+    """Check that arguments are integers. Cython refuses everything else: tensors, streams, floats."""
     for argument in arguments:
         if type(argument) is not int:
             raise TypeError(f"expected an int, found {argument!r}")

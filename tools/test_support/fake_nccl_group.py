@@ -1,4 +1,4 @@
-"""Groups over NCCL without a GPU: the group's own logic, over the fakes."""
+"""Groups over NCCL without a GPU: the group's own code, over the fakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fake_nccl import FakeNccl
 
 
 class NcclGroupOnFakes(NcclGroup):
-    """Tensors of the CPU pass for those of a GPU."""
+    """A group in which tensors of the CPU stand in for those of a GPU."""
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -39,18 +39,18 @@ def run_on_fakes(
     lazily: bool = True,
     nccl: Any = None,
 ) -> None:
-    """Run `body(group)` on every rank of a group over NCCL; the ranks are threads, and their GPUs are threads, too.
+    """Run `body(group)` on every rank of a group over NCCL. Ranks are threads, and their GPUs are threads, too.
 
     Args:
         size: number of ranks.
         body: called with the rank's group.
-        reproducible: of the group.
-        over_host_group: whether the ranks meet in a host group rather than in a store.
-        timeout_s: of the group.
+        reproducible: for the group.
+        over_host_group: whether the ranks meet in a host group instead of a store.
+        timeout_s: for the group.
         pci_id: gives each rank its GPU.
-        runtime: makes that out of it.
-        lazily: whether waits do not block, as on a GPU. Not where C++ code of torch reads what it has waited for.
-        nccl: what is called; by default a `FakeNccl`.
+        runtime: makes the device from it.
+        lazily: whether waits do not block, as on a GPU. Not if torch's C++ code reads the awaited data.
+        nccl: the module to call; by default a `FakeNccl`.
     """
     library, store = nccl or FakeNccl(), dist.HashStore()
 

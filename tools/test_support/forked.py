@@ -1,4 +1,4 @@
-"""What a fork of this process finds."""
+"""Calls a function in a fork of this process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ LIMIT_S = 20.0
 
 
 class ForkedError(AssertionError):
-    """The fork did not come to an end, or ended without an answer."""
+    """The fork did not end in time, or ended without an answer."""
 
 
 def in_fork(body: Callable[[], Any]) -> Any:
     """Call a function in a fork of this process, which then ends; returns what it returned, or its error as "Type: text"."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: other threads run
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, a fork warns if other threads run
         child = os.fork()
     if child == 0:
         try:
             os.close(read)
             os.write(write, pickle.dumps(answer_of(body)))
         finally:
-            os._exit(0)  # no test goes on here, whatever happens
+            os._exit(0)  # the fork must not go on with the tests
     os.close(write)
     try:
         answer = b""

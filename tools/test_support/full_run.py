@@ -1,4 +1,4 @@
-"""What only a full run does: `dev.py test --full`, or SYNCLINE_TEST_FULL=1."""
+"""Additional cases of a full run: `dev.py test --full`, or SYNCLINE_TEST_FULL=1."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ FULL = os.environ.get("SYNCLINE_TEST_FULL") == "1"
 
 
 def cases(usual: Sequence[Value], *, in_full: Sequence[Value]) -> list[Value]:
-    """The parameters of a test; further cases of it cost much, and others cover most of what they see."""
+    """The parameters of a test. Those `in_full` cost much, and other cases cover most of them."""
     return [*usual, *(in_full if FULL else ())]

@@ -13,10 +13,10 @@ from syncline.collectives.transports.nccl.connections import HOST_ID_VARIABLE
 
 
 def choose_gpu(rank: int, size: int) -> torch.device:
-    """Make a GPU the current one, before anything else touches CUDA.
+    """Make a GPU the current one, before other code uses CUDA.
 
-    With fewer GPUs than ranks all share the first: each rank then says that it is on a host of its own, without which NCCL
-    refuses, and talks over loopback sockets. This is for tests: it is slow.
+    With fewer GPUs than ranks, all ranks share the first one. Each rank then pretends to be on a host of its own, because NCCL
+    refuses otherwise, and uses loopback sockets. This is slow, and for tests only.
     """
     own = torch.cuda.device_count() >= size
     if not own and size > 1:

@@ -1,6 +1,6 @@
 """Jobs that tests start: each rank prints into a file of its own.
 
-A launcher passes on what it has read so far, which may be half a line; the next rank's text then stands in the middle of it.
+A launcher passes on what it has read so far, which may be half a line. Then text of the next rank would stand in its middle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import rank_log
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left: the exit status and all that it printed, first the launcher, then each rank."""
+    """The result of a job: the exit status, and its output: first the launcher's, then each rank's."""
 
     status: int
     output: str
@@ -29,7 +29,7 @@ class Finished:
 
 @contextmanager
 def ranks_logs(python: Sequence[str]) -> Iterator[tuple[list[str], Path]]:
-    """The command that stands for `python` (a command that begins with this Python) on each rank, and where its output goes."""
+    """The command in place of `python` (a command that begins with this Python) on each rank, and the folder of the output."""
     with tempfile.TemporaryDirectory(prefix="syncline-job-") as folder:
         yield [sys.executable, "-I", "-S", rank_log.__file__, folder, *python[1:]], Path(folder)
 
@@ -37,7 +37,7 @@ def ranks_logs(python: Sequence[str]) -> Iterator[tuple[list[str], Path]]:
 def finished(
     command: Sequence[str], folder: Path, timeout_s: float, variables: Mapping[str, str], logs: Path | None = None
 ) -> Finished:
-    """Run a job to its end, in `folder`, with variables on top of this process's. Fails the test at the time limit."""
+    """Run a job to its end, in `folder`, with more variables than this process's. Fails the test at the time limit."""
     process = subprocess.Popen(
         command,
         cwd=folder,

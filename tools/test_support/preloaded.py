@@ -1,14 +1,14 @@
-"""Python that has loaded torch already, for the jobs of tests: loading it takes each new process seconds.
+"""A Python that has loaded torch already, for jobs of tests: to load torch takes seconds in each new process.
 
-`PreloadedPython` starts a server, which loads torch and does nothing else. Where a test or mpiexec would start Python, it
-starts `preloaded_client.py`, which takes no time and passes on to the server what a program has: arguments, environment, folder
-and files. Under mpiexec one of the files is the socket by which the rank talks to it. The server forks, and the fork runs the
-program as the main module. Of Python's own options it knows `-c` and `-m`.
+`PreloadedPython` starts a server, which loads torch and waits. Where a test or mpiexec would start Python, it starts
+`preloaded_client.py`. The client starts at once, and passes its arguments, environment, folder and files to the server. Under
+mpiexec one of the files is the socket between launcher and rank. The server forks, and the fork runs the program as the main
+module. Of Python's own options it knows `-c` and `-m`.
 
-The fork is not a child of whoever started the client, which stands for it. A signal to the client is sent on; a client that is
-killed takes its fork with it (a moment later), and the client ends as its fork did. The server has one thread and runs no
-kernel, so nothing is lost in a fork. Two things differ from a Python that was started: ranks share the seed of `hash`, and
-torch and numpy have read their variables of the environment.
+The fork is no child of the process that started the client; the client stands in for it. Signals to the client are passed on.
+If the client is killed, its fork is killed a moment later, and when the fork ends, the client ends with its status. The server
+has one thread and runs no kernel, so a fork loses nothing. A fork differs from a newly started Python in two ways: ranks share
+the seed of `hash`, and torch and numpy have already read their environment variables.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _FILES = 8
 
 
 class PreloadedPython:
-    """A server, for as long as it is open.
+    """A server, which runs as long as it is open.
 
     Args:
-        folder: where its socket lies.
-        modules: what it loads beside torch.
-        python: the interpreter. This one's server finds the modules that this process finds; another's those of its own path.
+        folder: the folder of its socket.
+        modules: the modules to load besides torch.
+        python: the interpreter. With this interpreter, the server finds the modules that this process finds; with another,
+            those on its own path.
 
     Attributes:
-        command: stands for the interpreter under mpiexec; under a launcher other than MPICH's it is Python itself.
-        alone: stands for it in a command that no launcher starts.
+        command: used in place of the interpreter under mpiexec; under a launcher other than MPICH's it becomes Python itself.
+        alone: used in place of the interpreter in a command without a launcher.
     """
 
     def __init__(self, folder: Path, modules: Sequence[str] = (), python: str = sys.executable) -> None:
@@ -58,9 +59,7 @@ class PreloadedPython:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         if python == sys.executable:
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        environ["OPENBLAS_NUM_THREADS"] = (
-            "1"  # numpy's library starts its threads when it is loaded, and a fork would lose them
-        )
+        environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library starts its threads at load time, and a fork would lose them
         loaded, tell = os.pipe()
         with listener:
             self._server = subprocess.Popen(
@@ -70,7 +69,7 @@ class PreloadedPython:
                 env=environ,
             )
         os.close(tell)
-        os.read(loaded, 1)  # returns when the server has loaded them, or has ended: no test's limit has to allow for it
+        os.read(loaded, 1)  # returns when the server has loaded them, or has ended; so no test's time limit includes it
         os.close(loaded)
         client = [python, "-I", "-S", str(CLIENT)]
         self.command, self.alone = [*client, "launched", str(path)], [*client, "alone", str(path)]
@@ -82,7 +81,7 @@ class PreloadedPython:
         self.close()
 
     def close(self) -> None:
-        """End the server, and all that it has forked."""
+        """End the server, and all its forks."""
         self._server.communicate()
 
 
@@ -104,7 +103,7 @@ class _Server:
         self._jobs: list[_Job] = []
 
     def run(self) -> dict[str, Any] | None:
-        """Serve until standard input is closed. In a fork: returns what it has to run."""
+        """Serve until standard input is closed. In a fork: returns the program to run."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
@@ -121,9 +120,9 @@ class _Server:
 
     def _hear(self, job: _Job) -> dict[str, Any] | None:
         if job not in self._jobs:
-            return None  # it ended at the same moment
+            return None  # the client ended at the same moment
         message, files, _, _ = socket.recv_fds(job.client, _MESSAGE_BYTES, _FILES)
-        if job.process:  # a signal's number, or nothing: the client is gone
+        if job.process:  # the byte is a signal's number; none means that the client is gone
             os.kill(job.process, int(message or signal.SIGKILL))
             if not message:
                 self._selector.unregister(job.client)
@@ -139,7 +138,7 @@ class _Server:
             for file in files:
                 os.close(file)
             return None
-        above = max(program["numbers"]) + 1  # where they are kept until the server's own files are closed
+        above = max(program["numbers"]) + 1  # the files are kept above it until the server's own files are closed
         kept = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
         for file in files:
             os.close(file)
@@ -156,7 +155,7 @@ class _Server:
         try:
             job.client.send(str(os.waitstatus_to_exitcode(status)).encode())
         except OSError:
-            pass  # it was killed
+            pass  # the client was killed
         self._forget(job)
 
     def _forget(self, job: _Job) -> None:
@@ -207,7 +206,7 @@ def main() -> None:
     for module in ("torch", *modules):
         importlib.import_module(module)
     os.close(int(tell))
-    gc.freeze()  # else the collector of each fork would search, and so copy, all that torch loaded
+    gc.freeze()  # otherwise the collector in each fork would search, and so copy, everything that torch loaded
     program = _Server(socket.socket(fileno=int(listener))).run()
     if program is not None:
         _become(program)

@@ -1,7 +1,7 @@
-"""Stands where Python would be started: `preloaded_client.py HOW SOCKET ARGUMENTS`. See `preloaded.py`; nothing is loaded here.
+"""Used in place of Python: `preloaded_client.py HOW SOCKET ARGUMENTS`. See `preloaded.py`; this file loads nothing.
 
-HOW is "alone" or "launched". MPICH's launcher talks to a rank by an inherited socket, which can be passed on. Under any other
-launcher this becomes Python itself.
+HOW is "alone" or "launched". MPICH's launcher talks to a rank through an inherited socket, which can be passed on. Under any
+other launcher this process becomes Python itself.
 """
 
 import json
@@ -15,12 +15,12 @@ SENT_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 def main() -> None:
-    """Have the program run, and end as it does."""
+    """Let the server run the program, and end with its status."""
     how, path, *words = sys.argv[1:]
     numbers = [0, 1, 2]
     if "PMI_FD" in os.environ:
         numbers.append(int(os.environ["PMI_FD"]))
-    elif how == "launched":  # this launcher may expect the process that it started
+    elif how == "launched":  # this launcher may expect the very process that it started
         os.execv(sys.executable, [sys.executable, *words])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)

@@ -1,11 +1,12 @@
-"""Races of streams, found without a GPU: torch's CUDA sanitizer, fed by the fakes.
+"""Finds races of streams without a GPU, by torch's CUDA sanitizer over the fakes.
 
-`torch.cuda._sanitizer` holds a checker with vector clocks: told of kernels, of events and of waits, it says which two kernels
-use one memory on two streams without an order between them. Here the kernels are torch's operations on the CPU, the streams are
-those of a `FakeDevice`, on which everything runs at once, and NCCL is a fake for one rank, whose calls are kernels, too.
+`torch.cuda._sanitizer` has a checker with vector clocks. It is told about kernels, events and waits, and reports two kernels
+that use the same memory on two streams without an order between them. Here the kernels are torch's operations on the CPU, and
+the streams are those of a `FakeDevice`, on which everything runs at once. NCCL is a fake for one rank, whose calls are kernels,
+too.
 
-Autograd runs each node on the stream that was current when the node was made. For tensors of the CPU it knows no streams, so
-`RaceChecker.backward` does what its engine does for CUDA: see Note [Streams of autograd].
+Autograd runs each node on the stream that was current when the node was made. For tensors of the CPU it has no streams, so
+`RaceChecker.backward` does the same as autograd's engine does for CUDA: see Note [Streams of autograd].
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _STREAM = "stream on which this node was made"
 
 
 class RaceChecker:
-    """Follows one thread: what it launches, on which stream, and what it waits for.
+    """Follows one thread: its kernels, their streams, and its waits.
 
     Attributes:
-        races: what was found, in words.
-        device: whose streams they are.
+        races: the races found, in words.
+        device: the device of the streams.
         group: a group over NCCL of one rank.
     """
 
@@ -50,7 +51,7 @@ class RaceChecker:
         self._handler = EventHandler()
         self._thread = threading.get_ident()
         self._events = itertools.count(1)
-        self._memory: dict[int, torch.UntypedStorage] = {}  # held, so that no other tensor gets the same addresses
+        self._memory: dict[int, torch.UntypedStorage] = {}  # held, so that no other tensor gets the same address
         self.device = _Device(self)
         nccl = FakeNccl(launched=self._launched_by_nccl)
         connector = Connector(nccl, self.device, StoreRendezvous(dist.HashStore()), [0], 0, "races")
@@ -58,7 +59,7 @@ class RaceChecker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow this thread meanwhile."""
+        """A context in which this thread is followed."""
         with ExitStack() as entered:
             entered.enter_context(_Launches(self))
             entered.enter_context(_Nodes(self))
@@ -77,18 +78,18 @@ class RaceChecker:
         self._handler._handle_event_wait(event, stream.handle)
 
     def seen_to_be_over(self, event: int) -> None:
-        """The CPU has waited for an event, so all that it launches from now on comes after it."""
-        if threading.get_ident() == self._thread:  # not the monitor's look, which orders nothing
+        """The CPU has waited for an event, so its later kernels come after it."""
+        if threading.get_ident() == self._thread:  # a look by the monitor's thread orders nothing
             self._handler._handle_event_synchronization(event)
 
     def launched(self, stream: int, read: set[int], written: set[int], what: object) -> None:
         """A kernel that reads and writes words of memory."""
         names: dict[int, list[str]] = {word: [] for word in (*read, *written)}
         found = self._handler._handle_kernel_launch(stream, read - written, written, set(), what, names)  # type: ignore[arg-type]
-        self.races += [str(error) for error in found[:1]]  # of each kernel
+        self.races += [str(error) for error in found[:1]]  # one for each kernel
 
     def memory_of(self, tensor: torch.Tensor) -> set[int]:
-        """The words of a tensor, of which a small storage consists; a large one is one word."""
+        """The words of a tensor's memory. A large storage counts as one word."""
         storage = tensor.untyped_storage()
         self._memory.setdefault(storage.data_ptr(), storage)
         if storage.nbytes() > _SMALL_BYTES:
@@ -100,7 +101,7 @@ class RaceChecker:
         self.launched(stream, self._memory_at(source), self._memory_at(target), "NCCL")
 
     def _memory_at(self, tensor: torch.Tensor) -> set[int]:
-        """The same of memory of which only the address is known."""
+        """The words of memory whose address alone is known."""
         begin = tensor.data_ptr()
         storages = self._memory.items()
         start, storage = next((start, one) for start, one in storages if start <= begin < start + max(one.nbytes(), 1))
@@ -109,15 +110,15 @@ class RaceChecker:
     # ---- autograd ----
 
     def made_here(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The nodes of these parameters that exist already, because somebody holds them, were made on the current stream.
+        """Existing nodes of these parameters, which some code holds, were made on the current stream.
 
-        Torch's functions show when a node is made by an operation, but not when somebody asks for a parameter's node.
+        torch's functions show that an operation makes a node, but not that some code asks for a parameter's node.
         """
         for parameter in parameters:
             self.note_stream(get_gradient_edge(parameter).node)
 
     def note_stream(self, node: Any) -> None:
-        """Nodes from which the noted ones come are noted already. What is noted lives as long as the node in C++."""
+        """Note a node's stream. Nodes before it are noted already. The note lives as long as the node in C++."""
         nodes = [node]
         while nodes:
             one = nodes.pop()
@@ -126,12 +127,12 @@ class RaceChecker:
                 nodes += [following for following, _ in one.next_functions]
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`, on the streams on which CUDA's would run.
+        """`loss.backward()`, on the streams on which CUDA's autograd would run.
 
         Note [Streams of autograd]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~
-        1. A node, with its hooks, runs on its own stream: that which was current when it was made.
-        2. Before it runs, its stream waits for the nodes that have made its gradients, and for where `backward` was called.
+        1. A node, with its hooks, runs on its own stream: the stream that was current when it was made.
+        2. Before it runs, its stream waits for the nodes that made its gradients, and for the place of the call of `backward`.
         3. Before the callbacks at the end of backward, the caller's stream waits for all nodes without successors.
         """
         caller = self.device.current()
@@ -197,7 +198,7 @@ def _graph(root: Any) -> list[Any]:
 
 
 class _Event(FakeEvent):
-    """An event on which everything has come: streams run at once."""
+    """An event that everything has reached, because streams run at once."""
 
     def __init__(self, device: _Device, stream: FakeStream) -> None:
         super().__init__(device)
@@ -213,7 +214,7 @@ class _Event(FakeEvent):
 
 
 class _Stream(FakeStream):
-    """What is put on it runs on the calling thread."""
+    """A stream whose work runs on the calling thread."""
 
     _runtime: _Device
 
@@ -231,7 +232,7 @@ class _Stream(FakeStream):
         return self.record()
 
     def catch_up(self) -> None:
-        """Nothing is late."""
+        """Do nothing: no work is late."""
 
 
 class _Device(FakeDevice):
@@ -248,7 +249,7 @@ class _Device(FakeDevice):
 
 
 class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of torch's operations."""
+    """Reports torch's operations."""
 
     def __init__(self, checker: RaceChecker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -266,14 +267,14 @@ class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Arguments(ArgumentHandler):
-    """Takes tensors of the CPU, by their words."""
+    """Takes tensors of the CPU, by the words of their memory."""
 
     def __init__(self, checker: RaceChecker) -> None:
         super().__init__()
         self._checker = checker
 
     def _handle_argument(self, value: Any, is_write: bool, metadata_only: bool, *_: Any, **__: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:  # a sparse one is made of two of these
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:  # a sparse tensor consists of two strided ones
             memory = self._checker.memory_of(value)
             if is_write:
                 self.dataptrs_written |= memory
@@ -282,7 +283,7 @@ class _Arguments(ArgumentHandler):
 
 
 class _Nodes(TorchFunctionMode):
-    """Notes on which stream nodes are made."""
+    """Notes the stream on which each node is made."""
 
     def __init__(self, checker: RaceChecker) -> None:
         super().__init__()

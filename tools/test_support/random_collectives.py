@@ -1,4 +1,4 @@
-"""One random collective, drawn alike by every rank: what the jobs of the chaos test and of the soak issue."""
+"""One random collective, the same on every rank, for the jobs of the chaos test and of the soak."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NAMES = ("all_reduce", "all_reduce", "async", "broadcast", "gather", "barrier",
 
 
 def issue(draw: random.Random, group: sc.ProcessGroup, tensor: torch.Tensor, *, works: int = 1) -> None:
-    """Issue a collective on a tensor that is the same on every rank; what an all-reduce gives is checked.
+    """Issue a collective on a tensor that is the same on every rank. The result of an all-reduce is checked.
 
     Args:
         draw: in the same state on every rank.
         group: all its ranks call.
         tensor: one dimension, all elements the same small number; its contents may be changed.
-        works: an asynchronous all-reduce is issued in so many pieces.
+        works: how many pieces an asynchronous all-reduce is issued in.
     """
     name = draw.choice(_NAMES)
     if name == "all_reduce":

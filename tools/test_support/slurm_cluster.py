@@ -1,10 +1,10 @@
 """A Slurm cluster on this machine: munged, slurmctld and two slurmd, without systemd. Linux, root, Debian's packages.
 
-1. The daemons run in namespaces of their own: network (so fixed ports are free, and reached over loopback by nobody else),
-   process ids, mounts, host name. The first process of that name space starts them.
+1. The daemons run in their own namespaces: network (so fixed ports are free, and only this cluster reaches them over loopback),
+   process ids, mounts, host name. The first process of the namespace starts them.
 2. A command enters these namespaces to talk to Slurm.
-3. When the first process ends, the kernel ends every other, also the steps that slurmd has started and let go. It ends with the
-   process that made the cluster, however that ends.
+3. When the first process ends, the kernel ends all others, also steps that slurmd has started and left. The first process ends
+   with the process that made the cluster, for any reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 NODES = ("n0", "n1")
 START_S = 30.0
 
-# Each program, and the package of Debian and Ubuntu that has it.
+# Each program, and its package in Debian and Ubuntu.
 _PROGRAMS = {
     "munged": "munge",
     "slurmctld": "slurm-wlm",
@@ -35,14 +35,14 @@ _PROGRAMS = {
     "setpriv": "util-linux",
 }
 _NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
-# Of a device that leads nowhere. With loopback alone, glibc resolves no name for Slurm (AI_ADDRCONFIG), and UCX reaches no peer
-# of another host.
+# The address of a device that leads nowhere. With loopback alone, glibc resolves no name for Slurm (AI_ADDRCONFIG), and UCX
+# reaches no peer on another host.
 _ADDRESS = "10.214.0.1"
 _CONTROLLER_PORT, _FIRST_NODE_PORT = 6817, 6818
 
 
 def what_is_missing(user: int) -> str | None:
-    """What keeps this machine or this user from having such a cluster, with the remedy; None if nothing does."""
+    """Why this machine or this user cannot have such a cluster, with the remedy; None if it can."""
     for program, package in _PROGRAMS.items():
         if shutil.which(program, path=_path()) is None:
             return f"a Slurm cluster needs the program {program}; on Debian and Ubuntu: apt install {package}"
@@ -55,10 +55,10 @@ def what_is_missing(user: int) -> str | None:
 
 
 class SlurmCluster:
-    """Within it the cluster is up; afterwards, also after an error, nothing of it is.
+    """A context in which the cluster is up. Afterwards nothing of it is left, also after an error.
 
     Raises:
-        RuntimeError: on entering, if its nodes are not idle within `START_S` seconds; says what the daemons logged.
+        RuntimeError: on entering, if its nodes are not idle within `START_S` seconds; has the daemons' logs.
     """
 
     def __enter__(self) -> SlurmCluster:
@@ -93,10 +93,10 @@ class SlurmCluster:
         )
 
     def call(self, *words: str, timeout_s: float = 20.0) -> str:
-        """What a command of Slurm prints.
+        """The output of a command of Slurm.
 
         Raises:
-            RuntimeError: it ended with another status than 0.
+            RuntimeError: the command ended with another status than 0.
         """
         process = self.start(words, self.folder, {})
         output, _ = process.communicate(timeout=timeout_s)
@@ -105,7 +105,7 @@ class SlurmCluster:
         return output
 
     def logs(self) -> str:
-        """What the daemons said."""
+        """The daemons' logs."""
         return "\n".join(f"--- {path.name} ---\n{path.read_text(errors='replace')}" for path in self.folder.glob("*.log"))
 
     def _file(self, name: str) -> Path:
@@ -151,22 +151,22 @@ class SlurmCluster:
 
     def _remove(self) -> None:
         if self._process is not None:
-            self._process.kill()  # and with it its child, the first process of the namespace, and so all others
+            self._process.kill()  # also ends its child, the first process of the namespace, and so all others
             self._process.wait()
         self._temporary.cleanup()
 
 
-# Sent by the kernel when the thread ends that started the process.
+# The kernel sends it when the thread ends that started the process.
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
 def _path() -> str:
-    """Debian keeps the daemons where only root's PATH looks."""
+    """A PATH with the folders of the daemons, which Debian has only in root's PATH."""
     return os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 
 
 def configuration(folder: Path) -> str:
-    """slurm.conf. No accounting, no cgroups; nodes with more cores than this machine may have.
+    """slurm.conf. No accounting, no cgroups; nodes may have more cores than this machine.
 
     TmpFS differs by node: in one folder, the PMIx servers of two nodes would take each other's files.
     """
@@ -208,14 +208,14 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def start_node(name: str) -> str:
-    """What starts slurmd, after its host name and its shared memory, as a line of sh."""
+    """A line of sh that sets the host name and the shared memory, then starts slurmd."""
     return f"hostname {name}; mount -t tmpfs tmpfs /dev/shm; exec slurmd -D -N {name}"
 
 
 def first_process(folder: Path) -> str:
-    """What the first process runs, as a script of sh. It waits for the daemons, and so reaps what they leave.
+    """The script of the first process, for sh. It waits for the daemons, and so reaps processes that they leave.
 
-    Each slurmd and its jobs see a host name and shared memory of their own.
+    Each slurmd and its jobs see their own host name and shared memory.
     """
     munge = f"--key-file={folder}/munge.key --socket={folder}/munge.socket --pid-file={folder}/munge.pid"
     nodes = "\n".join(f"unshare --uts --ipc --mount sh -ec '{start_node(node)}' &" for node in NODES)

@@ -1,8 +1,9 @@
 """One rank of a soak: `soak_job.py SECONDS SEED`. Three threads issue random collectives, each on a group of its own.
 
-Rank 0 prints a line now and then: the largest figures of all ranks, in MiB, and how many calls the threads have made. At the
-end the growth is compared with the bound, which was printed at the beginning; a rank above it fails. See Note [The bound of
-the soak] in `soak_memory`. Resident memory is compared only if the allocator was told to keep to its threshold.
+Rank 0 regularly prints a line: the largest figures of all ranks, in MiB, and how many calls the threads have made. At the end
+    the
+growth is compared with the bound, which was printed at the beginning. A rank above it fails. See Note [The bound of the soak]
+in `soak_memory`. Resident memory is compared only if the allocator has a fixed threshold.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def memory_mib() -> list[float]:
-    """What the system counts, what the allocator of C has handed out and keeps for later, the system's largest; `_COLUMNS`."""
+    """The system's count; memory that C's allocator has handed out, and that it keeps; the system's largest; see `_COLUMNS`."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     status = {words[0]: float(words[1]) / 1024 for words in lines if words[-1] == "kB"}
     ask = ctypes.CDLL(None).mallinfo2
@@ -62,7 +63,7 @@ class Load(threading.Thread):
         self.calls = 0
 
     def run(self) -> None:
-        """As the class says."""
+        """Issue collectives until the end."""
         is_over = torch.zeros(1)
         while not is_over.item():
             for _ in range(_AGREE_EVERY):
@@ -74,18 +75,18 @@ class Load(threading.Thread):
 
 
 class Memory:
-    """How this rank's memory grew above what it was when this was made."""
+    """This rank's growth of memory since the object was made."""
 
     def __init__(self) -> None:
         self._before = memory_mib()
         self._most_in_use = 0.0
 
     def look(self) -> None:
-        """What is handed out has no high-water mark, so it is looked at often."""
+        """Look often: memory that is handed out has no high-water mark."""
         self._most_in_use = max(self._most_in_use, memory_mib()[_IN_USE])
 
     def growth_mib(self) -> tuple[float, float]:
-        """The largest growth of what was resident, and of what was handed out."""
+        """The largest growth of resident memory, and of memory that is handed out."""
         return memory_mib()[_PEAK] - self._before[_RESIDENT], self._most_in_use - self._before[_IN_USE]
 
 
@@ -118,7 +119,7 @@ def verdict(world: sc.ProcessGroup, memory: Memory, planned: soak_memory.Load) -
 
 
 def _bounds_mib(planned: soak_memory.Load) -> tuple[float, float]:
-    """Of resident memory, infinite if the allocator has none, and of what is handed out."""
+    """Bounds for resident memory, infinite if the allocator has none, and for memory that is handed out."""
     threshold_bytes, in_use = _threshold_bytes(), sum(soak_memory.handed_out_parts(planned).values()) / 2**20
     if threshold_bytes is None:
         return math.inf, in_use
@@ -126,7 +127,7 @@ def _bounds_mib(planned: soak_memory.Load) -> tuple[float, float]:
 
 
 def _threshold_bytes() -> int | None:
-    """From which size on the allocator gives freed blocks back to the system; None if it decides itself."""
+    """The size from which on the allocator gives freed blocks back; None if it decides itself."""
     given = {os.environ.get(name) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
     return None if None in given else max(map(int, filter(None, given)))
 
@@ -141,14 +142,14 @@ def _print_bounds(planned: soak_memory.Load) -> None:
 
 
 def main(seconds: float, seed: int) -> bool:
-    """Start the threads, and measure until they are done; whether memory stayed within the bound."""
+    """Start the threads, and measure until they are done; returns whether memory stayed within the bound."""
     world = sc.init_process_group("mpi", timeout=60.0)
     groups = [sc.new_group(list(range(world.size))) for _ in range(THREADS)]
     end_s = time.monotonic() + seconds
     loads = [
         Load(group, seed + number, end_s)
         for number, group in enumerate(groups)
-        if isinstance(group, sc.ProcessGroup)  # every rank is a member of each
+        if isinstance(group, sc.ProcessGroup)  # true for all: every rank is a member of each group
     ]
     largest_bytes = max(_SIZES) * max(dtype.itemsize for dtype in _DTYPES)
     planned = soak_memory.Load(world.size, THREADS, THREADS + 1, largest_bytes)

@@ -1,9 +1,9 @@
-"""What MPI itself does with processes that it starts in place of lost ranks: no Syncline, only mpi4py.
+"""Shows how MPI itself handles processes that it starts in place of lost ranks: without Syncline, only mpi4py.
 
     mpirun --with-ft ulfm -n 4 python tools/test_support/spawned_newcomers.py [lose] [again] [kill]
 
 With "lose" rank 1 is killed, and the others shrink. Then one process is spawned (with "again" another one later), and merged
-with those that are there. With "kill" the newcomer is killed, too, and the others shrink again. Without any of these words it
+with the present ranks. With "kill" the newcomer is killed, too, and the others shrink again. Without any of these words it
 needs no ULFM, and runs under MPICH as well.
 """
 
@@ -25,7 +25,7 @@ def killed_soon() -> None:
 
 
 def shrunk(communicator: MPI.Intracomm) -> MPI.Intracomm:
-    """Notice that a rank is lost; a communicator of those that are left."""
+    """Notice that a rank is lost; returns a communicator of the remaining ranks."""
     try:
         communicator.Barrier()
     except MPI.Exception as error:
@@ -36,13 +36,13 @@ def shrunk(communicator: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def tolerant(communicator: MPI.Intracomm) -> MPI.Intracomm:
-    """The same, with errors that are raised."""
+    """The communicator, with errors that are raised."""
     communicator.Set_errhandler(MPI.ERRORS_RETURN)
     return communicator
 
 
 def joined(communicator: MPI.Intracomm, words: list[str]) -> MPI.Intracomm:
-    """These ranks and a process that the first of them has started."""
+    """A communicator of these ranks and a process that the first of them has started."""
     began = time.perf_counter()
     inter = communicator.Spawn(sys.executable, [str(Path(__file__).resolve()), *words], 1, root=0)
     merged = tolerant(inter.Merge(high=False))
@@ -52,7 +52,7 @@ def joined(communicator: MPI.Intracomm, words: list[str]) -> MPI.Intracomm:
 
 
 def main(words: list[str]) -> None:
-    """As the file says."""
+    """Run the steps that the words name."""
     parent = MPI.Comm.Get_parent()
     if parent != MPI.COMM_NULL:
         merged = tolerant(MPI.Intercomm(parent).Merge(high=True))

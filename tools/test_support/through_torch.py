@@ -1,4 +1,4 @@
-"""A group of torch.distributed's, used by torch.distributed's own functions, seen as one of ours: to run our checks over it."""
+"""Wraps a group of torch.distributed as one of ours, over torch.distributed's own functions: to run our checks over it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from syncline.collectives.reduce_op import PremulSum, ReduceOp, Reduction
 from syncline.collectives.torch_bridge.torch_work import TorchWork
 from syncline.collectives.work import FinishedWork, Work
 
-# torch 2.13 calls them so, and warns of the old names.
+# The names since torch 2.13, which warns about the old ones.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ThroughTorch(ProcessGroup):
-    """Hands each collective to the function of torch.distributed, such as `torch.distributed.all_reduce`.
+    """Passes each collective to the function of torch.distributed, such as `torch.distributed.all_reduce`.
 
-    `TorchGroup` talks to the torch group itself instead, and does for it what it cannot do; this does neither. Closing it
+    `TorchGroup` instead talks to the torch group itself, and adds what the group cannot do; this class does neither. Closing it
     destroys the torch group.
 
     Args:
@@ -45,11 +45,11 @@ class ThroughTorch(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """Those that torch says."""
+        """The types that torch reports."""
         return frozenset(device.type for device in self.torch_group._device_types)
 
     def describe(self) -> str:
-        """Torch's name."""
+        """torch's name of the group."""
         return f"torch.distributed.* over {self.backend_name}"
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class ThroughTorch(ProcessGroup):
             dist.destroy_process_group(self.torch_group)
 
     def abort(self) -> None:
-        """Give up."""
+        """Abort the group."""
         self.torch_group.abort()
 
     def _issue(
@@ -66,13 +66,13 @@ class ThroughTorch(ProcessGroup):
     ) -> Work:
         op = signature.op
         if signature.name == "all_reduce" and op is ReduceOp.PRODUCT and writes[0].is_complex():
-            # Torch's function refuses that before it asks the group.
+            # torch's function refuses PRODUCT before it asks the group.
             return self._directly(writes[0], dist.ReduceOp.PRODUCT, async_op)
         outputs = list(writes)
         return self._work(outputs, self._by_function(signature, list(reads), outputs, async_op))
 
     def _by_function(self, signature: Signature, reads: list[torch.Tensor], writes: list[torch.Tensor], async_op: bool) -> Any:
-        """What torch's function returns."""
+        """The result of torch's function."""
         common: Any = {"group": self.torch_group, "async_op": async_op}
         op = None if signature.op is None else _torchs(signature.op)
         root, is_root = signature.root, signature.root == self.rank
@@ -111,10 +111,10 @@ class ThroughTorch(ProcessGroup):
         return self._transfer(tensor, dist.irecv(tensor, group=self.torch_group, tag=tag, group_src=src), async_op)
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
-        """Every rank makes its own group only, together with its members.
+        """Every rank makes only its own group, together with the group's members.
 
-        One without a color makes a group of its own, too: torch 2.15 names such groups by how many a rank has made, and ranks
-        that have made unequally many wait for groups of different names.
+        A rank without a color makes a group of its own, too. torch 2.15 names such groups by how many a rank has made, so ranks
+        with different numbers would wait for groups with different names.
         """
         given: list[Any] = [None] * self.size
         dist.all_gather_object(given, (color, key), self.torch_group)
@@ -123,7 +123,7 @@ class ThroughTorch(ProcessGroup):
             dist.destroy_process_group(dist.new_group([self.ranks[self.rank]], use_local_synchronization=True))
             return None
         ranks = [self.ranks[rank] for _, rank in chosen]
-        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # which torch before 2.11 has not
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # does not exist before torch 2.11
         made = dist.new_group(ranks, use_local_synchronization=True, **order)
         return ThroughTorch(made, timeout_s=timeout_s)
 
@@ -156,7 +156,7 @@ def _torchs(op: Reduction) -> Any:
 
 
 def _in_rows(signature: Signature, tensor: torch.Tensor) -> list[list[int]]:
-    """How many rows come from each rank, and go to each."""
+    """How many rows come from each rank, and how many go to each."""
     assert signature.splits is not None
     row = math.prod(tensor.shape[1:])
     return [[numel // row for numel in numels] for numels in signature.splits]

@@ -1,8 +1,8 @@
-"""What Open MPI itself does when ranks die one right after the other: no Syncline, only mpi4py.
+"""Shows how Open MPI itself behaves when ranks die in quick succession: without Syncline, only mpi4py.
 
     mpirun --with-ft ulfm -n 4 python tools/test_support/ulfm_losses.py SEED
 
-All but two ranks end within 20 ms of one another, the first at a moment drawn from the seed. The two that are left shrink until
+All but two ranks end within 20 ms of one another, the first at a moment drawn from the seed. The remaining two shrink until
 they agree, add for another second, and print "done". With Open MPI 5.0.11 about one run in five does not end: the two wait in
 MPI_Finalize (`ompi_mpi_finalize`, as gdb shows).
 """
@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 
 def die_soon(rank: int, size: int, seed: str) -> None:
-    """Let this rank be killed, if it is one that the seed chose."""
+    """Kill this rank soon, if the seed has chosen it."""
     victims = random.Random(seed).sample(range(size), size - 2)
     if rank in victims:
         after_s = random.Random(f"{seed} first").uniform(0.3, 0.5)
@@ -31,7 +31,7 @@ def die_soon(rank: int, size: int, seed: str) -> None:
 
 
 def shrunk(communicator: MPI.Intracomm) -> MPI.Intracomm:
-    """A communicator of those that live, over which they could make another one."""
+    """A communicator of the living ranks, over which they could make another one."""
     while True:
         if not communicator.Is_revoked():
             communicator.Revoke()
@@ -47,11 +47,11 @@ def shrunk(communicator: MPI.Intracomm) -> MPI.Intracomm:
             if communicator.Agree(int(is_made)) and made is not None:
                 return made
         except MPI.Exception:
-            pass  # another one died; the answer is the same on all
+            pass  # another rank died; the answer is the same on all
 
 
 def main(seed: str) -> None:
-    """Add until a second has passed for all that are left."""
+    """Add until a second has passed for all remaining ranks."""
     communicator = MPI.COMM_WORLD.Dup()
     die_soon(communicator.Get_rank(), communicator.Get_size(), seed)
     end, is_over = time.time() + 1.5, False

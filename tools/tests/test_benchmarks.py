@@ -1,4 +1,4 @@
-"""The benchmarks: their arithmetic as tables, and each run at a tiny size, for its form and not for its figures."""
+"""The benchmarks: tables of their arithmetic, and each run at a tiny size, for its form and not for its figures."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_what_collectives_are_judged_by() -> None:
 
 
 class Options:
-    """Of a report."""
+    """The options of a report."""
 
     plot = None
 
@@ -388,7 +388,7 @@ for name, main, words in (
     outputs = ["--json", str(folder / f"{name}.json"), "--plot", str(folder)]
     assert name not in chosen or main(["--quick", "--steps", "1", *outputs, *words]) == 0
 """
-# Those that measure over many models, or draw a dozen pictures, take a minute; what they are made of is tested on its own.
+# Benchmarks over many models, or with a dozen pictures, take a minute; their parts have tests of their own.
 PLAYED = ["step", "hooks", "hosts"]
 STEPS = [*step.PARTS] if full_run.FULL else ["cases", "buckets", "record"]
 in_full = pytest.mark.skipif(not full_run.FULL, reason="takes long: dev.py test --full, or SYNCLINE_TEST_FULL=1")
@@ -400,7 +400,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks have left what they told, kept and drawn."""
+    """The folder with the output, figures and pictures of two ranks."""
     folder = tmp_path_factory.mktemp("played")
     runtime = mpi_runtimes.find("mpich")
     words = (*runtime.command(2), sys.executable, "-c", TWO_RANKS, folder, ",".join(STEPS), *PLAYED)
@@ -464,7 +464,7 @@ def test_tuned_buckets_are_told_and_kept(tmp_path: Path) -> None:
     assert kept.keys() == {"environment", "verdicts", "mpi", "gloo"}
     for part in ("mpi", "gloo"):
         (found,) = kept[part].values()
-        assert found["chosen_mb"] == [1.0, 25.0]  # of tiny models there is one bucket, whatever its size
+        assert found["chosen_mb"] == [1.0, 25.0]  # tiny models have one bucket, with any size
         assert found["steps_s"].keys() == {"auto", "default, again", "0.5", "1", "4", "8", "default", "100"}
         assert found["over_best"]["count"] == 1
     assert "auto chose 25 MiB, the first 1" in told
@@ -672,5 +672,5 @@ def test_two_hosts_send_the_minimum_and_leave_nothing(tmp_path: Path) -> None:
     assert kept["halves"]["float32"]["sent_bytes"] >= 2**18
     assert [sum(target.what in line for line in kept["verdicts"]) for target in (WIRE, SHARED_HOSTS_OVER_RAW)] == [2, 1]
     assert drawn_by("hosts", tmp_path / "2-per-host") == {"collective"}
-    # Of its own: other runs may have theirs meanwhile.
+    # Its own namespaces: other runs may have theirs at the same time.
     assert f"syncline-{process.pid}-" not in subprocess.run(("ip", "netns", "list"), capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""The reference pages name everything that there is: no network, no building."""
+"""The reference pages name everything that exists: without network, without a build."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COLLECTIVES = ROOT / "packages" / "collectives" / "src" / "syncline" / "collecti
 
 
 def text_of(node: ast.AST) -> str | None:
-    """A text of the sources in one line, with "…" for what is filled in; None if it is none."""
+    """A text of the sources in one line, with "…" for each inserted value; None if the node is no text."""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values).replace("\n", " ")
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -75,7 +75,7 @@ def texts_of(sources: Iterable[Path]) -> str:
 
 
 def pattern(words: str) -> re.Pattern[str]:
-    """What finds the words of a page in a text of the sources; "…" stands for what is filled in."""
+    """A pattern that finds a page's words in a text of the sources; "…" stands for each inserted value."""
     return re.compile(".*".join(map(re.escape, words.strip("… ").split("…"))))
 
 
@@ -84,14 +84,14 @@ def headings() -> list[re.Pattern[str]]:
 
 
 def quoted_beginnings() -> list[str]:
-    """What the page on errors quotes in the first column of its tables of messages."""
+    """The quotations in the first column of the errors page's tables of messages."""
     messages = (REFERENCE / "errors.md").read_text().partition("## Kinds of errors")[0]
     cells = re.findall(r"^\| (`.*?) \| ", messages, re.MULTILINE)
     return [words for cell in cells for words in re.findall(r"`([^`]+)`", cell)]
 
 
 def test_the_page_on_starting_has_the_words_of_the_messages() -> None:
-    """Its readers search for what they have seen."""
+    """Readers of the page search for the words that they have seen."""
     said = texts_of(COLLECTIVES.rglob("*.py"))
     assert len(headings()) >= 25
     for heading in headings():
@@ -108,7 +108,7 @@ def test_the_page_on_errors_has_the_words_of_the_messages() -> None:
     "name", ["DisagreementError", "RankLostError", "RankGivenUpError", "GroupClosedError", "NotInitializedError"]
 )
 def test_messages_of_an_error_are_on_a_page(name: str) -> None:
-    """For errors that a user meets while a job runs: the page on errors or the one on starting has their first words."""
+    """Errors that a user meets while a job runs: their first words are on the page about errors or the one about starting."""
     known = [*map(pattern, quoted_beginnings()), *headings()]
     nodes = (node for path in SOURCES for node in nodes_of(path) if isinstance(node, ast.Call) and node.args)
     raised = (text_of(node.args[0]) for node in nodes if isinstance(node.func, ast.Name) and node.func.id == name)

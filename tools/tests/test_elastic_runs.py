@@ -1,4 +1,4 @@
-"""What is read from a run of elastic training, and what is drawn for one."""
+"""The parts of a run of elastic training that are read or drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: formulas, fits, and counts of real ranks."""
+"""Growth with the number of ranks: formulas, fits, and counts of real ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_fit_finds_the_law_that_made_the_counts(terms: tuple[str, ...], factor
 
 
 def test_a_fit_does_not_bend_to_few_points() -> None:
-    """A parabola goes through any three points; it would say what it likes of ten thousand ranks."""
+    """A parabola goes through any three points, so it could predict anything for ten thousand ranks."""
     assert fit([(2, 0.0), (4, 1.0), (8, 1.0)]).terms != ("", "N", "N^2")
 
 
@@ -52,7 +52,7 @@ def test_a_wrong_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("per_host", "sizes"), cases([(1, (8,))], in_full=[(1, (16,)), (2, (8,))]))
 def test_formulas_over_gloo_hold_for_real_ranks(per_host: int, sizes: tuple[int, ...]) -> None:
-    """The median of few ranks would be that of rank 0, or of the one that comes last."""
+    """The median of few ranks would be the figure of rank 0, or of the last rank."""
     found = {ranks: growth.count("gloo", Job(ranks, per_host)) for ranks in sizes}
     rows, is_right = growth.compared("gloo", found, per_host)
     assert is_right, rows

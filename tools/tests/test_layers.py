@@ -1,4 +1,4 @@
-"""What may import what: that `layers.toml` names every module it should, and that it refuses what it shall refuse."""
+"""The rules for imports: `layers.toml` names every module that it should, and refuses the imports that it must refuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ else:
 CONTRACTS = tomllib.loads((ROOT / "tools" / "layers.toml").read_text())["tool"]["importlinter"]["contracts"]
 COLLECTIVES = ROOT / "packages" / "collectives" / "src" / "syncline" / "collectives"
 
-# An import that is added to a module, and the contract that it breaks.
+# An added import, and the contract that it breaks.
 BAD = [
     ("collectives/api/objects.py", "import syncline.ddp", "Arrows between the layers"),
     ("reducer/readiness.py", "from syncline.hooks import cast", "Arrows between the layers"),
@@ -56,12 +56,12 @@ def test_every_module_of_rooms_with_several_floors_has_one() -> None:
 
 
 def test_the_namespace_has_no_init() -> None:
-    """It would hide the sibling layers."""
+    """A package file there would hide the other layers."""
     assert not [layer for layer in LAYERS if (ROOT / "packages" / layer / "src" / "syncline" / "__init__.py").exists()]
 
 
 def lint(root: Path) -> tuple[int, str]:
-    """The exit status, and what is said, of a tree of packages."""
+    """The exit status and output of the check for a tree of packages."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / "packages" / layer / "src") for layer in LAYERS)}
     command = (PYTHON.parent / "lint-imports", ROOT / "tools" / "layers.toml", "--no-cache")
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
@@ -94,4 +94,4 @@ def test_it_refuses(copy: Path, path: str, added: str, contract: str) -> None:
         file.write_text(text)
     (name,) = (known["name"] for known in CONTRACTS if contract in known["name"])
     assert status == 1, said
-    assert f"{name} BROKEN" in " ".join(said.split()), said  # lines are broken as the terminal wants it
+    assert f"{name} BROKEN" in " ".join(said.split()), said  # lines may be broken at the terminal's width

@@ -1,4 +1,4 @@
-"""The runner of deliberate breaks; the breaks themselves are tried by `dev.py mutations`."""
+"""The runner of deliberate breaks; `dev.py mutations` tries the breaks themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_list_is_well_formed_and_large() -> None:
 
 
 def test_every_break_fits_the_source_and_has_its_tests_and_its_row() -> None:
-    """Else one that no longer fits is found only when somebody tries them all, which takes an hour."""
+    """Otherwise a row that no longer fits would be found only by trying all breaks, which takes an hour."""
     found = mutations.load(mutations.LIST.read_text())
     rows = re.findall(r"^\| \w+ \| (.+?) \| caught \|", (ROOT / "docs" / "breaks.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(mutation.name for mutation in found)

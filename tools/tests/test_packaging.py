@@ -1,4 +1,4 @@
-"""The files for sites say what the packages say. What they do on a site, EasyBuild, Lmod and the others must show."""
+"""The files for sites agree with the packages. Only a site can show whether they work there (EasyBuild, Lmod and others)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VERSION = project("syncline")["version"]
 
 
 def floors() -> dict[str, str]:
-    """The oldest version of each library that a file for sites asks for, by the packages' own requirements."""
+    """The oldest version of each library that the packages allow, which a file for sites must ask for."""
     extras = project("collectives")["optional-dependencies"]["mpi"] + project("ddp")["optional-dependencies"]["report"]
     requirements = [*project("collectives")["dependencies"], *extras]
     found = (re.match(r"([\w-]+)>=([\d.]+)", requirement) for requirement in requirements)
@@ -44,7 +44,7 @@ def test_an_easyconfig_builds_this_version_of_all_layers(path: Path) -> None:
     assert path.name.startswith(f"Syncline-{VERSION}")
     assert f"version = '{VERSION}'" in text
     layers = re.findall(r"\('syncline_(\w+)', version, \{'modulename': 'syncline\.(\w+)'\}\)", text)
-    assert layers == [(layer, layer) for layer in ("collectives", "reducer", "hooks", "ddp")]  # each after what it needs
+    assert layers == [(layer, layer) for layer in ("collectives", "reducer", "hooks", "ddp")]  # each after its requirements
     newest = re.search(r"'PyTorch(?:', '|/)([\d.]+)'", text)
     assert newest is not None
     assert [int(part) for part in newest[1].split(".")] >= [int(part) for part in floors()["torch"].split(".")]

@@ -1,4 +1,4 @@
-"""The check of the pages' English: the openings that it refuses, and those that it lets pass."""
+"""The check of the pages' English: openings that it refuses, and openings that it allows."""
 
 from __future__ import annotations
 

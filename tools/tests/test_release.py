@@ -1,4 +1,4 @@
-"""What `dev.py release --dry-run` finds in texts; what it builds is tried by running it."""
+"""The problems that `dev.py release --dry-run` finds in texts; its builds are tested by running it."""
 
 from __future__ import annotations
 

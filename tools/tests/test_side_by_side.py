@@ -14,7 +14,7 @@ from commands import ROOT
 from side_by_side import Job, run_side_by_side
 
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
-# Ends when the file of another job is there: two such jobs end only side by side.
+# Ends when the file of another job is there. So two such jobs end only if they run side by side.
 TOUCH_AND_WAIT = f"{TOUCH}\nimport time\nwhile not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)"
 
 
@@ -91,7 +91,7 @@ sys.exit(dev.main(["unit", "--skip-install"]))
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM
     end_s = time.monotonic() + 30
-    while _is_there(int(started.read_text())):  # it was killed, and is there until its new parent has asked for its status
+    while _is_there(int(started.read_text())):  # it was killed, but stays until its new parent has read its status
         assert time.monotonic() < end_s
         time.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""The bound of the soak, and who is told when it is exceeded."""
+"""The bound of the soak, and which ranks are told when it is exceeded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_larger_threshold_lets_the_allocator_keep_more() -> None:
 
 
 class Grown(soak_job.Memory):
-    """A rank that grew by so much."""
+    """The memory of a rank that grew by a given amount."""
 
     def __init__(self, resident_mib: float, in_use_mib: float) -> None:
         self._grown = (resident_mib, in_use_mib)

@@ -250,7 +250,7 @@ PYTEST_SAYS = "collected 5 items / 2 deselected / 3 selected\na.py::test_a PASSE
 
 
 class GpuMachine:
-    """Stands for a machine with GPUs: what is run there is written down, and ends with a status, or hangs."""
+    """Stands in for a machine with GPUs: each run is written down, and ends with a status, or hangs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, status: int = 0, **found: list[str]) -> None:
         self.commands: list[list[str]] = []
