@@ -16,7 +16,7 @@ _STRAY_BACKWARD = " Did a rank run a backward alone (saliency, an attack)? Run i
 
 
 def never_ready(names: Sequence[str], place: str, hint: str) -> MisuseError:
-    """Backward is over, and gradients are missing."""
+    """Backward has ended, and gradients are missing."""
     quoted = _quoted(names)
     return MisuseError(f"backward ended on {place}, but these parameters got no gradient in it: {quoted}. {hint}")
 
@@ -27,7 +27,7 @@ def marked_twice(name: str, place: str, hint: str) -> MisuseError:
 
 
 def not_expected(name: str, place: str) -> MisuseError:
-    """A gradient arrived that no backward would reduce."""
+    """A gradient came that no backward would reduce."""
     return MisuseError(
         f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
         "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
@@ -36,7 +36,7 @@ def not_expected(name: str, place: str) -> MisuseError:
 
 
 def compiled_autograd(place: str) -> MisuseError:
-    """The backward is one that nobody could end."""
+    """Compiled autograd runs the backward, so the reducer would never learn its end."""
     return MisuseError(
         f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
         "not be averaged. Set torch._dynamo.config.compiled_autograd=False, or compile the forward only: torch.compile(ddp)"
@@ -44,7 +44,7 @@ def compiled_autograd(place: str) -> MisuseError:
 
 
 def no_buckets(place: str) -> MisuseError:
-    """The rebuild has failed."""
+    """The latest forward has failed while it rebuilt the buckets."""
     return MisuseError(
         f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
         "again"
@@ -52,7 +52,7 @@ def no_buckets(place: str) -> MisuseError:
 
 
 def needs_everyone(place: str) -> MisuseError:
-    """A rank would shadow the backward from which all ranks learn the graph."""
+    """With a static graph, a rank has no gradients in the first backward, from which all ranks learn the graph."""
     return MisuseError(
         f"shadow_backward on {place}: with static_graph=True every rank must have gradients in the first backward, from which "
         "all ranks learn the graph"
@@ -60,7 +60,7 @@ def needs_everyone(place: str) -> MisuseError:
 
 
 def another_reducer(place: str) -> MisuseError:
-    """Two reducers have the same parameters, and the same memory or the same group."""
+    """Two reducers share parameters, and average in views or use one group."""
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "
         "gradient_as_bucket_view one of them would read what the other has not averaged to the end. Close the other one, or "
@@ -77,7 +77,7 @@ def backward_never_ended(what: str, place: str) -> MisuseError:
 
 
 def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
-    """A gradient is sparse where a dense one was announced, or the other way round."""
+    """A gradient is sparse although a dense one was announced, or the other way round."""
     if gradient.layout is torch.strided:
         return MisuseError(
             f"expected a sparse gradient for parameter '{name}' on {place}, found a dense one: the parameter is also used by "
@@ -101,10 +101,10 @@ def wrong_dtype(name: str, gradient: torch.Tensor, expected: torch.dtype, place:
 def check_gradient(
     name: str, gradient: torch.Tensor, expected: torch.dtype, place: str, *, layout: torch.layout = torch.strided
 ) -> None:
-    """Raise if a bucket for gradients of this dtype and layout cannot take this one.
+    """Check that a gradient fits a bucket of this dtype and layout.
 
     Raises:
-        MisuseError: it has another dtype or layout.
+        MisuseError: the gradient has another dtype or layout.
     """
     if gradient.layout is not layout:
         raise wrong_layout(name, gradient, place)
@@ -113,10 +113,10 @@ def check_gradient(
 
 
 def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: str) -> None:
-    """Raise if a gradient does not have the shape that its parameter had at construction.
+    """Check that a gradient has the shape that its parameter had at construction.
 
     Raises:
-        MisuseError: it has another one.
+        MisuseError: the gradient has another shape.
     """
     if gradient.shape != expected:
         raise MisuseError(
@@ -142,7 +142,7 @@ def changed_before_average(name: str, place: str) -> MisuseError:
 
 
 def sees_own_gradients(names: Sequence[str]) -> str:
-    """A warning: parameters have hooks of the user."""
+    """A warning that these parameters have hooks of the user."""
     return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
@@ -155,10 +155,10 @@ def differentiable(name: str) -> MisuseError:
 
 
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
-    """A transport error or a disagreement, with the parameters whose bucket it hit; None if the error is another one.
+    """A transport error or a disagreement, with the parameters of its bucket; None if it is another kind of error.
 
-    An error that went through a future of torch's own (`torch.futures.collect_all`, say) is a RuntimeError that tells type and
-    text of the original one. Both are found again, if it was of our types.
+    If an error goes through a future of torch's own (for example `torch.futures.collect_all`), it becomes a RuntimeError whose
+    text contains the type and text of the original error. For errors of ours, both are read from this text.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:
@@ -169,13 +169,13 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """A disagreement, with the remedy if a backward that only some ranks ran has caused it."""
+    """A disagreement. If a backward on some ranks only has caused it, the text adds the remedy."""
     remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
     return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")
 
 
 def is_of_a_stray_backward(text: str) -> bool:
-    """Whether the calls that differ belong to different backwards, or one of them to a backward for which no forward waited."""
+    """Whether the differing calls belong to different backwards, or one belongs to a backward without a forward."""
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
 
@@ -188,7 +188,7 @@ def _told(error: Exception) -> SynclineError | None:
     if match is None:
         return None
     kind = known[match[1]]
-    # Of one with attributes only the text is left.
+    # An error class with attributes cannot be made from a text, so only the text is kept.
     return TransportError(match[2]) if inspect.isfunction(kind.__init__) else kind(match[2])
 
 
@@ -199,7 +199,7 @@ def _family(kind: type[SynclineError]) -> Iterator[type[SynclineError]]:
 
 
 def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence[str]) -> MisuseError | None:
-    """A hook's future holds something that is not the reduced bucket; None if it may be."""
+    """The error for a hook's result that is not the reduced bucket; None if it may be the bucket."""
     listed = ", ".join(names)
     if not isinstance(result, torch.Tensor):
         return MisuseError(
@@ -221,14 +221,14 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 
 @contextmanager
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """A context in which transport errors and disagreements say whose gradients did not come. They keep their type."""
+    """A context in which transport errors and disagreements name the parameters of the gradients. They keep their type."""
     try:
         yield
     except Exception as error:
         named = with_parameter_names(error, names())
         if named is None:
             raise
-        # Our own errors are not chained to each other: the new one says all that the first one says.
+        # An error of ours is not chained, because the new error contains its whole text.
         raise named from error.__cause__ if isinstance(error, SynclineError) else error
 
 

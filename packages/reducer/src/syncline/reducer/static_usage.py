@@ -1,4 +1,4 @@
-"""A graph that never changes: learnt in the first backward, held to in the others."""
+"""A graph that never changes: the first backward shows it, and all others must follow it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .usage import UnexpectedGradientError, UsageModel
 class StaticUsage(UsageModel):
     """Every backward gives each parameter as many gradients as the first did (`static_graph=True`).
 
-    A parameter may get several in one backward, from re-entrant checkpoints, or none. In the first backward nobody knows
-    which gradient is the last, so all are reduced at its end; there the ranks also agree which parameters are used on any
-    rank. From the second backward on a parameter is ready when its last gradient has come, and buckets overlap.
+    A parameter may get several gradients in one backward, from re-entrant checkpoints, or none. In the first backward no rank
+    knows which gradient is the last, so all are reduced at its end. There the ranks also agree which parameters are used on any
+    rank. From the second backward on, a parameter is ready when its last gradient has come, and buckets overlap.
 
-    Backwards that are not synchronised may leave out parameters, but not use others. What they used before the first
-    reduction is reduced by it, and only that once if the first synchronised backward did not use it.
+    Backwards that are not synchronised may leave out parameters, but may not use others. Their gradients before the first
+    reduction are part of this reduction. If the first synchronised backward does not use such a parameter, only this
+    reduction includes the parameter.
     """
 
     hint_missing = (
@@ -38,11 +39,11 @@ class StaticUsage(UsageModel):
         self._count = len(parameters)
         self._expected: Counter[int] | None = None
         self._absent: list[int] = []
-        self._undefined: frozenset[int] = frozenset()  # came in the first backward, but as None, on every rank
+        self._undefined: frozenset[int] = frozenset()  # their gradients came in the first backward as None, on every rank
         self._repeated: frozenset[int] = frozenset()
         self._counts: Counter[int] = Counter()
         self._used: set[int] = set()
-        self._regular: set[int] = set()  # used by the first backward itself
+        self._regular: set[int] = set()  # parameters that the first backward itself has used
         self._is_first = True
         self._map = UsedMap(group, parameters[0].device)
         self._is_map_synced = False
@@ -52,7 +53,7 @@ class StaticUsage(UsageModel):
 
     @property
     def needs_everyone(self) -> bool:
-        """In the first backward, where the ranks agree which parameters are used."""
+        """True until the end of the first backward, where the ranks agree which parameters are used."""
         return not self._is_map_synced
 
     @property
@@ -64,7 +65,7 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Final are the last that are expected, and those one too many, which readiness refuses."""
+        """The gradients that were expected last. A gradient too many is final, too: then `Readiness` refuses it."""
         if self._expected is None:
             self._counts.update(indices)
             self.accumulated(indices, undefined)
@@ -82,10 +83,10 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count as uses in the first backward; later ones may not use what that did not.
+        """Count uses up to the first backward. Later ones may not use other parameters.
 
         Raises:
-            UnexpectedGradientError: one does.
+            UnexpectedGradientError: a later backward uses a parameter that the first one did not use.
         """
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)
@@ -103,26 +104,28 @@ class StaticUsage(UsageModel):
         self._undefined = frozenset(self._expected).difference(self._regular)
         self._absent = [index for index in range(self._count) if index not in self._expected]
         self._repeated = frozenset(index for index, count in self._expected.items() if count > 1)
+        # In the first backward no gradient was final before its end, so all parameters are final only here.
         return range(self._count)
 
     def sync_used_map(self) -> None:
-        """Once, one all_reduce of a byte for each parameter."""
+        """Issue one all_reduce of a byte for each parameter, in the first backward only."""
         if not self._is_map_synced:
+            # Level 1: used before the first reduction. Level 2: used by the first backward itself.
             self._map.sync(bytes((index in self._used) + (index in self._regular) for index in range(self._count)))
             self._is_map_synced = True
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Those that were given no gradient in the first backward, or, in that, up to then."""
+        """Parameters without a gradient in the first backward; during the first backward: without a gradient so far."""
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """As agreed in the first backward."""
+        """The parameters that no rank uses, as agreed in the first backward."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 
     def reset(self) -> None:
         if self._counts:
             self._counts = Counter()
-        if self._is_first and self._undefined:  # where another rank uses one, it is averaged anyway
+        if self._is_first and self._undefined:  # a parameter that another rank uses is averaged in any case
             self._undefined = self._map.unused(self._undefined, 2)
         self._is_first = self._expected is None

@@ -1,4 +1,4 @@
-"""Which parameters a backward uses: which gradients will come, how often, and which never."""
+"""How a backward uses parameters: whose gradients come, how often, and whose never come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 
 class UnexpectedGradientError(ValueError):
-    """A gradient came that should not have; `index` says which."""
+    """A gradient came that the usage model excludes; `index` is its parameter."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was not expected")
@@ -15,29 +15,29 @@ class UnexpectedGradientError(ValueError):
 
 
 class UsageModel(ABC):
-    """Tells the reducer which gradients to wait for. Parameters are named by their indices.
+    """Tells the reducer which gradients to wait for. Parameters are given by their indices.
 
-    The reducer asks on the thread of backward, under its lock, in this order:
+    The reducer calls these methods on the thread of backward, under its lock, in this order:
 
-        begin             when the first gradient of a backward has come (shadow_backward instead, on a rank that has none)
-        needed            for each bucket, then: how many gradients make it worth a look
-        arrived           when so many have come, and at the end of backward (accumulated instead, in no_sync)
-        ended             when the outermost backward has ended, before the buckets are waited for
-        sync_used_map     when all buckets have started, on every rank: here collectives may be issued
+        begin             when the first gradient of a backward has come (shadow_backward instead, on a rank without gradients)
+        needed            for each bucket after begin: how many gradients make it worth a look
+        arrived           when this number has come, and at the end of backward (accumulated instead, in no_sync)
+        ended             when the outermost backward has ended, before the reducer waits for the buckets
+        sync_used_map     when all buckets have started, on every rank: collectives may be issued here
         globally_unused   once for each bucket, when its reduction is over
-        reset             when all is over
+        reset             when everything is over
     """
 
     hint_missing: str
-    """For the error when gradients are missing: what to do."""
+    """The remedy in the error for missing gradients."""
     hint_twice: str
-    """For the error when a gradient came twice: what to do."""
+    """The remedy in the error for a gradient that came twice."""
     order_recurs: bool = True
-    """Whether the order in which gradients come says something about the next backward."""
+    """Whether the next backward is likely to have the same order of gradients."""
 
     @property
     def asks_for_undefined(self) -> bool:
-        """Whether it matters which of the gradients that came are None after all."""
+        """Whether the model needs to know which of the gradients are None."""
         return True
 
     @property
@@ -51,29 +51,29 @@ class UsageModel(ABC):
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
-        """How many gradients complete these parameters, which share a bucket; None if each gradient must be looked at."""
+        """How many gradients complete these parameters of one bucket; None if each gradient must be looked at."""
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Take note of gradients, in the order in which they came, and return which are final now.
+        """Note gradients in the order in which they came; returns those that are final now.
 
         Args:
-            indices: the parameters; one that got several gradients is there several times.
-            undefined: those of them that have no gradient after all.
+            indices: the parameters. A parameter with several gradients is there several times.
+            undefined: the parameters among them whose gradient is None.
         """
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
-        """The parameters whose gradients are final only now that backward has ended."""
+        """The parameters whose gradients are final only at the end of backward."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most need not know
-        """This rank has no gradients in a backward of the others, and reaches no parameter."""
+        """Called on a rank that has no gradients in a backward of the others."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most need not know
-        """Take note of gradients of a backward that is not reduced, for a later one.
+        """Note gradients of a backward that is not reduced. They count for a later one.
 
         Raises:
-            UnexpectedGradientError: an earlier backward has shown that there would be none.
+            UnexpectedGradientError: an earlier backward has shown that this parameter gets no gradient.
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
@@ -81,25 +81,25 @@ class UsageModel(ABC):
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - most have nothing to agree on
-        """Issue what the ranks must agree on, at the same place among the collectives of every rank."""
+        """Issue the collectives by which the ranks agree. Every rank calls it at the same place among its collectives."""
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Those of the parameters, which are all ready, that this rank has not used."""
+        """The given parameters that this rank has not used. All of them are ready."""
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Those of the parameters that no rank has used: their gradients stay as they are. May wait for `sync_used_map`."""
+        """The given parameters that no rank has used: their gradients stay unchanged. May wait for `sync_used_map`."""
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most hold none
-        """Autograd may have other nodes for the parameters."""
+        """Called when autograd may have new nodes for the parameters."""
 
     def reset(self) -> None:  # noqa: B027 - most remember nothing
         """Forget this backward."""
 
 
 class CompleteUsage(UsageModel):
-    """Every backward reaches every parameter, once."""
+    """Every backward reaches every parameter exactly once."""
 
     hint_missing = (
         "Freeze them, or pass find_unused_parameters=True\n"
@@ -115,7 +115,7 @@ class CompleteUsage(UsageModel):
 
     @property
     def asks_for_undefined(self) -> bool:
-        """No: an undefined gradient counts as zeros."""
+        """False: a gradient that is None counts as zeros."""
         return False
 
     def begin(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Do all ranks have the same parameters, and the same options?"""
+"""Checks that all ranks have the same parameters and the same options."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ logger = logging.getLogger("syncline.reducer")
 
 Description = dict[str, list[object]]
 
-# In place of the options of a rank that refuses its model: why.
+# A rank that refuses its model sends this key with the reason, in place of its options.
 _REFUSED = "refused"
 
 
 class Difference(NamedTuple):
-    """What differs between ranks, as JSON keeps it.
+    """A difference between ranks, as read from JSON.
 
     Attributes:
-        rank: the first that has something else than rank 0.
-        reference: what rank 0 has.
-        found: what that rank has.
+        rank: the first rank that differs from rank 0.
+        reference: rank 0's version.
+        found: the other rank's version.
     """
 
     rank: int
@@ -36,17 +36,19 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Compare names, shapes, strides, dtypes and which are frozen over all ranks; every rank of the group calls it.
+    """Compare names, shapes, strides and dtypes over all ranks, and which parameters are frozen.
+
+    Every rank of the group calls it.
 
     Args:
-        names: one for each parameter; appear in errors.
-        parameters: in order of definition. A tensor that is no `torch.nn.Parameter` is called a buffer in errors.
+        names: one for each parameter; used in errors.
+        parameters: in order of definition. In errors, a tensor that is not a `torch.nn.Parameter` is called a buffer.
         group: the ranks.
 
-    Cost: an all_reduce of 16 bytes; only if ranks differ, two broadcasts of a description, and an all-gather of a byte.
+    Cost: an all_reduce of 16 bytes. Only if ranks differ: two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
-        DisagreementError: on every rank alike; names the first parameter that differs, and both versions.
+        DisagreementError: on every rank; names the first parameter that differs, and both versions.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -58,7 +60,7 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 
 
 def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -> None:
-    """Compare options by name over all ranks; every rank of the group calls it, with the same names.
+    """Compare options by name over all ranks. Every rank of the group calls it, with the same names.
 
     Args:
         options: names, as in the caller's signature, and values: numbers, strings, None, or sequences of these.
@@ -67,8 +69,8 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     Cost: that of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank alike; names the options that differ, and the values on both ranks, or says why a rank
-            has refused its model (see `telling_the_others`).
+        DisagreementError: on every rank; names the options that differ, and the values on both ranks. Or it says why a rank has
+            refused its model (see `telling_the_others`).
     """
     difference = _find_difference(options, group)
     if difference is None:
@@ -89,25 +91,27 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 
 @contextmanager
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
-    """A context of checks that come before `verify_same_options`: what one rank raises there, the others hear in that call.
+    """A context for checks before `verify_same_options`: if one rank raises, the other ranks get its error in that call.
 
-    Otherwise they would wait for that rank, or meet it in another call when it goes on. If all raise the same, nobody waits.
+    Otherwise the others would wait for this rank, or meet it in another call if its script goes on. If all ranks raise the same
+    error, no rank waits.
 
     Raises:
-        MisuseError: what was raised within; on this rank it comes after the others have heard, or after the group's timeout.
+        MisuseError: the error raised inside. On this rank it comes when the others have been told, or after the group's
+            timeout.
     """
     try:
         yield
     except MisuseError as error:
         if group.size > 1:
             logger.info("rank %d refuses its model, and tells the other ranks: %s", group.rank, error)
-            with suppress(SynclineError):  # this rank's own error says more
+            with suppress(SynclineError):  # this rank's own error says more than a failed message to the others
                 _find_difference({_REFUSED: str(error)}, group)
         raise
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """None if all ranks have the same (25 and 25.0 are)."""
+    """The first difference; None if all ranks have the same. Numbers such as 25 and 25.0 are the same."""
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
         return None

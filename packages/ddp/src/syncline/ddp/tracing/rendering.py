@@ -1,4 +1,4 @@
-"""What tables for the terminal and figures of pages are made with: rich, and Plotly."""
+"""Makes tables for the terminal with rich, and figures of pages with Plotly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEIGHT = 420
 
 
 def table(title: str, columns: Sequence[str]) -> Table:
-    """A table without rows yet, its columns aligned at the right.
+    """An empty table, with its columns aligned at the right.
 
     Raises:
         MisuseError: rich is not installed.
@@ -33,7 +33,7 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
 
 def printed(*parts: str | Table) -> str:
-    """Words and tables below one another, as a terminal shows them.
+    """Texts and tables one below the other, as a terminal shows them.
 
     Raises:
         MisuseError: rich is not installed.
@@ -44,7 +44,7 @@ def printed(*parts: str | Table) -> str:
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH)
-    # A cell is one line, whatever it holds: a wide table makes wide lines.
+    # A cell always has one line. So a wide table makes wide lines.
     wide = console.options.update(width=_WIDEST)
     needed = [Measurement.get(console, wide, part).maximum for part in parts if not isinstance(part, str)]
     console = Console(file=text, width=max(_WIDTH, *needed, 0))
@@ -57,12 +57,12 @@ def printed(*parts: str | Table) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as a cell of a table whose head says ms."""
+    """Seconds as the text of a cell in a column with milliseconds."""
     return f"{1e3 * seconds:.2f}"
 
 
 def script() -> str:
-    """HTML: Plotly's own script, once for a page, which then needs no other file.
+    """HTML: Plotly's own script. A page contains it once, and then needs no other file.
 
     Raises:
         MisuseError: Plotly is not installed.
@@ -77,12 +77,12 @@ def figure(div_id: str, data: Sequence[dict[str, Any]], title: str, x: dict[str,
     """HTML: one figure, for a page with the script.
 
     Args:
-        div_id: of its element.
+        div_id: the id of its element.
         data: Plotly's traces.
-        title: above it.
-        x: the layout of its axis, such as its title.
-        y: the same.
-        layout: more of the figure's.
+        title: the text above it.
+        x: the layout of the x axis, such as its title.
+        y: the layout of the y axis.
+        layout: further layout of the figure.
 
     Raises:
         MisuseError: Plotly is not installed.
