@@ -1,10 +1,10 @@
-"""What the collectives use of torch without a promise from torch; each with a probe, and what happens without it.
+"""The private parts of torch that the collectives use. Each has a probe, and the table says what happens without it.
 
 ==================================  ===================================================================================
 private to torch                    without it
 ==================================  ===================================================================================
 ``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile: seconds
-``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func is refused as one without memory
+``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func gets the error for freed memory
 ``AsyncCollectiveTensor``           a result of torch's functional collectives is refused by name: pass its ``wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is refused by name
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
@@ -13,13 +13,13 @@ private to torch                    without it
 ``_world.pg_map``                   ``init_as_mpi`` is an error: groups of another backend find no store
 ``_shutdown_backend``               nothing: torch asks each group itself to end (torch 2.7 and newer)
 ``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
-``PythonCallbackWork``              what torch.compile makes of FSDP's gathers cannot run over our groups
+``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
 ``_get_tracing_state``              torch.jit.trace makes a program without its collectives
 ``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
-``_disable_current_modes``          a tool's mode sees what such a collective consists of
+``_disable_current_modes``          a tool's mode sees the internal operators of such a collective
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
-works that C++ alone holds          the group holds each work until it is waited for (torch 2.6)
+works that only C++ holds           the group holds each work until it is waited for (torch 2.6)
 ``dist.Store.clone``                a clone of a store of torch's shares its connection (torch 2.6)
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
 ``_profiler_enabled``               a profiler shows no collectives
@@ -47,39 +47,39 @@ T = TypeVar("T")
 
 
 def _find_eval_frame() -> Any:
-    """The module that switches the tracer, or None where it lacks a function that is used here."""
+    """The module that switches the tracer; None if it lacks a function that is used here."""
     module = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     newer = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
     can_skip = hasattr(module, "skip_code") or all(hasattr(module, name) for name in newer)
     return module if can_skip and hasattr(module, "set_eval_frame") else None
 
 
-# What is private here differs between versions, and the type information does not tell all of it.
+# Private names differ between versions of torch, and its type information lacks some of them.
 eval_frame: Any = _find_eval_frame()
 _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object] | None = getattr(
     torch, "_foreach_copy_", None
 )
 
-#: Whether a tensor is one of those that torch.func hands to the function that it transforms.
+#: Whether a tensor belongs to a transformation of torch.func, which passes it to the transformed function.
 is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
 )
 
 
 def group_named(name: str) -> object:
-    """The group of torch.distributed that torch's operators mean by a name.
+    """The group of torch.distributed that torch's operators find by this name.
 
     Raises:
-        RuntimeError: torch knows none of that name.
+        RuntimeError: torch knows no group of this name.
     """
     module: Any = sys.modules["torch.distributed.distributed_c10d"]
     return module._resolve_process_group(name)
 
 
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
-    """Let torch's `wait_tensor` of the result call `wait`, with a limit, where 0 is none.
+    """Let torch's `wait_tensor` of the result call `wait` with a time limit; 0 means no limit.
 
-    C++ holds the work alone, so it is a work of C++.
+    Only C++ holds the work, so it is a C++ object.
     """
     module: Any = sys.modules["torch._C._distributed_c10d"]
     module._register_work(result, module.PythonCallbackWork(wait))
@@ -92,9 +92,9 @@ def set_group_store(group: object, name: str, store: object) -> None:
 
 
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
-    """Let `destroy_process_group` of torch hand each group to `shut_down` first, which says whether it has ended the group.
+    """Let torch's `destroy_process_group` call `shut_down` first for each group. It returns whether it has ended the group.
 
-    Harmless where torch does not have the function, and when it is called again.
+    A second call does nothing, nor does a call with a torch that lacks the private function.
     """
     module: Any = sys.modules["torch.distributed.distributed_c10d"]
     theirs = getattr(module, "_shutdown_backend", None)
@@ -118,13 +118,13 @@ def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
 
 
 def registered_creator(name: str) -> Callable[..., Any] | None:
-    """What makes the groups of a backend that was registered with torch.distributed under this name; None if none was."""
+    """The function that makes groups of a backend registered with torch.distributed; None if the name is not registered."""
     module: Any = sys.modules["torch.distributed.distributed_c10d"]
     plugin = module.Backend._plugins.get(name.upper())
     return None if plugin is None else plugin.creator_fn
 
 
-#: Whether C++ waits for ever for a work that nobody in Python holds.
+#: Whether C++ waits for ever for a work that no Python code holds.
 LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 
 
@@ -132,12 +132,12 @@ LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-#: What torch.jit.trace records on this thread; None if it does not.
+#: The state of torch.jit.trace on this thread; None if it does not record.
 jit_trace: Callable[[], object] = getattr(torch._C, "_get_tracing_state", lambda: None)
 
 
 def is_traced() -> bool:
-    """Whether a tracer records what this thread calls."""
+    """Whether a tracer records the calls of this thread."""
     if jit_trace() is not None:
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
@@ -154,7 +154,7 @@ def modes_switched_off() -> AbstractContextManager[object]:
 
 
 def awaited_value(value: object) -> torch.Tensor | None:
-    """The tensor that a functional collective of torch's writes, after a wait for it; None if `value` is no result of one."""
+    """Wait for a result of torch's functional collectives, and return its tensor; None if `value` is not such a result."""
     kind = _class_if_loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if not isinstance(value, kind):
         return None
@@ -163,22 +163,22 @@ def awaited_value(value: object) -> torch.Tensor | None:
 
 
 def is_fake(value: object) -> bool:
-    """Whether this is a tensor without values, of somebody who asks for shapes."""
+    """Whether this is a FakeTensor: a tensor without values, with which a program computes shapes."""
     return isinstance(value, _class_if_loaded("torch._subclasses.fake_tensor", "FakeTensor"))
 
 
 def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
-    """A class, for `isinstance`; no class if its module is not loaded, so that no object of the class can exist."""
+    """A class for `isinstance`; an empty tuple if its module is not loaded, because then no object of the class exists."""
     found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
     return found
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function, and all that it calls, as Python. A decorator.
+    """A decorator that excludes a function, and all functions that it calls, from torch.compile's tracing.
 
-    The reducer of torch's DDP issues collectives in the middle of a compiled forward, where every new Python frame is traced;
-    and a group is opaque to the tracer, which gives up with an error. `torch.compiler.disable` would do the same as this, but
-    loads the whole of torch.compile (seconds) for programs that do not compile.
+    The reducer of torch's DDP issues collectives in the middle of a compiled forward, where the tracer traces every new Python
+    frame. The tracer cannot trace a group, and raises an error. `torch.compiler.disable` would have the same effect, but loads
+    all of torch.compile (seconds) also in programs that do not compile.
     """
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -192,12 +192,12 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
         finally:
             eval_frame.set_eval_frame(tracer)
 
-    _skip(call)  # what it calls is not traced without a tracer
+    _skip(call)  # functions that it calls are not traced, because the tracer is switched off
     return call
 
 
 def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function as Python; what it calls may be traced. A decorator that costs nothing when the function is called."""
+    """A decorator that excludes a function, but not the functions that it calls, from tracing. It costs nothing at a call."""
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
         return disabled
@@ -206,7 +206,7 @@ def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _skip(function: Any) -> None:
-    """Do not trace the frames of this function, and do not look into it from frames that are traced."""
+    """Tell the tracer not to trace this function, neither as a frame of its own nor inside a traced caller."""
     function._torchdynamo_disable = True
     code = function.__code__
     if hasattr(eval_frame, "skip_code"):  # in older versions
@@ -217,7 +217,7 @@ def _skip(function: Any) -> None:
 
 
 def copy_each(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
-    """Copy each source to the destination at its place, in one call of torch where it has one."""
+    """Copy each source to the destination with the same index, in one call of torch if it has such a call."""
     if _foreach_copy is not None:
         _foreach_copy(destinations, sources)
         return
@@ -226,10 +226,10 @@ def copy_each(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tens
 
 
 def source_rank(torch_work: Any) -> int:
-    """Who sent what a receive of torch.distributed from any rank has received.
+    """The sender of the message that a receive of torch.distributed from any rank has got.
 
     Raises:
-        TransportError: this torch does not say.
+        TransportError: this torch does not tell the sender.
     """
     if not hasattr(torch_work, "_source_rank"):
         raise TransportError(
@@ -239,12 +239,12 @@ def source_rank(torch_work: Any) -> int:
 
 
 def clone_of_store(torch_store: Any) -> Any:
-    """Another handle on the same store of torch.distributed; the same one where its class has no other."""
+    """Another handle on the same store of torch.distributed; the same handle if its class cannot clone."""
     return torch_store.clone() if hasattr(torch_store, "clone") else torch_store
 
 
 def premul_factor(torch_op: Any) -> float | None:
-    """The factor of a `premul_sum` of torch.distributed, which only its pickled state has; None if this torch hides it."""
+    """The factor of torch's `premul_sum`, which is only in its pickled state; None if this torch does not show it."""
     try:
         return float(torch_op.__getstate__()[1])
     except (AttributeError, TypeError, ValueError, IndexError):
@@ -259,11 +259,11 @@ _exit_range: Any = getattr(torch.autograd, "_record_function_with_args_exit", No
 
 
 class ProfilerRange:
-    """A range of torch's profiler, from its construction to one of its ends.
+    """A range of torch's profiler. It begins at construction, and ends at `end` or `end_with`.
 
     Args:
-        title: what the profiler calls it.
-        tensors: whose shapes the profiler shows, where it was asked to record shapes.
+        title: the name of the range in the profile.
+        tensors: the tensors whose shapes the profiler shows, if it records shapes.
     """
 
     def __init__(self, title: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -273,14 +273,14 @@ class ProfilerRange:
             self._record = _enter_range(title, *tensors)
 
     def end(self) -> None:
-        """It ends here and now."""
+        """End the range now."""
         if _exit_range is None:
             torch.ops.profiler._record_function_exit._RecordFunction(self._record)
         else:
             _exit_range(self._record)
 
     def end_with(self, future: Any) -> None:
-        """It ends when the future is complete, on whatever thread."""
+        """End the range when the future completes, on any thread."""
         if future.done() or not hasattr(torch.ops.profiler, "_call_end_callbacks_on_jit_fut"):
             self.end()
             return

@@ -1,1 +1,1 @@
-"""Our groups under stock torch.distributed (see `registration`), and torch's groups seen as ours (see `torch_group`)."""
+"""Our groups under stock torch.distributed (see `registration`), and torch's groups as ours (see `torch_group`)."""

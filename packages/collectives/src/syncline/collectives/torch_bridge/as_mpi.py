@@ -1,7 +1,7 @@
-"""Our MPI backend under the name "mpi", for libraries that take only names which they know.
+"""Our MPI backend under torch's name "mpi", for libraries that accept only names that they know.
 
-torch has this name, and code that makes such a group by `ProcessGroupMPI.create`. But only a torch that was built against MPI
-has the class, and no wheel of torch was. So `init_as_mpi` puts a class of that name in the empty place.
+torch knows this name, and makes such a group with `ProcessGroupMPI.create`. But only a torch that was built with MPI has this
+class, and no wheel of torch was. So `init_as_mpi` adds a class of this name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NAME = "mpi"
 def init_as_mpi(timeout: timedelta | float | None = None) -> None:
     """Initialise torch.distributed with our MPI backend, as torch's backend "mpi". All ranks call it, under mpirun or srun.
 
-    From then on torch says that MPI is available (`is_mpi_available()`), and `new_group` makes groups of that backend, too.
+    From then on torch says that MPI is available (`is_mpi_available()`), and `new_group` makes groups of this backend, too.
 
     Args:
-        timeout: seconds or a timedelta: how long one collective may take; None takes torch's 30 minutes.
+        timeout: the time limit of each collective, in seconds or as a timedelta; None takes torch's 30 minutes.
 
     Raises:
-        MisuseError: this torch was built with an MPI of its own.
+        MisuseError: this torch was built with its own MPI backend.
         LaunchError: no MPI launcher started this process.
     """
     if dist.is_mpi_available() and getattr(distributed_c10d, "ProcessGroupMPI", None) is not ProcessGroupMPI:
@@ -47,21 +47,21 @@ def init_as_mpi(timeout: timedelta | float | None = None) -> None:
     torchs.ProcessGroupMPI, torchs._MPI_AVAILABLE = ProcessGroupMPI, True
     dist.init_process_group(NAME)
     group: Any = dist.group.WORLD
-    # torch gives no store to backend "mpi". Groups of another backend, such as "gloo", meet in the store of this group.
+    # torch registers no store for backend "mpi", but groups of another backend, such as "gloo", meet in this group's store.
     set_group_store(group, NAME, group.get_group_store())
-    if timeout is not None:  # nor does it pass the time limit on
+    if timeout is not None:  # torch does not pass a time limit to backend "mpi"
         group.set_timeout(timedelta(seconds=seconds(timeout)))
 
 
 class ProcessGroupMPI:
-    """What torch calls to make a group of backend "mpi"."""
+    """The class that torch calls to make a group of backend "mpi"."""
 
-    # Groups of the same ranks are made in the same order by all of these, so they agree on a number.
+    # All ranks of a group make groups of these ranks in the same order, so they agree on the number.
     _numbers: ClassVar[defaultdict[tuple[int, ...], itertools.count[int]]] = defaultdict(itertools.count)
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> TorchProcessGroup:
-        """A group of some ranks, this one among them; of all, if the list is empty, which makes the first group."""
+        """Make a group of some ranks, this rank among them. An empty list means all ranks, and makes the first group."""
         if ranks:
             ours: Any = dist.group.WORLD
             store, rank, size = ours.get_group_store(), list(ranks).index(dist.get_rank()), len(ranks)

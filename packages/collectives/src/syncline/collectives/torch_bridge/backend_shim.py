@@ -1,4 +1,4 @@
-"""What torch asks of the `Backend` that it expects under each device of a group."""
+"""Answers to the questions that torch asks the `Backend` of each device of a group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..group import ProcessGroup
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """The group does not serve a device. A RuntimeError too, which torch expects there."""
+    """The group does not serve a device. Also a RuntimeError, because torch expects one."""
 
 
 class ShimmedGroup(Protocol):
-    """The group of torch's that has the answers."""
+    """The torch group that has the answers."""
 
     syncline_group: ProcessGroup
 
@@ -42,7 +42,7 @@ class ShimmedGroup(Protocol):
 
 
 class TorchBackendShim:
-    """Answers torch's questions to the backend of one device: there is one group of ours for all of them."""
+    """Answers torch's questions to the backend of one device. One group of ours serves all devices."""
 
     supports_splitting = True
     supports_coalescing = False  # torch's word for NCCL's group calls
@@ -65,24 +65,24 @@ class TorchBackendShim:
 
     @property
     def options(self) -> Options:
-        """What a split takes over from its parent."""
+        """The options that a split inherits from its parent."""
         return Options(self.name(), timedelta(seconds=self._group.syncline_group.timeout_s))
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` is for that device. Not so: torch lets single ranks call it, we need all."""
+        """False: torch lets single ranks call `allocate_tensor`, but our `allocate` needs all ranks."""
         return False
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Nothing to do: the ranks are connected."""
+        """Do nothing: the ranks are connected already."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Nothing to do: the others need no help to split."""
+        """Do nothing: the other ranks can split without this one."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: our groups count from 0 on every rank."""
+        """Do nothing: our groups count from 0 on every rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a collective may take."""
+        """Set the time limit of a collective."""
         self._group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout

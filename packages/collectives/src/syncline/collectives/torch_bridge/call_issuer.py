@@ -1,4 +1,4 @@
-"""From a call of torch's to a collective of ours."""
+"""CallIssuer turns calls of torch into collectives of our group."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from .works import CoalescedWork, TorchSideWork
 
 Issue = Callable[[bool], Work]
 
-# So many of the latest works are kept; see Note [A work that only C++ holds].
+# The number of latest works that are kept; see Note [A work that only C++ holds].
 _WORKS_KEPT = 64
-# Of works that nobody waits for, so many are kept.
+# The number of works that are kept although nobody waits for them.
 _UNASKED_KEPT = 1024
 
-# These concern two ranks, and are not counted: the ranks' counts would differ.
+# These calls concern only two ranks. They are not counted, because the counts of ranks would differ.
 _TRANSFERS = frozenset({"send", "recv", "recvAnySource"})
 
-# What a call that has finished returns: torch asks it for nothing but `wait`.
+# The result of a call that has finished: torch only calls its `wait`.
 _FINISHED = TorchSideWork(FinishedWork([]))
 
 
 class CallIssuer(dist.ProcessGroup):
-    """Issues collectives on the group of ours, `syncline_group`, and gives torch its works.
+    """Issues collectives on our group `syncline_group`, and returns works to torch.
 
     Note [A work that only C++ holds]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Within `join(divide_by_initial_world_size=False)` torch's DDP hands the work of an all-reduce of one number to its reducer,
-    which waits for it in backward. Nobody in Python holds it then, and C++ keeps only its half of a work, whose `wait` would
-    never return. So the group holds the latest works of this kind.
+    Within `join(divide_by_initial_world_size=False)`, torch's DDP passes the work of an all-reduce of one number to its
+    reducer, which waits for it in backward. Then no Python code holds the work. C++ keeps only the C++ half of the work, and
+    the `wait` of this half would never return. So the group holds the latest works of this kind.
 
-    In torch 2.6 the same goes for every work that C++ gets, and C++ may wait for one long after others. So there the group
-    holds each work until it is waited for or asked for its future, and the latest of these a little longer: C++ may do both.
+    In torch 2.6 this is true for every work that C++ gets, and C++ may wait for a work much later than for others. So with
+    torch 2.6 the group holds each work until it is waited for or asked for its future. It holds the latest of these a little
+    longer, because C++ may do both.
 
     Args:
-        ours: the group.
+        ours: our group.
         backend_name: the name under which torch knows the backend.
     """
 
@@ -69,13 +70,14 @@ class CallIssuer(dist.ProcessGroup):
         timeout: timedelta | None = None,
         seen: Callable[[], Seen] | None = None,
     ) -> dist.Work:
-        if isinstance(opts, timedelta):  # in the place of the options, as some of torch's forms have it
+        if isinstance(opts, timedelta):  # some of torch's overloads have the time limit in place of the options
             opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
         starts_only = is_async or limit_s is not None or self._coalesced is not None
         if modes_active() or jit_trace() is not None:
-            # What is coalesced is waited for without its own work, which would copy the results.
+            # Inside coalescing, nobody waits for a call's own work, which would copy a watched call's results. So issue it
+            # unseen.
             shown = None if seen is None or self._coalesced is not None else seen()
             work = watched.issue(self, title, shown, lambda: self._issued(title, inputs, issue, starts_only))
         else:
@@ -94,7 +96,7 @@ class CallIssuer(dist.ProcessGroup):
         return _FINISHED
 
     def _held(self, work: Work, limit_s: float | None) -> TorchSideWork:
-        """A work of torch's that lives on where only C++ holds it."""
+        """A torch work that stays alive even if only C++ holds it."""
 
         def asked(one: TorchSideWork) -> None:
             self._kept.append(one)
@@ -117,13 +119,13 @@ class CallIssuer(dist.ProcessGroup):
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """From here on, what is issued is one work for whoever waits. It is issued at once all the same."""
+        """Join all calls from here on into one work. Each call is still issued at once."""
         if self._coalesced is not None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} was started before; end that first")
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """The work of all that was issued since `_start_coalescing`."""
+        """The work of all calls since `_start_coalescing`."""
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} ends, but was not started")

@@ -1,8 +1,8 @@
-"""Operators that compiled programs call on a group by its name, and that C++ does not hand to a group in Python.
+"""Operators that compiled programs call on a group by its name, and that C++ does not pass to a group in Python.
 
-torch.compile makes functional operators of collectives. Most reach our groups. Three end at the group's C++ backend instead, of
-which ours have none: those that write into a given tensor (the compiler's bucketing of FSDP makes them), and batches of
-transfers. A kernel of ours stands before torch's own for these three; it hands calls on groups that are not ours to torch's.
+torch.compile turns collectives into functional operators. Most of them reach our groups. Three go to the group's C++ backend
+instead, which our groups do not have: two that write into a given tensor (the compiler's bucketing of FSDP makes them), and
+batches of transfers. For these three we register our own kernel before torch's. It passes calls on other groups to torch's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _served: dict[str, torch.library.Library] = {}
 
 
 def serve(device_types: frozenset[str]) -> None:
-    """Serve the operators for tensors on these devices, from now on. A second call is harmless.
+    """Serve the operators for tensors on these devices, from now on. A second call does nothing.
 
-    Without `get_kernel` of torch.library, torch's own stay, and say that there is no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay, and raise an error that there is no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):
@@ -33,14 +33,14 @@ def serve(device_types: frozenset[str]) -> None:
         library: Any = torch.library.Library(_OPERATORS, "IMPL")  # type: ignore[no-untyped-call]
         _served[device] = library
         for name, ours in _KERNELS.items():
-            if not hasattr(torch.ops._c10d_functional, name):  # torch 2.10 has no batches, so no program calls one
+            if not hasattr(torch.ops._c10d_functional, name):  # torch 2.10 has no operator for batches
                 continue
             torchs = torch.library.get_kernel(f"{_OPERATORS}::{name}", device.upper())
             library.impl(name, partial(_either, ours, torchs), device.upper(), with_keyset=True)
 
 
 def _either(ours: Callable[..., Any], torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call our kernel, if the group, the last argument, is ours."""
+    """Call our kernel if the group (the last argument) is ours, else torch's."""
     *rest, named = args
     group = group_named(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
     if isinstance(group, CallIssuer):
@@ -59,9 +59,9 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """The input, copied if it shares memory with the output in another way than as this rank's part.
+    """The input, or a copy if it shares memory with the output but is not exactly this rank's part.
 
-    The compiler keeps programs on disk, and a rank may find there what another rank has compiled, with the part of that one.
+    The compiler caches programs on disk. A rank may find the program of another rank, with the other rank's part in it.
     """
     part, block = (tensor, out) if tensor.numel() < out.numel() else (out, tensor)
     return tensor if checks.not_own_part(part, block, group.rank()) is None else tensor.clone()
@@ -79,7 +79,7 @@ def _batch_p2p_ops(
 
 
 def _registered(result: torch.Tensor, work: dist.Work) -> torch.Tensor:
-    """The result, for which torch's `wait_tensor` waits."""
+    """Let torch's `wait_tensor` of the result wait for the work. Returns the result."""
     register_work(result, work.wait)
     return result
 

@@ -1,4 +1,4 @@
-"""monitored_barrier on torch's groups, which torch itself offers on Gloo's only."""
+"""monitored_barrier for all groups of torch.distributed; torch itself has it only for Gloo groups."""
 
 from __future__ import annotations
 

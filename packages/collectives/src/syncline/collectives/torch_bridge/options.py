@@ -1,4 +1,4 @@
-"""What torch.distributed says in the options of a call, in our words."""
+"""Translate the options of torch.distributed's calls to our arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..reduce_op import ReduceOp, Reduction, from_torch
 
 
 def reduction_of(options: Any) -> Reduction:
-    """The reduction that options (or a reduction of torch's in their place) name; SUM without any.
+    """The reduction in the options, or in torch's reduction in their place; SUM for None.
 
     Raises:
         InvalidArgumentError: we have no such reduction.
@@ -28,22 +28,22 @@ def reduction_of(options: Any) -> Reduction:
 
 
 def word(reduction: Reduction) -> str | None:
-    """What torch's functional operators call a reduction; None if they have no word for it."""
+    """The word of torch's functional operators for a reduction; None if they have none."""
     return reduction.value if isinstance(reduction, ReduceOp) else None
 
 
 def root_of(options: Any) -> int:
-    """The root that options (or a number in their place) name; 0 without any."""
+    """The root in the options, or the number in their place; 0 for None."""
     if options is None:
         return 0
     return options if isinstance(options, int) else int(options.rootRank)
 
 
 def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str) -> None:
-    """Refuse a root tensor other than the first: each process has one device, and one tensor.
+    """Refuse a root tensor other than the first, because each process has only one device and one tensor.
 
     Raises:
-        InvalidArgumentError: the options name another one.
+        InvalidArgumentError: the options name another tensor.
     """
     index = getattr(options, "rootTensor", 0)
     if not 0 <= index < len(tensors):
@@ -51,14 +51,14 @@ def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str)
 
 
 def time_limit_s(timeout: timedelta | None) -> float | None:
-    """A time limit of torch's in seconds; None if it stands for the group's own (torch then says zero or less)."""
+    """The time limit in seconds; None if it is zero or negative, with which torch means the group's own limit."""
     if timeout is None or timeout.days < 0 or not timeout:
         return None
     return timeout.total_seconds()
 
 
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a call: torch's groups take one tensor, or a list of those of several devices."""
+    """The tensors of a call as a list. torch's groups take one tensor, or a list with one tensor for each device."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
@@ -66,7 +66,7 @@ def some(tensors: Any, call: str) -> list[Any]:
     """The entries of a list.
 
     Raises:
-        InvalidArgumentError: there are none.
+        InvalidArgumentError: the list is empty.
     """
     entries = list(tensors)
     if not entries:
@@ -75,10 +75,10 @@ def some(tensors: Any, call: str) -> list[Any]:
 
 
 def only(tensors: Any, what: str) -> Any:
-    """The one entry of a list for several devices of one process, of which we serve one.
+    """The only entry of a list that has one entry for each device of a process. We serve one device in each process.
 
     Raises:
-        InvalidArgumentError: there are more, or none.
+        InvalidArgumentError: the list has more entries, or none.
     """
     if len(tensors) != 1:
         raise InvalidArgumentError(f"expected one {what}, for one device in each process, found {len(tensors)}")

@@ -1,4 +1,4 @@
-"""Making our backends known to torch.distributed, which happens when this is imported."""
+"""Register our backends with torch.distributed. Importing this module does it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .torch_process_group import TorchProcessGroup
 
 OLDEST_TORCH = (2, 6)
 
-#: For each name that torch.distributed learns: our backend (None: one for each device) and the devices it may serve.
+#: For each name that we register: our backend (None: one backend for each device) and the devices that it may serve.
 BACKENDS: dict[str, tuple[str | None, list[str]]] = {
     "syncline-mpi": ("mpi", ["cpu", "cuda"]),
     "syncline-nccl": ("nccl", ["cuda"]),
@@ -30,7 +30,7 @@ SCHEME = "mpi"
 
 
 def register() -> None:
-    """Register the backends "syncline-mpi", "syncline-nccl" and "syncline", and the scheme "mpi://". A second call is harmless.
+    """Register the backends "syncline-mpi", "syncline-nccl" and "syncline", and the scheme "mpi://". May be called again.
 
     Raises:
         BackendUnavailableError: torch has no torch.distributed, or is too old.
@@ -48,7 +48,7 @@ def check_torch(version: str, *, is_available: bool) -> None:
     """Refuse a torch that cannot hold a group of ours. A pure function.
 
     Raises:
-        BackendUnavailableError: it is too old, or was built without torch.distributed.
+        BackendUnavailableError: torch is too old, or was built without torch.distributed.
     """
     if not is_available:
         raise BackendUnavailableError("this build of torch has no torch.distributed; install one of torch's standard wheels")
@@ -61,11 +61,11 @@ def check_torch(version: str, *, is_available: bool) -> None:
 
 
 def devices_there(devices: list[str]) -> list[str]:
-    """Those of the devices that this machine has: torch's libraries take the word of a backend, and make tensors on them.
+    """The devices that this machine has. torch's libraries make tensors on each device that a backend names.
 
-    A backend that serves CUDA alone keeps it: without a device there is nothing else that it could be asked for.
+    A backend that serves only CUDA keeps it, also on a machine without a CUDA device.
     """
-    # The count asks the driver's library, and starts CUDA only where that library is missing: forked children can still use it.
+    # Counting does not start CUDA if the driver's library is present, so forked children can still use CUDA.
     has_cuda = torch.cuda.device_count() > 0
     return [device for device in devices if device != "cuda" or has_cuda] or devices
 
@@ -76,21 +76,21 @@ def _register_backend(name: str, backend: str | None, devices: list[str]) -> Non
         _check_ours(known, f"backend '{name}'")
         return
     creator = partial(create, name, backend, devices)
-    # torch takes the first name that comes for a device as its default, unless there is one: cpu and cuda have theirs.
+    # The first backend registered for a device becomes torch's default. This does not happen here: cpu and cuda have defaults.
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
 
 
 def _decline_flight_recorder() -> None:
-    """Tell torch 2.15 and later not to attach its flight recorder: it asks a C++ backend for the group's name, and fails.
+    """Tell torch 2.15 and later not to attach its flight recorder, which needs a C++ backend, and fails without one.
 
-    The set is private to torch. Without it (older torch) there is nothing to decline.
+    The set is private to torch. An older torch lacks it, and attaches no recorder.
     """
     recorded_elsewhere: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded_elsewhere.update(BACKENDS)
 
 
 def _close_when_torch_destroys() -> None:
-    """Let `destroy_process_group` of torch 2.6 end our groups, too: there it ends NCCL's only."""
+    """Let `destroy_process_group` of torch 2.6 end our groups, too. By itself it only ends NCCL's groups."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):
@@ -98,11 +98,11 @@ def _close_when_torch_destroys() -> None:
             return True
         return False
 
-    end_groups_by(shut_down)  # a newer torch asks each group itself
+    end_groups_by(shut_down)  # a newer torch calls `shutdown` of each group itself
 
 
 def _register_scheme() -> None:
-    torchs = import_module("torch.distributed.rendezvous")  # whose name in torch.distributed is that of a function
+    torchs = import_module("torch.distributed.rendezvous")  # not by attribute: torch.distributed.rendezvous is a function
     handlers: dict[str, Any] = torchs._rendezvous_handlers
     if SCHEME in handlers:
         _check_ours(handlers[SCHEME], f"rendezvous scheme '{SCHEME}://'")

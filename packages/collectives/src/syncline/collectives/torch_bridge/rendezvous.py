@@ -1,4 +1,4 @@
-"""The rendezvous scheme mpi://, where the ranks of torch.distributed find one another through MPI. No port is opened."""
+"""The rendezvous scheme mpi://: the ranks of torch.distributed find each other through MPI. It opens no port."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _numbers = itertools.count()  # the same on all ranks
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """What torch calls for ``init_method="mpi://"``: yields a store, this process's rank and the number of ranks.
+    """Called by torch for ``init_method="mpi://"``. Yields a store, this process's rank and the number of ranks.
 
-    Without a launcher the process is alone. torch puts the `rank` and `world_size` that its caller gave into the URL.
+    Without a launcher the process is alone. torch puts the caller's `rank` and `world_size` into the URL.
 
     Raises:
-        InvalidArgumentError: the URL says more than "mpi://".
-        LaunchError: no MPI launcher started this process, or what was asked for contradicts it.
+        InvalidArgumentError: the URL has anything after "mpi://".
+        LaunchError: no MPI launcher started this process, or `rank` or `world_size` contradicts the launcher.
     """
     rank, world_size = _asked_for(url)
     launch = take_launch(os.environ)
@@ -49,7 +49,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
 
 
 def _asked_for(url: str) -> tuple[int, int]:
-    """The rank and the world size in an URL such as "mpi:?rank=0&world_size=2"; -1 where there is none."""
+    """The rank and the world size in a URL such as "mpi:?rank=0&world_size=2"; -1 if there is none."""
     parts = urlsplit(url)
     if parts.netloc or parts.path.strip("/"):
         raise InvalidArgumentError(f"expected 'mpi://' and nothing after it (MPI knows where the ranks are), found {url!r}")
@@ -81,11 +81,11 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
 
 
 def store_over(group: ProcessGroup) -> dist.Store:
-    """A store for the ranks of a group, which goes on with its own work. A collective."""
+    """A store for the ranks of a group that is also used for other calls. A collective."""
     if group.size == 1:
         return dist.HashStore()
     met_in = group.meeting_store()
-    if met_in is not None:
+    if met_in is not None:  # a part of the store where the ranks met; else a `GroupStore`, which needs a group of its own
         return dist.PrefixStore(f"torch/{next(_numbers)}", met_in)
     part = group.split(0)
     assert part is not None
@@ -93,7 +93,7 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """A store for the ranks of a group that has no other use."""
+    """A store for the ranks of a group that is not used for anything else."""
     if not _open:
         atexit.register(close_stores)
     store = GroupStore(group, timeout_s)
@@ -102,6 +102,6 @@ def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
 
 
 def close_stores() -> None:
-    """Close what earlier calls left open; all ranks do."""
+    """Close the stores that earlier calls have opened. All ranks call it."""
     while _open:
         _open.pop().close()

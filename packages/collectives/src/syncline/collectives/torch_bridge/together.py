@@ -1,4 +1,4 @@
-"""An all-reduce of several tensors of each rank, which torch's groups reduce together, into one result."""
+"""An all-reduce of several tensors on each rank into one result, as torch's groups do it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from .options import some
 
 
 def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
-    """Combine all tensors of all ranks, as if each were of another rank; every one is overwritten with the result.
+    """Combine all tensors of all ranks, as if each tensor came from another rank. Every tensor gets the result.
 
-    It is what C++ groups mean by several tensors: one for each device of a process. `all_reduce_coalesced` keeps them apart.
+    torch's C++ groups treat several tensors so: one tensor for each device of a process. `all_reduce_coalesced`, in contrast,
+    reduces each tensor separately.
 
     Args:
-        group: all its ranks call, with equally many tensors.
-        tensors: alike in shape and dtype.
+        group: our group; all its ranks call, with the same number of tensors.
+        tensors: tensors of the same shape and dtype.
         op: a reduction that does not scale.
 
     Raises:
-        InvalidArgumentError: there is no tensor, they are not alike, or the reduction scales (AVG, PREMUL_SUM).
+        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction scales (AVG, PREMUL_SUM).
     """
     tensors = resolved(some(tensors, "allreduce"))
     if has_fakes(tensors):

@@ -1,6 +1,6 @@
-"""Torch's collectives that reduce, copy, gather and scatter, on a group of ours."""
+"""torch's collectives that reduce, copy, gather and scatter, on a group of ours."""
 
-# Each method takes what several overloads of torch's take, and has its older name beside the newer one.
+# Each method accepts the arguments of several overloads of torch, and also has its older name.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _AT_ONCE_S = 1e-3
 
 
 class TorchCollectives(CallIssuer):
-    """What torch calls with one tensor of each rank, with one for each rank on one side, or with none."""
+    """torch's collectives with one tensor on each rank, with one tensor for each rank on one side, or without a tensor."""
 
     # ---- one tensor on each rank ----
 
     @disable_dynamo
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> dist.Work:
-        """Combine the tensors of all ranks, in place; if a rank has several, these too: all end with the same values."""
+        """Combine the tensors of all ranks, in place. Several tensors of one rank are combined, too, and all get the result."""
         reduction = reduction_of(opts if op is None else op)
         mine = listed(tensors)
         if len(mine) != 1:
@@ -51,7 +51,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine many tensors, in one collective for each dtype."""
+        """Combine many tensors, with one collective for each dtype."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",
@@ -106,7 +106,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Give every rank the tensors of all ranks, in one tensor; the input may be a part of it."""
+        """Give every rank the tensors of all ranks, in one tensor. The input may be a part of it."""
         group = self.syncline_group
         return self._issue(
             "_all_gather_base",
@@ -131,7 +131,7 @@ class TorchCollectives(CallIssuer):
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several `all_gather_single`."""
+        """Do several `all_gather_single`."""
         group, pairs = self.syncline_group, list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
@@ -171,7 +171,7 @@ class TorchCollectives(CallIssuer):
         *,
         root: int | None = None,
     ) -> dist.Work:
-        """Give each rank its tensor of the root's list."""
+        """Give each rank its tensor from the root's list."""
         group, tensor = self.syncline_group, only(listed(output_tensors), "output")
         source = root_of(opts) if root is None else root
         inputs = _rows(input_tensors) if group.rank == source else None
@@ -196,7 +196,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Combine the tensors of all ranks and give rank r the r-th part of the result."""
+        """Combine the tensors of all ranks, and give rank r the r-th part of the result."""
         group, reduction = self.syncline_group, reduction_of(opts)
         return self._issue(
             "_reduce_scatter_base",
@@ -210,7 +210,7 @@ class TorchCollectives(CallIssuer):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several `reduce_scatter_single`."""
+        """Do several `reduce_scatter_single`."""
         group, reduction, pairs = self.syncline_group, reduction_of(opts), list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
@@ -233,7 +233,7 @@ class TorchCollectives(CallIssuer):
         return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks that do not come. A limit of zero waits for nobody; a negative one is the group's."""
+        """A barrier that names missing ranks. A limit of zero does not wait; a negative limit means the group's limit."""
         waits_for_nobody = timeout is not None and not timeout
         limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
         monitored_barrier(self.syncline_group, limit_s, wait_all_ranks)
@@ -241,7 +241,7 @@ class TorchCollectives(CallIssuer):
     def _reduced_together(self, tensors: list[torch.Tensor], reduction: Any) -> Work:
         return _there(all_reduce_coalesced(tensors, reduction, self.syncline_group, async_op=True))
 
-    # What torch called them before it renamed them, and C++ calls still.
+    # torch's older names, which C++ still calls.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -249,12 +249,12 @@ class TorchCollectives(CallIssuer):
 
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
-    """The tensors for all ranks, from a list of them or a list of such lists for several devices."""
+    """The tensors for all ranks, from a list of tensors or from a list with one such list for each device."""
     some(tensors, "this collective")
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)
 
 
 def _there(work: Work | None) -> Work:
-    assert work is not None  # it was asked for
+    assert work is not None  # because the call had async_op=True
     return work

@@ -1,6 +1,6 @@
-"""Torch's transfers in which a rank says what goes to which other rank, on a group of ours."""
+"""torch's all-to-all, sends and receives, on a group of ours."""
 
-# Each method takes what several overloads of torch's take, and has its older name beside the newer one.
+# Each method accepts the arguments of several overloads of torch, and also has its older name.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .watched import Seen
 
 
 class TorchExchanges(CallIssuer):
-    """What torch calls with a tensor for each rank on both sides, and between two ranks."""
+    """torch's collectives with a tensor for each rank on both sides, and its transfers between two ranks."""
 
     # ---- one tensor for each rank on both sides ----
 
@@ -34,7 +34,7 @@ class TorchExchanges(CallIssuer):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Send a part of the rows to each rank, and receive rows from each; without sizes the same number."""
+        """Send a part of the rows to each rank, and receive rows from each. Without sizes, all parts are equal."""
         group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
         return self._issue(
             "all_to_all",
@@ -53,7 +53,7 @@ class TorchExchanges(CallIssuer):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Send a tensor to each rank and receive one from each."""
+        """Send a tensor to each rank, and receive a tensor from each rank."""
         group = self.syncline_group
         return self._issue(
             "all_to_all",
@@ -79,7 +79,7 @@ class TorchExchanges(CallIssuer):
 
     @disable_dynamo
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
-        """Begin to receive a tensor from any rank; the work's `source_rank` says from which."""
+        """Begin to receive a tensor from any rank. The work's `source_rank` names the sender."""
         group, tensor = self.syncline_group, only(tensors, "tensor")
         return self._issue("recvAnySource", [tensor], lambda _: group.recv(tensor, None, tag, async_op=True))
 
@@ -89,7 +89,7 @@ class TorchExchanges(CallIssuer):
 def _splits(
     output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
 ) -> tuple[list[int] | None, ...]:
-    """The rows from and to each rank; None if the tensors do not fit, so that the group says what is wrong."""
+    """The numbers of rows from and to each rank; None if the tensors do not fit, so that the group itself raises the error."""
     if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
         return None, None
     both = ((output, sizes[0]), (input, sizes[1]))

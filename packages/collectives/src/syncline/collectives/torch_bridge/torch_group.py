@@ -1,4 +1,4 @@
-"""Any torch.distributed process group seen as one of ours."""
+"""Any torch.distributed process group as one of ours."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ _TORCH_OP: dict[ReduceOp, Any] = {
     ReduceOp.BXOR: dist.ReduceOp.BXOR,
 }
 
-# What torch's CPU groups reduce only in another dtype: halves to round once, int16 and bool because Gloo has neither.
+# Dtypes that torch's CPU groups must reduce as another dtype: halves, to be rounded once; int16 and bool, which Gloo lacks.
 _REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32), **dict.fromkeys(BOOL, torch.uint8)}
 
-# In a ring of float32 a rank sends less than 8 bytes for each half; its halves to every other rank are 2 bytes for each.
+# With fewer ranks, sending one's halves to every other rank (2 bytes each) is cheaper than a ring of float32 (up to 8 bytes).
 _RING_FROM_RANKS = 4
 
 
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
-    """A torch.distributed group as one of ours: the group itself that `torch_backend` has put under it, else a `TorchGroup`.
+    """A torch.distributed group as one of ours: our own group if `torch_backend` made it, else a new `TorchGroup`.
 
     Args:
         torch_group: torch's default group if None.
 
     Raises:
-        MisuseError: there is no default group.
+        MisuseError: torch has no default group.
     """
     if torch_group is None:
         torch_group = dist.group.WORLD
@@ -64,9 +64,9 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 class TorchGroup(ProcessGroup):
     """Issues each collective at once, on the caller's thread, on a torch.distributed group.
 
-    The order of collectives is therefore torch's: the order of the calls. A collective that is issued from a future's
-    callback has no defined place among those of other threads; `GlooBackend` puts `HostGroup` around this class to give it
-    one. Closing it leaves the torch group alone, which belongs to whoever made it.
+    So the order of collectives is torch's: the order of the calls. A collective that is issued from a future's callback has no
+    defined place among collectives of other threads. (`GlooBackend` puts `HostGroup` around this class to define the place.)
+    Closing this group does not close the torch group, which belongs to its creator.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TorchGroup(ProcessGroup):
     ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
-        self._marks_said, self._marks_compared = 0, 0  # how many
+        self._marks_said, self._marks_compared = 0, 0  # numbers of marks
         self._marks_digest = 0
         self._latest_mark = ""
 
@@ -95,36 +95,36 @@ class TorchGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """All that torch may serve; the torch group itself refuses those that it does not."""
+        """The CPU and CUDA. The torch group itself refuses devices that it does not serve."""
         return frozenset({"cpu", "cuda"})
 
     @property
     def profiled_as(self) -> None:
-        """Nobody: torch shows its own."""
+        """None: torch itself shows the calls in the profile."""
 
     def describe(self) -> str:
         """The torch group's own name and torch's version."""
         return f"torch.distributed {self.torch_group.name()} of torch {torch.__version__}"
 
     def close(self) -> None:
-        """Nothing: the torch group is its maker's."""
+        """Do nothing: the torch group belongs to its creator."""
 
     def abort(self) -> None:
-        """Nothing: the torch group is its maker's."""
+        """Do nothing: the torch group belongs to its creator."""
 
     # ---- agreement ----
 
     @contextmanager
     @override
     def marked(self, mark: str) -> Iterator[None]:
-        """As the base says; nothing else is compared here, where calls are torch's."""
+        """As `ProcessGroup.marked`. `agree_on_calls` compares only the marks here, because torch makes the calls."""
         self._marks_said += 1
         self._latest_mark, self._marks_digest = mark, crc32(f"{mark}\n".encode(), self._marks_digest)
         yield
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the marks since the last time, by an all_reduce of 16 bytes, if torch's group has a backend for the CPU."""
+        """Compare the marks since the last comparison, by an all_reduce of 16 bytes. Needs a backend for the CPU."""
         if self.size == 1 or self._marks_said == self._marks_compared or not self._serves_cpu():
             return None
         self._marks_compared = self._marks_said
@@ -281,7 +281,7 @@ class TorchGroup(ProcessGroup):
     # ---- shared ----
 
     def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
-        """Whether all ranks' halves are fewer bytes on the wire than a ring of float32, `8 * (size - 1) / size` for each."""
+        """Whether exchanging halves sends fewer bytes than a ring of float32, which sends `8 * (size - 1) / size` for each."""
         return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
 
     def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
@@ -290,7 +290,7 @@ class TorchGroup(ProcessGroup):
         return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
 
     def _swapped(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """All ranks' tensors, flat, in rank order; less copying in torch than its all-gather does."""
+        """All ranks' tensors, flat, in rank order. torch copies less here than in its all-gather."""
         wire = in_plain_order(tensor).view(-1)
         received = wire.new_empty(self.size - 1, wire.numel())
         counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]
@@ -334,14 +334,14 @@ class TorchGroup(ProcessGroup):
 
 
 def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
-    """Whether the real numbers of a complex one can be reduced instead, and not-a-number reaches all ranks."""
+    """Whether torch's reduction is right: for complex numbers by their real parts, and with not-a-number on all ranks."""
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return not tensor.is_floating_point()
     return op is not ReduceOp.PRODUCT or not tensor.is_complex()
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """The tensor as torch's CPU groups can reduce it: itself, if it lies in plain order and its dtype is among theirs."""
+    """The tensor in a form that torch's CPU groups can reduce: itself, if it is contiguous and torch has its dtype."""
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain
     wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))
@@ -353,7 +353,7 @@ def _reduce_flat(op: Reduction, terms: Sequence[torch.Tensor], into: torch.Tenso
 
 
 def _begun(begin: Callable[[], Any]) -> Any:
-    """What torch returns of a transfer: Gloo refuses to begin one with a rank whose connection is broken."""
+    """Begin a transfer, and turn torch's error into ours. Gloo raises if the connection to the other rank is broken."""
     try:
         return begin()
     except RuntimeError as error:

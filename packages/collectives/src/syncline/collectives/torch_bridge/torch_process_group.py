@@ -1,6 +1,6 @@
-"""One of our process groups seen as one of torch.distributed's."""
+"""One of our process groups as a process group of torch.distributed."""
 
-# Each method takes what several overloads of torch's take, and has its older name beside the newer one.
+# Each method accepts the arguments of several overloads of torch, and also has its older name.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ _NO_TIME = timedelta(milliseconds=1)
 
 
 class TorchProcessGroup(TorchCollectives, TorchExchanges):
-    """Hands every call to the group of ours underneath, `syncline_group`, with the options in our words.
+    """Passes every call to our group `syncline_group`, with torch's options translated.
 
     Note [A group that torch can hold]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    * torch's Python functions call these methods by their names here. C++ (the reducer of torch's DDP, functional
-      collectives) calls some of them through pybind: those of `all_reduce`, `broadcast`, the gathers and scatters of lists and
-      of coalesced tensors, `all_to_all_single`, `send`, `recv` and `barrier`; no other is reached from there.
-    * Some have two names, as torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
-    * C++ keeps only its half of the object. torch's table of groups keeps this half, until the group is destroyed.
-    * The base class keeps a group's name in its C++ backends, of which there are none here; hence `getGroupName` and the like,
-      the names that C++ looks for.
-    * `asyncOp` (absent from old versions) says that nobody will see the work: then the call ends when the collective has.
+    * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) calls some
+      of them through pybind: `all_reduce`, `broadcast`, the gathers and scatters of lists and of coalesced tensors,
+      `all_to_all_single`, `send`, `recv` and `barrier`. It cannot reach others.
+    * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
+    * C++ keeps only the C++ half of the object. torch's table of groups keeps the Python half, until the group is destroyed.
+    * The base class stores a group's name in its C++ backends, which our groups do not have. So this class has `getGroupName`
+      and the like, with the names that C++ looks for.
+    * If the option `asyncOp` is false, nobody will see the work, and the call returns when the collective has finished. Old
+      versions do not have this option.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
         self._asked_as = backend_name
         self._store = store
         self._on_close = on_close
-        self._is_shared = is_shared  # the script's: it ends it
+        self._is_shared = is_shared  # the script owns the group, and closes it
         self._group_name = ""
         self._group_description = "undefined"
 
@@ -71,7 +72,7 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> TorchProcessGroup | None:
-        """A group of some ranks of this one; None on the others. Only the new group's members need call it."""
+        """Make a group of some ranks of this one. Returns None on other ranks, which need not call it."""
         if self.rank() not in new_ranks:
             return None
         limit_s = time_limit_s(timeout) or time_limit_s(getattr(opts, "_timeout", None))
@@ -82,42 +83,42 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
         made.setGroupDesc(group_desc or "undefined")
         return made
 
-    # ---- what torch asks a group ----
+    # ---- torch's questions to a group ----
 
     @disable_dynamo
     def name(self) -> str:
-        """The name under which the script has asked for the backend."""
+        """The name of the backend that the script has asked for."""
         return self._asked_as
 
     _get_backend_name = name
 
     @disable_dynamo
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The name under which the backend is registered. C++ would look for the group of its own of any other name."""
+        """The name under which the backend is registered. For another name, C++ would look for a group of its own."""
         return self._backend_name
 
     def go_by(self, name: str) -> None:
-        """Answer to another name: `syncline run` gives a script this group for its "gloo"."""
+        """Report another name from now on: `syncline run` gives this group to a script that asks for "gloo"."""
         self._asked_as = name
 
     @disable_dynamo
     def getGroupName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """Torch's name for this group, unique among the groups of a job."""
+        """The name that torch gives this group, unique among the groups of a job."""
         return self._group_name
 
     @disable_dynamo
     def setGroupName(self, name: str) -> None:  # noqa: N802 - the name that C++ looks for
-        """Torch's name for this group."""
+        """Set torch's name for this group."""
         self._group_name = name
 
     @disable_dynamo
     def getGroupDesc(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """What its maker said of it."""
+        """The description of this group."""
         return self._group_description
 
     @disable_dynamo
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - the name that C++ looks for
-        """What its maker says of it."""
+        """Set the description of this group."""
         self._group_description = desc
 
     _set_group_name = setGroupName
@@ -137,24 +138,24 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
         return TorchBackendShim(self)
 
     def get_group_store(self) -> dist.Store:
-        """Where the ranks of this group may meet."""
+        """The store in which the ranks of this group may meet."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a collective may take from now on."""
+        """Set the time limit of collectives from now on."""
         self.syncline_group.set_timeout(seconds(timeout))
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: our groups count from 0 on every rank."""
+        """Do nothing: our groups count from 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has issued on this group: where ranks differ, one has left out a call."""
+        """How many collectives this rank has issued on this group. If ranks differ, a rank has left out a call."""
         return self._collectives_issued
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier in which rank 0 names the ranks that are missing. torch calls it on groups that go by "gloo".
+        """A barrier in which rank 0 names the missing ranks. torch calls it on groups that report the name "gloo".
 
-        A limit of zero means to torch that there is no time to wait at all.
+        For torch, a limit of zero means not to wait at all.
         """
         is_zero = timeout is not None and not timeout
         monitored_barrier(self.syncline_group, _NO_TIME if is_zero else timeout, wait_all_ranks)
@@ -162,9 +163,9 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
     # ---- the end ----
 
     def shutdown(self) -> None:
-        """Finish what was issued and close. All ranks call it; `destroy_process_group` does.
+        """Finish all calls and close. All ranks call it, through `destroy_process_group`.
 
-        While an exception is on its way through, nothing is waited for, as the other ranks may not come.
+        While an exception is being handled, it aborts instead of waiting, because the other ranks may not come.
         """
         if sys.exc_info()[0] is not None:
             self.abort()
@@ -176,7 +177,7 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
             self._closed()
 
     def abort(self) -> None:
-        """Give up without waiting for anything in flight."""
+        """Abort without waiting for calls in flight."""
         self.syncline_group.abort()
         self._closed()
 

@@ -1,19 +1,21 @@
-"""Collectives that a tool of torch's watches: what it sees of them, and what a traced program calls in their place.
+"""Show collectives to torch's tools, and let traced programs call them.
 
 Note [What tools see]
 ~~~~~~~~~~~~~~~~~~~~~
 A tool that watches torch's operators is a "dispatch mode", such as `CommDebugMode`, `DebugMode`, `make_fx` or `FakeTensorMode`.
-torch calls our groups without an operator, so a mode would not see them. While one is active, a call goes a longer way:
+torch calls our groups without an operator, so a mode would not see the calls. So while a mode is active, a call takes more
+steps:
 
-1. `issue` calls torch's functional operator for it, such as `_c10d_functional.all_reduce`, which the modes see and may record.
+1. `issue` calls torch's functional operator for the call, such as `_c10d_functional.all_reduce`. Modes see and may record it.
 2. The operator, in C++, calls the same method of our group again, with the modes switched off, on a tensor of its own. So the
-   ranks make the same calls whether a tool watches on some of them, on all or on none.
-3. Whoever waits copies the result to where the caller wants it.
+   ranks make the same calls, whether a tool watches on all ranks, on some, or on none.
+3. The thread that waits copies the result to the caller's tensor.
 
-A mode without values (a `FakeTensorMode`) ends a call at step 1. Other collectives have no functional operator: a `gather` runs
-with the modes switched off, unseen, and a tracer gets an error, as its program would leave the collective out.
+With a mode without values (a `FakeTensorMode`), a call ends after step 1. Other collectives, such as `gather`, have no
+functional operator. They run with the modes switched off, so modes do not see them; a tracer gets an error, because its program
+would lack the collective.
 
-Calls that no mode watches do not go this way: the operator and its copies cost more than a small collective.
+Calls without an active mode skip these steps: the operator and its copies cost more than a small collective.
 """
 
 from __future__ import annotations
@@ -36,15 +38,16 @@ from ..work import AnyFuture, FinishedWork, TensorsFuture, Work
 
 
 class Seen(NamedTuple):
-    """How a tool sees a call.
+    """The form in which a tool sees a call.
 
     Attributes:
         operator: the functional operator's name.
         inputs: the tensors that the call reads.
-        outputs: those that it overwrites, each the result for one input.
-        words: the operator's arguments between the tensors and the group's name; None among them: it has no word for one.
-        gathers: how many times as large an output is as its input: the number of ranks; None if the sizes are free.
-        scatters: the same the other way round.
+        outputs: the tensors that the call overwrites, one result for each input.
+        words: the operator's arguments between the tensors and the group's name. A None in it means that the operator cannot
+            express an argument.
+        gathers: an output must be this many times as large as its input (the number of ranks); None: any size.
+        scatters: an input must be this many times as large as its output (the number of ranks); None: any size.
     """
 
     operator: str
@@ -56,7 +59,7 @@ class Seen(NamedTuple):
 
 
 class _Here(threading.local):
-    """The works that groups issued on this thread for the operator that is being called."""
+    """The works that groups have issued on this thread while an operator is being called."""
 
     issued: list[Work] | None = None
 
@@ -65,7 +68,7 @@ _here = _Here()
 
 
 def note_issued(work: Work) -> None:
-    """A group has issued a call; perhaps an operator asked for it."""
+    """Note a work that a group has issued, in case an operator asked for it."""
     if _here.issued is not None:
         _here.issued.append(work)
 
@@ -75,9 +78,9 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
 
     Args:
         group: the `TorchProcessGroup`.
-        title: what messages call the collective.
-        seen: how a tool can see it, if it can.
-        issue_unseen: issues it as usual.
+        title: the collective's name in messages.
+        seen: the form in which a tool can see the call; None if there is none.
+        issue_unseen: issues the call as usual.
 
     Raises:
         InvalidArgumentError: an output has the wrong size.
@@ -97,7 +100,7 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
 
 
 def _is_known(name: str, group: object) -> bool:
-    """Whether operators find the group by its name: torch knows those that it made itself."""
+    """Whether operators find the group by its name. torch knows the names of groups that it made itself."""
     try:
         return group_named(name) is group
     except (RuntimeError, LookupError):
@@ -108,7 +111,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
     inputs, outputs = resolved(seen.inputs), resolved(seen.outputs)
     if seen.gathers or seen.scatters:
         _check_sizes(group, title, inputs, outputs, seen)
-        inputs = [tensor.reshape(-1) for tensor in inputs]  # the operators divide, and multiply, the first dimension
+        inputs = [tensor.reshape(-1) for tensor in inputs]  # flat, because the operators divide or multiply the first dimension
     issued: list[Work] = []
     _here.issued = issued
     try:
@@ -120,7 +123,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
 
 
 def _check_sizes(group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen) -> None:
-    """The operator makes results of the right size; the copy into an output of another size might stretch one in silence."""
+    """Check the sizes of outputs. Otherwise copying the operator's result into a larger output might broadcast it silently."""
     for tensor, output in zip(inputs, outputs, strict=True):
         large, small, what = (output, tensor, "output") if seen.gathers else (tensor, output, "input")
         problem = checks.not_times(large, small, seen.gathers or seen.scatters or 1, what)
@@ -137,19 +140,19 @@ def _called(operator: str, inputs: list[torch.Tensor], words: tuple[object, ...]
 
 
 class SeenWork(Work):
-    """The work of a call that went through an operator, whose results are copied by whoever waits.
+    """The work of a call that went through an operator. The thread that waits copies the results.
 
     Args:
-        issued: the work of our group; a finished one if nobody communicates.
-        outputs: the tensors of the caller.
-        results: those of the operator.
+        issued: the work of our group; a finished work if no rank communicates.
+        outputs: the caller's tensors.
+        results: the operator's tensors.
     """
 
     def __init__(self, issued: Work, outputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         self._issued = issued
         self._outputs = outputs
         self._results = results
-        self._lock = threading.Lock()  # the thread that completes the future copies as well
+        self._lock = threading.Lock()  # because the thread that completes the future may copy at the same time
 
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -158,7 +161,7 @@ class SeenWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is over; its result may still be copied, by `wait`."""
+        """Whether the collective is over. `wait` may still have to copy its result."""
         return self._issued.is_completed()
 
     def exception(self) -> BaseException | None:
@@ -170,7 +173,7 @@ class SeenWork(Work):
         return self._outputs
 
     def get_future(self) -> TensorsFuture:
-        """Completes when the results are copied."""
+        """A future that completes when the results are copied."""
 
         def deliver(done: AnyFuture) -> list[torch.Tensor]:
             done.value()
@@ -182,8 +185,8 @@ class SeenWork(Work):
     def _deliver(self) -> None:
         with self._lock:
             results, self._results = self._results, []
-            for result, output in zip(results, self._outputs, strict=False):  # or there are none left to copy
-                # A tracer records the wait, and the operators forget the work.
+            for result, output in zip(results, self._outputs, strict=False):  # empty if another thread has copied
+                # This lets a tracer record the wait, and the operators release the work.
                 there = torch.ops._c10d_functional.wait_tensor(result).view(output.shape)
                 with untracked() if output.is_inference() else torch.no_grad():
                     output.copy_(there)

@@ -1,4 +1,4 @@
-"""Our works seen as torch's."""
+"""Our works as works of torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .options import time_limit_s
 
 
 class TorchSideWork(dist.Work):
-    """One of our works, where torch wants one of its own.
+    """One of our works as a torch work.
 
-    C++ asks it for `wait` and `get_future` only; Python for the rest.
+    C++ calls only `wait` and `get_future`; Python also calls the other methods.
 
     Args:
-        ours: the work.
-        timeout_s: how long `wait` waits unless it is told otherwise; None: as the group says.
-        on_asked: called with this work, once, when somebody first waits for it or asks for its future.
+        ours: our work.
+        timeout_s: the time limit of `wait` without an argument, in seconds; None: the group's limit.
+        on_asked: called once, with this object, when it is first waited for or asked for its future.
     """
 
     def __init__(
@@ -42,23 +42,23 @@ class TorchSideWork(dist.Work):
         return self.ours.wait(self._timeout_s if limit_s is None else limit_s)
 
     def synchronize(self) -> None:
-        """The same as `wait`."""
+        """Call `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as `wait`, which on CUDA orders the stream."""
+        """Call `wait`, which on CUDA orders the stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has finished, well or badly."""
+        """Whether the collective has finished, with or without an error."""
         return self.ours.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it has finished well."""
+        """Whether the collective has finished without an error."""
         return self.ours.is_completed() and self.ours.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error with which it failed, or None."""
+        """The error with which the collective failed, or None."""
         return self.ours.exception()
 
     def result(self) -> list[torch.Tensor]:
@@ -66,10 +66,10 @@ class TorchSideWork(dist.Work):
         return self.ours.result()
 
     def source_rank(self) -> int:
-        """For a receive that has finished: the rank in the group that sent.
+        """The sender's rank in the group, for a receive that has finished.
 
         Raises:
-            InvalidArgumentError: it is no receive, or has not finished.
+            InvalidArgumentError: this is not a receive, or it has not finished.
         """
         source = self.ours.source_rank()
         if source is None:
@@ -80,11 +80,11 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def get_future(self) -> TensorsFuture:
-        """A future of the output tensors, which C++ takes as well; see Note [Futures that fail] in `work`."""
+        """A future of the output tensors that also works in C++; see Note [Futures that fail] in `work`."""
         self._asked()
         future = self.ours.get_future()
         if a_queue_runs_here():
-            return future  # the callback that asks may wait for it, which only a future of ours makes possible
+            return future  # inside a callback of ours: it may wait for the future, which works only with our own class
         return future_for_torch(future, self.ours.result())
 
     def _asked(self) -> None:
@@ -94,29 +94,29 @@ class TorchSideWork(dist.Work):
 
 
 class CoalescedWork(Work):
-    """What was issued between the start and the end of coalescing, as one work."""
+    """One work for all calls between the start and the end of coalescing."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait for each; a limit is for each of them."""
+        """Wait for all works. The time limit holds for each work."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all have finished."""
+        """Whether all works have finished."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """The first error among them."""
+        """The first error among the works, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[torch.Tensor]:
-        """The outputs of all, one after the other."""
+        """The outputs of all works, in their order."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> TensorsFuture:
-        """Completes when all have finished."""
+        """A future that completes when all works have finished."""
         return join_futures([work.get_future() for work in self._works], self.result())
