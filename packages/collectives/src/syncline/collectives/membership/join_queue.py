@@ -1,4 +1,4 @@
-"""JoinQueue: processes that came later wait, in a store, until the members of a group let them in."""
+"""JoinQueue: processes that start later wait in a store until the members of a group let them in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reconnector import Generation
 
 
 class JoinQueue:
-    """Where newcomers get a number, and leave word that they wait.
+    """The queue in which newcomers get a number and wait.
 
     Note [How a newcomer comes in]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -23,19 +23,19 @@ class JoinQueue:
         newcomer                                        members, in `admit`
         1. takes the next number (`add`)
         2. sets waiting/<its number>
-                                                        3. agree on who follows their generation (see below);
-                                                           the proposal has those that wait
-                                                        4. delete waiting/<number> of whom they let in, once for all
+                                                        3. agree on the next generation (see below);
+                                                           the proposal contains the waiting newcomers
+                                                        4. delete waiting/<number> of each newcomer that they let in
         5. reads the decisions, from generation 0 on,
-           until one names it; then all of them connect
+           until one names it; then all members connect
 
     Note [Who is left] in `membership_vote` says how the members agree. A newcomer that dies before step 3 is not proposed, if
-    it is on the machine of who proposes. One that dies later is a member that is lost: the next generation cannot connect, and
-    is called in its turn. It is not proposed again, because of step 4.
+    it is on the same machine as the proposing member. A newcomer that dies later is a lost member: the next generation cannot
+    connect, and the members vote again. Because of step 4, it is not proposed again.
 
     Args:
-        store: the one in which the members meet.
-        first_size: how many members the first generation had: theirs are the numbers below.
+        store: the store in which the members meet.
+        first_size: the number of members of the first generation. Newcomers get numbers from this one on.
     """
 
     def __init__(self, store: Store, first_size: int) -> None:
@@ -43,27 +43,27 @@ class JoinQueue:
         self._first_size = first_size
 
     def take_number(self) -> int:
-        """A number that no other process of the job has."""
+        """Take a number that no other process of the job has."""
         return self._first_size + self._store.add("newcomers", 1) - 1
 
     def waiting(self) -> list[int]:
-        """Those who wait, ascending; some may have ended."""
+        """The numbers of the waiting newcomers, ascending. Some may have ended."""
         if not self._store.check(["newcomers"]):
             return []
         numbers = range(self._first_size, self._first_size + int(self._store.get("newcomers")))
         return [number for number in numbers if self._store.check([_waiting(number)])]
 
     def leave(self, numbers: Iterable[int]) -> None:
-        """These do not wait any more. Any process may say it, more than one, too."""
+        """Remove newcomers from the queue. Any process may call it, also several for the same newcomer."""
         for number in numbers:
             self._store.delete_key(_waiting(number))
 
     def wait(self, me: int, silence_timeout_s: float, has_ended: HasEnded) -> Generation:
-        """The first generation with this newcomer.
+        """Wait until the members let this newcomer in. Returns the first generation with it.
 
         Raises:
             CollectiveTimeout: the members did not let it in within `silence_timeout_s` seconds.
-            RankLostError: they have all ended.
+            RankLostError: all members have ended.
         """
         self._store.set(_waiting(me), b"")
         known = Generation(0, tuple(range(self._first_size)), me)

@@ -1,4 +1,4 @@
-"""MembershipVote: the members of a group agree, in a store, on who is left, and on who comes in."""
+"""MembershipVote: in a store, the members of a group agree on the members of the next group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..stores import Store
 from ..stores.store import poll
 
 DECISION = "members"
-"""The key of what holds."""
+"""The key of the decision."""
 
 HasEnded = Callable[[int], bool]
 IsRunning = Callable[[int], bool]
@@ -24,31 +24,31 @@ def nobody() -> Sequence[int]:
 
 
 class MembershipVote:
-    """One agreement on who follows one generation of a group.
+    """One agreement on the members that follow one generation of a group.
 
     Note [Who is left]
     ~~~~~~~~~~~~~~~~~~
-    A *member* keeps its number for as long as the job runs; a *generation* is one group of members. For each generation the
-    store has keys of its own::
+    A *member* keeps its number as long as the job runs. A *generation* is one group of members. In the store, each generation
+    has its own keys::
 
         1. each survivor sets here/<its number>
-        2. it waits until each member has set its key or has certainly ended, at most `silence_timeout_s`; if more members run
-           and are silent then than have come, it is those that came who give up: perhaps only their connections broke, and
-           the others compute on
-        3. it proposes those that have set their keys, by one compare_set of the key "members"; the first proposal holds
-        4. it reads what holds. Who is not in it was given up, and ends itself
+        2. it waits until each member has set its key or has certainly ended, at most `silence_timeout_s`; if then more
+           members run but are silent than have come, the members that came give up: perhaps only their connections broke,
+           and the others still compute
+        3. it proposes the members that have set their keys, by one compare_set of the key "members"; the first proposal wins
+        4. it reads the decision. A member that is not in it was given up, and ends itself
 
-    Nothing is guessed: who has ended is known from the system (`process_identity`), and who is silent for too long is given up
-    by an agreement that it, too, reads when it comes back. Newcomers are added to the proposal (step 3), and read what holds.
-    There is one decision for a generation, whoever dies meanwhile, because there is one compare_set that wins. A member
-    that dies after step 1 may be in the decision; then the next generation cannot connect, and is called in its turn.
+    Nothing is guessed. The system tells which members have ended (`ProcessIdentity`). A member that is silent for too long is
+    given up by a decision, which it reads when it comes back. Newcomers are added to the proposal (step 3), and read the
+    decision, too. Each generation has exactly one decision, whichever members die meanwhile, because one compare_set wins. A
+    member that dies after step 1 may be in the decision; then the next generation cannot connect, and its members vote again.
 
     Args:
-        store: for this generation alone; it must outlive any member.
+        store: a store for this generation only; it must outlive every member.
         members: all members of the generation, in order.
         me: this process's number.
-        has_ended: whether a member has certainly ended; false if nobody knows.
-        is_running: whether a member certainly runs, and is not stopped; false if nobody knows, as of members on other hosts.
+        has_ended: whether a member has certainly ended; false if it is not known.
+        is_running: whether a member certainly runs and is not stopped; false if it is not known, as for other hosts.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class MembershipVote:
         self._is_running = is_running
 
     def agree(self, silence_timeout_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
-        """Those on whom all survivors agree, in the order of the members, newcomers behind. Every survivor calls it.
+        """Agree on the next members. Every survivor calls it, and gets the same result: the old order, then newcomers.
 
         Args:
-            silence_timeout_s: how long to wait for a member that is silent, in seconds.
-            newcomers: whom to propose beside the members; each survivor may say another thing, as one proposal holds.
+            silence_timeout_s: how long to wait for a silent member, in seconds.
+            newcomers: returns the newcomers to propose. Survivors may propose different ones, because only one proposal wins.
 
         Raises:
-            RankGivenUpError: the others have gone on without this member, or more of them run and are silent than have come.
+            RankGivenUpError: the others have gone on without this member, or more members run but are silent than have come.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")
@@ -91,7 +91,7 @@ class MembershipVote:
         return agreed
 
     def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
-        """Half are enough: the store has one decision, so two halves cannot both go on."""
+        """Give up if more members run but are silent than have come. Half is enough, because only one proposal can win."""
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):
             self._store.delete_key(f"here/{self._me}")

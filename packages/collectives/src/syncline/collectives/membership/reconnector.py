@@ -1,4 +1,4 @@
-"""Reconnector: from a group that lost members to the connection of those that are left."""
+"""Reconnector: connects the members that are left of a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..engine.transport import Transport
 from ..health.leaving import GroupLeavers
 
 MOST_ATTEMPTS = 4
-"""So often the same members try to connect before a shrink fails."""
+"""How often the same members try to connect before a shrink fails."""
 
 WAITING = -1
 """The number of a newcomer's generation."""
@@ -18,12 +18,12 @@ WAITING = -1
 
 @dataclass(frozen=True)
 class Generation:
-    """One group of members, all of whom know it by this number.
+    """One group of members. All of them use the same number for it.
 
     Attributes:
-        number: 0 for the group that the job began with; `WAITING` for that of a newcomer alone, who was not let in yet.
-        members: their numbers, in the order of their ranks.
-        me: this process's number among them.
+        number: 0 for the first group of the job; `WAITING` for the group of a newcomer that was not let in yet.
+        members: the members' numbers, in the order of their ranks.
+        me: this process's number as a member.
     """
 
     number: int
@@ -36,12 +36,12 @@ class Generation:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is that of a newcomer who was not let in yet."""
+        """Whether this is the generation of a newcomer that was not let in yet."""
         return self.number == WAITING
 
     @property
     def prefix(self) -> str:
-        """Of its keys in a store."""
+        """The prefix of this generation's keys in a store."""
         return f"generation{self.number}"
 
     @property
@@ -51,55 +51,55 @@ class Generation:
 
 
 class Reconnector(ABC):
-    """How the members of a group meet again; one for each backend.
+    """Lets the members of a group meet again. Each backend has its own class.
 
     Args:
-        generation: of the group as it is.
+        generation: the group's current generation.
     """
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
 
     def missing(self) -> str | None:
-        """What keeps the members from meeting again, in one sentence; None if nothing does."""
+        """Why the members cannot meet again, in one sentence; None if they can."""
         return None
 
     def missing_for_admit(self) -> str | None:
-        """What keeps newcomers from coming in, in one sentence; None if nothing does."""
+        """Why newcomers cannot come in, in one sentence; None if they can."""
         return "its members do not meet in a store; use backend 'gloo' with init_method='file:///shared/folder'"
 
     def newcomers(self) -> Sequence[int]:
-        """Those who wait to be let in."""
+        """The numbers of the newcomers that wait to be let in."""
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """As `shrink`, with those who wait, or the first so many of them. A newcomer calls it to wait.
+        """As `shrink`, but also let in waiting newcomers, at most `limit` of them. A newcomer calls it to wait.
 
         Raises:
             CollectiveTimeout: nobody let this newcomer in.
-            RankLostError: those who could have are all gone.
+            RankLostError: all members that could have let it in are gone.
         """
-        raise NotImplementedError  # of a reconnector for whose newcomers nothing is missing
+        raise NotImplementedError  # only called if `missing_for_admit` gives None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Give back what it met by; nobody meets any more. All members call it, after the group's transport was closed."""
+        """Release the resources for meeting again. All members call it, after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """Count the calls of this generation's group, and say who has left; None where nobody tells. Called once for each."""
+        """The leavers of this generation's group; None if nobody tells who has left. Called once for each generation."""
         return None
 
     def raise_alarm(self, generation: Generation, why: str) -> None:  # noqa: B027 - a library may tell them
-        """Tell the members of a generation that it has lost somebody, so that none waits in vain."""
+        """Tell the members of a generation that it has lost a member, so that no member waits uselessly."""
 
     def alarm(self, generation: Generation) -> str | None:  # noqa: ARG002 - a library may tell it
-        """Why a member of a generation has raised the alarm; None if none has."""
+        """Why a member of a generation has raised the alarm; None if no member has."""
         return None
 
     @abstractmethod
     def shrink(self, silence_timeout_s: float) -> Transport:
-        """Connect those that are left; `generation` is theirs from then on. Every survivor calls it, and again if it fails.
+        """Connect the survivors; `generation` is their new one on return. Every survivor calls it, and again if it fails.
 
         Raises:
             RankGivenUpError: the others have gone on without this member.
-            TransportError: nobody died, and yet the members could not connect.
+            TransportError: the members could not connect, although none of them died.
         """

@@ -1,4 +1,4 @@
-"""StoreReconnector: members that meet again in the store in which they met at first."""
+"""StoreReconnector: members meet again in the store of the first rendezvous."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .reconnector import MOST_ATTEMPTS, Generation, Reconnector
 logger = logging.getLogger("syncline.collectives")
 
 CONNECT_S = 15.0
-"""How long the members of a new generation may take to connect, in seconds; then they are called again."""
+"""The time limit for the members of a new generation to connect, in seconds. After it they vote again."""
 
 _MOST_ALARM_BYTES = 2000
 
@@ -31,9 +31,9 @@ class StoreReconnector(Reconnector):
     See Note [Who is left] in `membership_vote`.
 
     Args:
-        store: what all members reach, and what outlives each of them.
-        generation: of the group as it is.
-        first_size: how many members the first generation had.
+        store: a store that all members can reach, and that outlives each of them.
+        generation: the group's current generation.
+        first_size: the number of members of the first generation.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int) -> None:
@@ -43,10 +43,10 @@ class StoreReconnector(Reconnector):
 
     @abstractmethod
     def has_ended(self, member: int) -> bool:
-        """Whether that member has certainly ended; false if nobody knows."""
+        """Whether a member has certainly ended; false if it is not known."""
 
     def is_running(self, member: int) -> bool:  # noqa: ARG002 - who can tell overrides it
-        """Whether that member certainly runs, and is not stopped; false if nobody knows."""
+        """Whether a member certainly runs and is not stopped; false if it is not known."""
         return False
 
     @abstractmethod
@@ -54,12 +54,12 @@ class StoreReconnector(Reconnector):
         """Connect the members of a generation. All of them call it.
 
         Raises:
-            TransportError: they did not come within `timeout_s` seconds, or one has ended.
+            TransportError: members did not come within `timeout_s` seconds, or one has ended.
         """
 
     @override
     def raise_alarm(self, generation: Generation, why: str) -> None:
-        """The first alarm stays."""
+        """As `Reconnector.raise_alarm`. Only the first alarm is stored."""
         if generation.is_waiting:
             return
         self._keys(generation).compare_set("alarm", b"", why.encode()[:_MOST_ALARM_BYTES])
@@ -88,7 +88,10 @@ class StoreReconnector(Reconnector):
         return self._meet_again(silence_timeout_s, lambda: self.newcomers()[:limit])
 
     def _meet_again(self, silence_timeout_s: float, newcomers: Newcomers) -> Transport:
-        """Who dies meanwhile is left out of the next generation. Each round takes `silence_timeout_s + CONNECT_S` at most."""
+        """Vote and connect, until it succeeds. Each round leaves out members that have died.
+
+        A round takes `silence_timeout_s + CONNECT_S` at most.
+        """
         attempts = 0
         while True:
             now = self.generation
