@@ -1,18 +1,18 @@
-"""Agreement: whether all ranks of a group do the same.
+"""Agreement: check that all ranks of a group make the same calls.
 
-Ranks that make different calls may all succeed, with wrong results. So the ranks compare what they do. There are two ways:
+Ranks that make different calls may all succeed, with wrong results. So the ranks compare their calls, in two ways:
 
-- *before a call*, with `Agreement.same`, or inside the transport where that is free (over shared memory,
+- *before a call*, with `Agreement.same`, or inside the transport if that is free (over shared memory,
   `transports.mpi.node.shared_sync`);
 - *now and then and at the end*, with `Agreement.same_history`: one number stands for all calls so far.
 
 Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Where a transport does not compare each call before it runs, each rank keeps a digest of all its calls in their total order.
-The ranks compare digest and count at a barrier, when the group is closed, after every `COMPARE_EVERY_CALLS` calls, and at the
-end of each backward that a reducer reduces. `Signature.digest` says what is compared of a call. Two calls of one signature in
-swapped order are not seen, for nothing tells one from the other. Sends and receives have no place in the order; their
-transports compare sizes.
+If a transport does not compare each call before it runs, each rank keeps a digest of all its calls in their total order. The
+ranks compare digest and count at a barrier, when the group is closed, after every `COMPARE_EVERY_CALLS` calls, and at the end
+of each backward that a reducer reduces. `Signature.digest` says which facts about a call are compared. If a rank swaps two
+calls with the same signature, the comparison cannot see it. Sends and receives have no place in the order; their transports
+compare sizes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .recorder import Recorder, find_divergence
 from .statements import Statements
 
 COMPARE_EVERY_CALLS = 1000
-# What a rank tells of its calls when they differ.
+# How many of its last calls, and how many bytes, a rank sends to the others when the calls differ.
 _LAST_CALLS = 12
 _MOST_BYTES = 8192
 # An odd multiplier with well mixed bits (the golden ratio's), and results that fit the 63 bits that ranks exchange.
@@ -46,15 +46,15 @@ _MASK = (1 << 62) - 1
 
 
 class Carrier(ABC):
-    """How the ranks of a group tell one another numbers and texts, beside its collectives. All ranks call, in one order.
+    """Exchanges numbers and texts between the ranks of a group, without its collectives. All ranks call in the same order.
 
-    Collectives of ranks that have made different calls may meet one another, and garble both. A carrier's messages meet their
-    like, whatever else the ranks do.
+    If ranks have made different calls, their collectives may match each other and mix their data. A carrier's messages match
+    only messages of the carrier.
     """
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """For each place the largest number of any rank. No rank returns before all have called.
+        """For each index the largest number of all ranks. No rank returns before all have called.
 
         Raises:
             TimeoutError: another rank did not come.
@@ -63,18 +63,18 @@ class Carrier(ABC):
 
     @abstractmethod
     def statements(self, text: str, scope: CancelScope) -> Statements:
-        """What each rank says. For errors. Raises as `maximum` does."""
+        """The text of each rank, for error messages. Raises the errors of `maximum`."""
 
 
 class MessageCarrier(Carrier):
-    """By messages of a transport, with a tag of their own.
+    """Carries by messages of a transport, with a reserved tag.
 
-    Cost: ceil(log2(size)) messages from each rank, one after the other; twice that for statements (lengths, and texts).
+    Cost: ceil(log2(size)) messages from each rank, one after the other; twice as many for statements (lengths, then texts).
 
     Args:
-        transport: carries the messages.
+        transport: the transport of the messages.
         rank: this rank.
-        size: of the group.
+        size: the group's size.
     """
 
     def __init__(self, transport: Transport, rank: int, size: int) -> None:
@@ -92,7 +92,7 @@ class MessageCarrier(Carrier):
         return [int(number) for number in mine.tolist()]
 
     def statements(self, text: str, scope: CancelScope) -> Statements:
-        """As `Carrier.statements`. Each message has all that its sender has heard so far; see `Statements.packed`."""
+        """As `Carrier.statements`. Each message contains everything that its sender has heard; see `Statements.packed`."""
         said = Statements()
         said.add(text, [self._rank])
         for before, after in rounds(self._rank, self._size):
@@ -115,10 +115,10 @@ class MessageCarrier(Carrier):
 
 
 def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """Who tells this rank what it knows, and whom this rank tells, round by round. A pure function.
+    """For each round, the rank that sends to this rank, and the rank that this rank sends to. A pure function.
 
-    Dissemination: in round k each rank tells the rank that is 2**k after it. A rank may hear a thing twice, so hearing it twice
-    must do no harm; then any number of ranks is served.
+    The algorithm is dissemination: in round k each rank sends everything it knows to the rank 2**k after it. It works for any
+    number of ranks. A rank may hear a fact twice, so hearing it twice must do no harm.
     """
     step = 1
     while step < size:
@@ -127,19 +127,19 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class History(NamedTuple):
-    """The calls until a moment: a digest of all of them, and how many they are."""
+    """The calls until a moment: a digest of all calls, and their number."""
 
     digest: int
     calls: int
 
 
 class Agreement:
-    """Compares what the ranks of one group do.
+    """Compares the calls of the ranks of one group.
 
     Args:
-        carrier: brings the ranks' words to one another.
+        carrier: exchanges numbers and texts between the ranks.
         rank: this rank.
-        recorder: of the group; says what the last calls were.
+        recorder: the group's recorder, which has the last calls.
     """
 
     def __init__(self, carrier: Carrier, rank: int, recorder: Recorder) -> None:
@@ -148,13 +148,13 @@ class Agreement:
         self._recorder = recorder
         self._history = History(0, 0)
 
-    # ---- now ----
+    # ---- one text ----
 
     def same(self, text: str, scope: CancelScope) -> Statements | None:
         """Compare one text with the other ranks. A collective, in the group's total order.
 
         Returns:
-            None if all ranks gave the same text; else what each rank said, on all ranks.
+            None if all ranks gave the same text; else each rank's text, on all ranks.
 
         Cost: as `Carrier.maximum`, with 16 bytes; if the texts differ, as `Carrier.statements`, too.
 
@@ -169,10 +169,10 @@ class Agreement:
         """Compare the options that change how the ranks communicate, before the group's first call. A collective.
 
         Returns:
-            A name for the run: the same on all ranks, another one in each run.
+            A name for the run: the same on all ranks, and different in each run.
 
         Raises:
-            DisagreementError: the ranks were given different options; on all ranks.
+            DisagreementError: the ranks were given different options. All ranks raise it.
             CollectiveTimeout: a rank did not come.
         """
         text = options_in_words(options)
@@ -190,34 +190,34 @@ class Agreement:
     # ---- all calls so far ----
 
     def add(self, call: int) -> None:
-        """The call of that digest begins."""
+        """Add a call that begins, by its digest."""
         digest, calls = self._history
         mixed = ((digest ^ call) + calls + 1) * _MULTIPLIER
         self._history = History((mixed ^ (mixed >> 31)) & _MASK, calls + 1)
 
     @property
     def is_due(self) -> bool:
-        """Whether the ranks compare their histories after the call that was added last."""
+        """Whether the ranks must compare their histories after the call that was added last."""
         return self._history.calls % COMPARE_EVERY_CALLS == 0
 
     @property
     def history(self) -> History:
-        """The calls until now."""
+        """All calls until now."""
         return self._history
 
     def same_history(self, scope: CancelScope, until: History | None = None) -> None:
         """Compare all calls so far with the other ranks. A collective, in the group's total order.
 
-        Equal digests mean equal calls, but for one chance in 2**62.
+        Different calls have the same digest with a probability of 1 in 2**62.
 
         Args:
             scope: ends the wait for the others.
-            until: what to compare; by default all calls until now.
+            until: the history to compare; by default all calls until now.
 
         Cost: as `Carrier.maximum`, with 32 bytes.
 
         Raises:
-            DisagreementError: the ranks have made different calls; on all ranks.
+            DisagreementError: the ranks have made different calls. All ranks raise it.
             TimeoutError: another rank did not come.
         """
         digest, calls = self._history if until is None else until
@@ -225,13 +225,13 @@ class Agreement:
         if numbers[0] != -numbers[1] or numbers[2] != -numbers[3]:
             raise DisagreementError(self._who_did_what(calls, -numbers[3], numbers[2], scope))
 
-    # ---- how ----
+    # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
-        """What the ranks say, for an error that all ranks are about to raise.
+        """The texts of all ranks, for an error that all ranks are about to raise.
 
-        No rank returns, and ends the connections of all by leaving, before every rank has heard. Whether every rank has heard
-        may stay unknown; what the ranks said is known nevertheless.
+        A rank that returns may leave the job, and break the connections of the others. So each rank first waits until all have
+        the texts. If this wait fails, the texts are used all the same.
         """
         said = self._carrier.statements(text, scope)
         with suppress(TimeoutError, TransportError):
@@ -245,7 +245,7 @@ class Agreement:
             last = last[1:]
         histories: dict[int, Sequence[CallRecord]] = {self._rank: last}
         untold: Collection[int] = ()
-        with suppress(TimeoutError, TransportError):  # what this rank knows is said, whatever becomes of the others
+        with suppress(TimeoutError, TransportError):  # without the others, the error has this rank's calls only
             said = self._statements(_as_text(last), scope)
             histories = {rank: told for text, ranks in said.ranks.items() for told in [_from_text(text)] for rank in ranks}
             untold = said.untold
@@ -253,7 +253,7 @@ class Agreement:
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
-    """The same text on all ranks that made the same calls."""
+    """The calls as text. It is the same on all ranks that made the same calls, so it has no times and no states."""
     return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
 
 
@@ -261,17 +261,17 @@ def _from_text(text: str) -> list[CallRecord]:
     return [CallRecord.from_dict(entry) for entry in json.loads(text)]
 
 
-# ---- words: pure functions ----
+# ---- texts of errors: pure functions ----
 
 
 def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: Collection[int], fewest: int, most: int) -> str:
-    """What is wrong, in words.
+    """The error text for ranks with different calls.
 
     Args:
-        histories: for each rank that has told them, its last calls.
-        untold: ranks that have made other calls, which nobody has passed on.
+        histories: the last calls of each rank whose calls are known.
+        untold: ranks that have made other calls, which are not known here.
         fewest: the smallest number of calls of any rank.
-        most: the largest number.
+        most: the largest number of calls of any rank.
     """
     counts = f"{fewest} calls each" if fewest == most else f"between {fewest} and {most} calls"
     divergence = find_divergence(histories)
@@ -289,12 +289,12 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
 
 def options_in_words(options: Mapping[str, object]) -> str:
-    """In the order of their names."""
+    """The options as text, in the order of their names."""
     return ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
 
 
 def different_options(said: Statements) -> str:
-    """What is wrong, in words; `said` has each rank's options."""
+    """The error text for ranks with different options. `said` has each rank's options."""
     return with_details(
         "the ranks were given different options; pass the same to init_process_group on all, and in the site file",
         *said.lines(),
@@ -302,17 +302,17 @@ def different_options(said: Statements) -> str:
 
 
 def name_of_run(started_ns: int) -> str:
-    """Of a run that began then, in nanoseconds since the epoch; in UTC."""
+    """The name of a run that began at this time, in nanoseconds since the epoch. The name is in UTC."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
 
 
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
-    """What is wrong with an all-to-all, in words; None if nothing is.
+    """The error text for an all-to-all whose splits do not match; None if they do.
 
-    No rank can tell from its own counts, and libraries leave what never came unwritten, or end the process.
+    A rank cannot see this from its own counts. Libraries leave elements that never come unwritten, or end the process.
 
     Args:
-        counts: for each rank how many elements it expects from each rank, then how many it sends to each.
+        counts: for each rank, how many elements it expects from each rank, then how many it sends to each.
     """
     for receiver, (expected, _) in enumerate(counts):
         for sender, (_, sent) in enumerate(counts):

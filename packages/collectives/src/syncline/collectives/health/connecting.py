@@ -1,4 +1,4 @@
-"""Connecting: what a rank waits in until its group is there, looked at as a collective is."""
+"""Connecting: watches a rank that connects its group, as a collective is watched."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _LOOKS_IN_LIMIT = 10
 
 
 def speakers(size: int) -> list[int]:
-    """The ranks that say what goes wrong at the start, for all: the first, the middle and the last one. A pure function.
+    """The ranks that report problems at the start, for all ranks: the first, the middle and the last one. A pure function.
 
-    Three, because one of them may be the rank that does not come; and not all, because a job of 64 ranks must not say 64 times
-    the same.
+    There are three, because one of them may be the rank that does not come. Not all ranks report, because 64 ranks must not
+    print the same message 64 times.
     """
     return sorted({0, size // 2, size - 1})
 
 
 class Connecting:
-    """A context in which this thread connects a group. Libraries may wait there for ranks that never come.
+    """A context in which this thread connects a group. Inside it, libraries may wait for ranks that never come.
 
-    1. The thread checks `scope`, wherever it waits by looking.
-    2. If it sits in a library, the monitor ends the process a little after the limit, and says in which step it sits.
-    3. After `warning_s` seconds in one step the monitor says so, on the ranks in `speakers`.
+    1. The thread checks `scope` in its own waits.
+    2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the step.
+    3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks in `speakers`.
 
     Args:
-        timeout_s: how long it may take to connect, in seconds.
-        warning_s: see 3; 0: never.
+        timeout_s: the time limit for connecting, in seconds.
+        warning_s: the time before a warning, in seconds; 0: no warning.
 
     Attributes:
-        scope: of the whole.
-        liveness: of the ranks, once they are known.
-        who: this rank, in words.
+        scope: the scope of the whole connection.
+        liveness: the liveness of the ranks, once they are known.
+        who: this rank in words.
         is_over: whether the context was left.
     """
 
@@ -58,20 +58,20 @@ class Connecting:
         self._since_s, self._has_warned = time.monotonic(), True
 
     def set_place(self, rank: int, size: int | None) -> None:
-        """Which rank this is, and of how many, as far as that is known."""
+        """Set this rank, and the number of ranks if it is known."""
         self.who = f"rank {rank}" if size is None else f"rank {rank} of {size}"
         self._speaks = size is None or rank in speakers(size)
 
     @contextmanager
     def step(self, words: str) -> Iterator[None]:
-        """What this thread does now: where it is, a colon, and what is wrong if it does not get on."""
+        """A context for one step. `words` name the step, and after a colon the reason why it may not go on."""
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield
         self._step, self._missing, self._has_warned = "what comes next", "", True
 
     def say_who_is_missing(self, words: str, *, speaks: bool) -> None:
-        """Add it to what is said of the present step; whether this rank is the one that warns of it."""
+        """Set the missing ranks of the present step in words, and whether this rank warns of it."""
         self._missing, self._speaks = words, speaks
 
     def __enter__(self) -> Connecting:
@@ -87,33 +87,33 @@ class Connecting:
 
     @property
     def running(self) -> Connecting | None:
-        """This, until it is over."""
+        """This object, until the context is left."""
         return None if self.is_over else self
 
     def reason_to_give_up(self) -> TransportError | None:
-        """That a rank which has come is lost, if one is."""
+        """The loss of a rank that had come; None if no rank is lost."""
         return None if self.liveness is None else self.liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
-        """No library can be told to stop there."""
+        """Do nothing: no library can be stopped while it connects."""
 
     def missing_in_words(self) -> str:
-        """What this rank waits in, and for whom."""
+        """The step in which this rank waits, and the missing ranks, in words."""
         lost = self.reason_to_give_up()
         if lost is not None:
             return f"{self.who} was not connected: {lost}. It was in {self._step}"
         return f"{self.who} was not connected within {self.scope.timeout_s:g} s (timeout); it is in {self._in_words()}"
 
     def report(self, reason: str) -> None:
-        """There are no calls yet to tell of."""
+        """Do nothing: there are no calls yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is over, or this rank has warned of the present step, or is none of those that speak."""
+        """Whether no warning can come: the context was left, this rank has warned, or it does not warn at all."""
         return self.is_over or self._has_warned or not self._speaks
 
     def look(self, now_s: float) -> None:
-        """Look once."""
+        """Warn if the present step takes too long. The monitor calls it."""
         if self.is_idle or now_s - self._since_s < self._warning_s:
             return
         self._has_warned = True

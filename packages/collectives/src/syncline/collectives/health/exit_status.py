@@ -1,12 +1,12 @@
-"""With which status this process ends, known while it still can do something about it.
+"""Find out this process's exit status while code can still act on it.
 
-Python tells nobody: neither `sys.excepthook` nor `atexit` see the status of `sys.exit(3)`. So `sys.exit` is wrapped, and with
-it `exit` and `quit`, which the module `site` offers to scripts. Many programs catch what it raises (argparse in a test, a
-server's loop), so what counts is an exception that nobody caught: Python releases that one when no frame of the main thread is
-left, and one that was caught while some frame still runs. An exception that something else keeps alive is taken for caught.
+In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So we wrap `sys.exit`, and also `exit` and
+`quit`, which the module `site` gives to scripts. Many programs catch the exception (argparse in a test, a server's loop), so
+only an exception that nobody catches counts. Python frees such an exception when no frame of the main thread is left. It frees
+an exception that was caught while a frame still runs. If something else keeps the exception alive, we treat it as caught.
 
-What is raised by other means (`raise SystemExit(3)`) is seen by `syncline run` alone; else the status reaches the launcher when
-the process ends.
+If a script raises SystemExit in another way (`raise SystemExit(3)`), only `syncline run` sees the status before the process
+ends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _status: int | None = None
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises in the main thread."""
+    """The exception that `sys.exit` raises in the main thread."""
 
     def __del__(self) -> None:
         global _status
-        if _status is None and sys._getframe().f_back is None:  # the first: an earlier one that was caught may hang on it
+        if _status is None and sys._getframe().f_back is None:  # the first counts; it may hold an earlier, caught one
             _status = as_status(self.code)
 
 
@@ -37,17 +37,17 @@ def _exit(status: object = None, /) -> NoReturn:
 
 
 def watch_exit_status() -> None:
-    """Wrap `sys.exit`, `exit` and `quit`. A second call is harmless."""
+    """Wrap `sys.exit`, `exit` and `quit`. A second call does nothing."""
     if sys.exit is _python_exit:
         sys.exit = _exit
         for name in ("exit", "quit"):
             quitter = getattr(builtins, name, None)
-            if type(quitter).__name__ == "Quitter":  # not where `python -S` has none, or a shell its own
+            if type(quitter).__name__ == "Quitter":  # `python -S` has none, and some shells have their own
                 setattr(builtins, name, _Quitter(quitter))
 
 
 class _Quitter:
-    """In place of `exit` or `quit`. Theirs also close the standard input, which matters at a prompt only."""
+    """Replaces `exit` or `quit`. The originals also close the standard input, which matters only at a prompt."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -62,18 +62,18 @@ class _Quitter:
 
 
 def set_exit_status(status: int) -> None:
-    """This process ends with that status, as `syncline run` has seen: a script raised SystemExit, or anything else."""
+    """Set the exit status. `syncline run` calls it when a script has raised SystemExit or another exception."""
     global _status
     _status = status
 
 
 def exit_status() -> int:
-    """The status with which `sys.exit` has ended this process, 0 if it has not. To be asked at the interpreter's exit."""
+    """The status given to `sys.exit`; 0 if nothing called it. Call this at the interpreter's exit."""
     return _status or 0
 
 
 def as_status(code: object) -> int:
-    """The status, 0 to 255, that the system sees of an argument of `sys.exit`. A pure function."""
+    """The status, 0 to 255, that the system sees for an argument of `sys.exit`. A pure function."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1

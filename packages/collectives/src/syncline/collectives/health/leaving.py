@@ -1,15 +1,15 @@
-"""Ranks that have left the job, and the calls that wait for them and will never end.
+"""Ranks that have left the job, and calls that will never end because they wait for these ranks.
 
 Note [Who will not come]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run
-in one total order, the same on every rank. So collective k of a group never ends on a rank if a member of the group left
-after it had started fewer than k.
-A collective that the leaver did start still finishes: the leaver stays in an exit barrier and lets its
-library work. A rank that waits for nobody is never disturbed, however long it computes or saves after the others have left.
+in one total order, which is the same on every rank. So collective k of a group never ends if a member left before it had
+started k collectives. A collective that the leaver had started still finishes, because the leaver stays in an exit barrier and
+lets its library work. A rank that waits for no other rank is never disturbed, even if it computes or saves for long after the
+others have left.
 
-Sends and receives have no place in that order. There, `TRANSFER_GRACE_S` seconds after the notice of a rank has come, the other
-ranks assume that everything which it sent has arrived.
+Sends and receives have no place in this order. For them, the other ranks assume that `TRANSFER_GRACE_S` seconds after a rank's
+notice, all its messages have arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRANSFER_GRACE_S = 2.0
 
 
 class OpenGroup(Protocol):
-    """A group, as the end of MPI sees it."""
+    """A group that must be closed when MPI ends."""
 
     def close(self) -> None:
         """As `ProcessGroup.close`."""
@@ -41,8 +41,8 @@ class Leaving:
     """One rank's notice that it has left.
 
     Attributes:
-        rank: of the job.
-        started: for each of its groups, how many collectives it started there.
+        rank: the rank in the job.
+        started: for each of its groups, the number of collectives that it has started.
     """
 
     rank: int
@@ -50,15 +50,15 @@ class Leaving:
 
 
 def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequence[int]) -> list[int]:
-    """Who will never come to collective `number` (from 1) of a group: a pure function of the notices so far."""
+    """The ranks that will never come to collective `number` (from 1) of a group, from the notices. A pure function."""
     return sorted(left.rank for left in notices if left.rank in members and left.started.get(group, 0) < number)
 
 
 class Leavers:
-    """The notices that came so far, and what this rank's own will say.
+    """The notices that have come so far, and the content of this rank's own notice.
 
     Args:
-        receive: returns the notices that have come since it was called last, without waiting. Any thread may call it.
+        receive: returns the notices that have come since its last call, without waiting. Any thread may call it.
     """
 
     def __init__(self, receive: Callable[[], Iterable[Leaving]]) -> None:
@@ -70,10 +70,11 @@ class Leavers:
         self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
-        """Count the calls of a new group. All members make their groups of one name in the same order.
+        """Count the calls of a new group. All members make groups of the same name in the same order.
 
-        A group's key is the same on all its members, whatever other groups each of them has made. It is kept when the group is
-        closed: another member may still be in the last collective, and the notice must say that this rank has started it.
+        A group's key is the same on all its members, whichever other groups they have made. The key is kept when the group is
+        closed, because another member may still be in the last collective. Then the notice must say that this rank has started
+        it.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
@@ -83,26 +84,26 @@ class Leavers:
         return calls
 
     def own(self) -> dict[str, int]:
-        """How many collectives of each group this rank has started."""
+        """For each group, the number of collectives that this rank has started."""
         with self._lock:
             return {key: calls.count.begun for key, calls in self._groups.items()}
 
     def has_open_group(self) -> bool:
-        """Whether a group that was connected (not made of another) was never closed in order."""
+        """Whether a group that was connected (not made from another group) was not closed properly."""
         with self._lock:
             return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
 
     def add(self, group: OpenGroup) -> None:
-        """A group whose calls are counted here."""
+        """Remember a group whose calls are counted here. No reference to it is kept."""
         self._made_by = [made for made in self._made_by if made() is not None]
         self._made_by.append(weakref.ref(group))
 
     def open_groups(self) -> list[OpenGroup]:
-        """The groups that somebody holds, the latest one first."""
+        """The groups that still exist, the newest first."""
         return [group for made in reversed(self._made_by) if (group := made()) is not None]
 
     def left(self) -> dict[int, tuple[Leaving, float]]:
-        """For each rank that has left: its notice, and when it came (on the monotonic clock)."""
+        """For each rank that has left: its notice, and the time when it came (monotonic clock)."""
         with self._lock:
             for notice in self._receive():
                 self._left[notice.rank] = notice, monotonic()
@@ -110,12 +111,12 @@ class Leavers:
 
 
 class GroupLeavers:
-    """How many collectives of one group this rank has started, and why the one that runs will not finish.
+    """Counts the collectives of one group that this rank has started, and finds those that will not finish.
 
     Attributes:
-        count: of those that this rank has started.
-        is_part: whether the group was made of another.
-        is_closed: whether it was closed in order.
+        count: the count of started collectives.
+        is_part: whether the group was made from another group.
+        is_closed: whether it was closed properly.
     """
 
     def __init__(self, leavers: Leavers, key: str, ranks: Sequence[int], *, is_part: bool) -> None:
@@ -127,11 +128,11 @@ class GroupLeavers:
         self._ranks = tuple(ranks)
 
     def belong_to(self, group: OpenGroup) -> None:
-        """The group whose calls these are."""
+        """Set the group whose calls are counted."""
         self._leavers.add(group)
 
     def part(self, name: str, members: Sequence[int]) -> GroupLeavers:
-        """The same for a group of some members of this one, by their ranks in it."""
+        """The leavers of a group of some members of this one. `members` are ranks in this group."""
         ranks = [self._ranks[member] for member in members]
         return self._leavers.group(f"{self._key}/{name}", ranks, is_part=True)
 
@@ -141,14 +142,14 @@ class GroupLeavers:
         return self._error(absentees(left, self._key, self.count.begun, self._ranks))
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """The same for a transfer with one of these ranks of the group."""
+        """Why a transfer with one of these ranks of the group will not finish; None if it may."""
         left = self._leavers.left()
         latest = monotonic() - TRANSFER_GRACE_S
         gone = [self._ranks[peer] for peer in peers if self._ranks[peer] in left and left[self._ranks[peer]][1] < latest]
         return self._error(gone) if len(gone) == len(peers) else None
 
     def _error(self, gone: Sequence[int]) -> RankLostError | None:
-        """What to raise when these ranks of the job have left."""
+        """The error for these ranks of the job, which have left; None if there are none."""
         if not gone:
             return None
         return RankLostError(

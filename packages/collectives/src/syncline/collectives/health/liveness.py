@@ -1,4 +1,4 @@
-"""Which members of a group are lost; a process, as others of its node find it again; and the run that it is a rank of."""
+"""Find out which members of a group are lost. Also: the identity of a process on its node, and the run of this process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ProcessState(enum.Enum):
-    """What the system says of a process."""
+    """The state of a process, according to the system."""
 
     RUNNING = "running"
     STOPPED = "stopped"
     GONE = "gone"
 
 
-# The letters of /proc/PID/stat. Zombies and the dead have no memory and no connections any more.
+# Letters of the state in /proc/PID/stat. Zombies and dead processes have no memory and no connections any more.
 _GONE = frozenset("ZXx")
 _STOPPED = frozenset("Tt")
 
@@ -36,10 +36,10 @@ class ProcessIdentity:
     """A process that other processes of its node can find again.
 
     Attributes:
-        node: the same for all processes that see one another's numbers: one host name, one boot of a kernel, one PID namespace.
-        host: its name, for messages.
-        pid: its number.
-        started: when it started, in the kernel's clock ticks; another process that is given the number later differs in it.
+        node: the same for all processes that can see each other's process ids: host name, boot of the kernel, PID namespace.
+        host: the host's name, for messages.
+        pid: the process id.
+        started: the start time in the kernel's clock ticks. A later process with the same id has another start time.
     """
 
     node: str
@@ -48,11 +48,11 @@ class ProcessIdentity:
     started: int
 
     def is_here(self) -> bool:
-        """Whether this process sees that one's number."""
+        """Whether the calling process can see this process."""
         return self.node == _own_node()
 
     def state(self) -> ProcessState | None:
-        """What the system says of it; None where this process cannot know: on another node."""
+        """The state according to the system; None for a process on another node."""
         if not self.is_here():
             return None
         found = _stat(self.pid)
@@ -64,12 +64,12 @@ class ProcessIdentity:
         return f"pid {self.pid} on {self.host}"
 
     def to_text(self) -> str:
-        """One line that `parse` reads."""
+        """The identity as one line of text, which `parse` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> ProcessIdentity | None:
-        """The process of which `to_text` said that; None if the text is anything else."""
+        """Read the text of `to_text`; None if the text is anything else."""
         try:
             said = json.loads(text)
             return cls(str(said["node"]), str(said["host"]), int(said["pid"]), int(said["started"]))
@@ -78,12 +78,12 @@ class ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity | None) -> bool:
-    """Whether a process has certainly ended. False if that cannot be known here, and of a process that is only stopped."""
+    """Whether a process has certainly ended. False if this is not known here, and for a process that is only stopped."""
     return process is not None and process.state() is ProcessState.GONE
 
 
 def own_identity() -> ProcessIdentity | None:
-    """That of this process; None where the system does not tell (not Linux, or no /proc)."""
+    """The identity of this process; None if the system does not tell it (not Linux, or no /proc)."""
     found, node = _stat(os.getpid()), _own_node()
     return None if found is None or not node else ProcessIdentity(node, socket.gethostname(), os.getpid(), found[1])
 
@@ -97,24 +97,24 @@ def _own_node() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """A process's state and when it started; None if there is no such process."""
+    """A process's state and start time; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold blanks, brackets and bytes that are no text
+    fields = text.rpartition(")")[2].split()  # the process name before may contain blanks, brackets and other bytes
     return fields[0], int(fields[19])
 
 
 @dataclass(frozen=True)
 class Run:
-    """The run that this process is a rank of.
+    """The run to which this process belongs as a rank.
 
     Attributes:
-        name: alike on all ranks, another one in each run.
-        rank: this one.
-        size: of the first group.
-        pid: of the process; a fork is no rank.
+        name: the run's name; the same on all ranks, and different in each run.
+        rank: this rank.
+        size: the size of the first group.
+        pid: the process id of the rank; a forked child is not the rank.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Run:
     pid: int
 
     def who(self) -> str:
-        """This rank, as messages call it."""
+        """This rank with host and process id, for messages."""
         return f"rank {self.rank} of {self.size} (host {socket.gethostname()}, pid {self.pid})"
 
 
@@ -131,38 +131,38 @@ _run: Run | None = None
 
 
 def note_run(name: str, rank: int, size: int) -> None:
-    """A group has started. The first one of several ranks names the run; it is that of all ranks, later ones may be of some."""
+    """Note that a group has started. The first group with several ranks names the run, because it has all ranks."""
     global _run
     if size > 1 and current_run() is None:
         _run = Run(name, rank, size, os.getpid())
 
 
 def current_run() -> Run | None:
-    """The run that this process is a rank of, if a group of several ranks has started in it."""
+    """The run of this process; None if no group with several ranks has started, and in a forked child."""
     return _run if _run is not None and _run.pid == os.getpid() else None
 
 
 LOOK_S = 0.2
-"""How often the system is asked, at most."""
+"""The shortest time between two questions to the system, in seconds."""
 GRACE_S = 0.5
-"""A process that has gone may have done its part of the collective that runs. That much later it would have ended."""
+"""A process that is gone may have done its part of the running collective. Then the collective ends within this time."""
 CAUSE_S = 1.0
-"""How long a loss is looked for that would explain an error."""
+"""How long to look for a loss that would explain an error, in seconds."""
 
-#: Ranks that something else than the system's table of processes says are lost, such as a library. Must not block.
+#: Returns ranks that are lost according to another source than the system's processes, such as a library. Must not block.
 LostRanks = Callable[[], Sequence[int]]
 
 
 class Liveness:
-    """Looks whether the processes of a group's ranks are still there. Any thread may ask.
+    """Finds out whether the processes of a group's ranks still exist. Any thread may call it.
 
-    It sees the processes of this node only, unless `lost_ranks` knows more. There is no lock: two threads that look at the
-    same time see the same, and a loss is for ever.
+    It sees only processes of this node, unless `lost_ranks` knows more. It needs no lock: two threads that look at the same
+    time see the same, and a lost rank never comes back.
 
     Args:
-        members: for each rank of the group its process; ranks whose process is not known are left out.
-        rank: this one.
-        lost_ranks: what else says that ranks are lost.
+        members: for each rank of the group its process, as far as known.
+        rank: this rank.
+        lost_ranks: another source of lost ranks.
     """
 
     def __init__(self, members: Mapping[int, ProcessIdentity], rank: int, lost_ranks: LostRanks = tuple) -> None:
@@ -173,12 +173,12 @@ class Liveness:
         self._next_look = 0.0
 
     def part(self, ranks: Sequence[int], rank: int, lost_ranks: LostRanks = tuple) -> Liveness:
-        """That of a group of some of the ranks; `rank` is this one there."""
+        """The liveness of a group of some of the ranks. `rank` is this process's rank in that group."""
         members = {new: self._members[old] for new, old in enumerate(ranks) if old in self._members}
         return Liveness(members, rank, lost_ranks)
 
     def lost(self) -> tuple[int, ...]:
-        """The ranks that are lost, ascending. Asks the system not more often than every `LOOK_S` seconds."""
+        """The lost ranks, ascending. Asks the system at most every `LOOK_S` seconds."""
         now = monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_S
@@ -186,22 +186,22 @@ class Liveness:
         return tuple(sorted(self._losses))
 
     def reason_to_give_up(self) -> RankLostError | None:
-        """Why a collective that has not ended yet never will; None if it may."""
+        """Why a running collective will never end; None if it may."""
         lost = self.lost()
         if not lost or min(self._losses.values()) > monotonic() - GRACE_S:
             return None
         return self.error(lost)
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """The same for a transfer with one of these ranks."""
+        """Why a transfer with one of these ranks will never end; None if it may."""
         latest = monotonic() - GRACE_S
         lost = [rank for rank in self.lost() if rank in peers and self._losses[rank] <= latest]
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
-        """The loss of a rank that is the cause of an error of the transport; None if there is none. Blocks for `CAUSE_S`.
+        """The loss of a rank that caused an error of the transport; None if there is none. Blocks for `CAUSE_S` at most.
 
-        A connection breaks, or a library reports an error, a little earlier than the process that is the cause is gone.
+        It waits because a connection breaks, or a library reports an error, a little before the lost process is gone.
         """
         if isinstance(error, RankLostError):
             return None
@@ -212,7 +212,7 @@ class Liveness:
         return self.error(lost) if lost else None
 
     def error(self, lost: Sequence[int]) -> RankLostError:
-        """What to raise for these ranks."""
+        """The error for these lost ranks."""
         return RankLostError(
             with_details(
                 f"{self.in_words(lost)} ended, or cannot be reached any more; look there for what ended it",
@@ -222,11 +222,11 @@ class Liveness:
         )
 
     def stopped(self) -> tuple[int, ...]:
-        """The ranks of this node whose process is stopped: by a signal, a debugger or the batch system."""
+        """The ranks of this node whose process is stopped, by a signal, a debugger or the batch system."""
         return tuple(rank for rank, process in self._others.items() if process.state() is ProcessState.STOPPED)
 
     def in_words(self, ranks: Sequence[int]) -> str:
-        """Ranks with their processes."""
+        """Ranks and their processes in words."""
         known = [f"{rank} ({self._members[rank]})" if rank in self._members else str(rank) for rank in ranks]
         return f"rank(s) {', '.join(known)}"
 

@@ -1,32 +1,33 @@
-"""The monitor: one thread of the process that looks after time limits, lost ranks and stalls, for all groups.
+"""The monitor: one thread of the process that watches time limits, lost ranks and stalls, for all groups.
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
-A call runs on one thread: the caller's, or that of the group's queue. Three things can end it, in this order:
+A call runs on one thread: the caller's, or the thread of the group's queue. It can be ended in three ways, in this order:
 
-1. *The thread that calls.* Where it can, it waits by looking now and then, and checks the call's `CancelScope` between two
-   looks. The scope ends when the time limit is reached, or with a reason, such as a lost rank. The thread raises the group's
-   error. This is the usual end.
-2. *The monitor, by the library.* If the thread is inside a library's C code, nobody checks the scope. The monitor looks at the
-   call that each group runs every `PERIOD_S` seconds. When a rank is lost, it cancels the scope. If the scope is over and the
-   thread has not noticed for `INTERRUPT_LOOKS` looks, the monitor has the library end the call (`interrupt`: ULFM revokes the
-   communicator). Then the library returns with an error, and the thread goes on as in 1.
-3. *The monitor, by ending the process.* If the thread still has not noticed after `END_LOOKS` looks, no error can be raised in
-   it. The same if it has noticed and has not come back after `NOTICED_LOOKS` looks (step 2 comes half-way): it asks the other
-   ranks why, and may be inside the library again. The monitor writes the group's report, prints which call it is, which ranks
-   are waited for, and the stacks of all threads, and ends the process with status `END_STATUS`. The launcher then ends the job.
+1. *By the calling thread.* If it can, the thread waits by checking again and again, and checks the call's `CancelScope`, too.
+   The scope ends when the time limit is reached, or with a reason, such as a lost rank. Then the thread raises the group's
+   error. This is the normal way.
+2. *By the monitor, through the library.* If the thread is inside a library's C code, it does not check the scope. Every
+   `PERIOD_S` seconds, the monitor looks at the running call of each group. When a rank is lost, it cancels the scope. If the
+   scope is over and the thread has not noticed for `INTERRUPT_LOOKS` looks, the monitor makes the library end the call
+   (`interrupt`: ULFM revokes the communicator). Then the library returns with an error, and the thread goes on as in 1.
+3. *By the monitor, through the end of the process.* If the thread still has not noticed after `END_LOOKS` looks, no error can
+   be raised in it. A thread that has noticed asks the other ranks for the reason, and may get stuck in the library again. So
+   the monitor also acts if such a thread has not come back after `NOTICED_LOOKS` looks (with step 2 half-way). It writes the
+   group's report, prints the call, the ranks that it waits for and the stacks of all threads, and ends the process with status
+   `END_STATUS`. The launcher then ends the job.
 
-The monitor counts looks instead of seconds, so that a process that was stopped as a whole, and goes on, gets its time.
+The monitor counts looks, not seconds. So a process that was stopped as a whole and goes on still gets its time.
 
-Order: the calling thread writes one attribute, which call runs, without a lock. The monitor's thread reads it, and cancels
-scopes. The monitor never calls what may block: `interrupt`, and looks that call a library (`Looked`), run on threads of their
-own, and the monitor does not wait for them. It holds its lock only while it copies or extends its lists. It takes no lock of
-a group. A group is looked at as long as somebody else holds it.
+Threads: the calling thread writes the attribute with the running call, without a lock. The monitor's thread reads it, and
+cancels scopes. The monitor never makes a call that may block: `interrupt`, and looks that call a library (`Looked`), run on
+threads of their own, and the monitor does not wait for them. It holds its lock only while it copies or extends its lists, and
+takes no lock of a group. It keeps no reference to a group.
 
-At exit the monitor ends while there still is an interpreter. A group that is dropped while the monitor looks at it is freed by
-the monitor, with its tensors, and torch lets the interpreter go for that. If the interpreter ends meanwhile, the thread cannot
-come back, and the C++ library aborts the process ("terminate called without an active exception"). Handlers that run at exit
-after this one have limits of their own.
+The monitor ends at exit, while there still is an interpreter. If a group is dropped while the monitor looks at it, the monitor
+frees the group with its tensors, and torch releases the GIL for that. If the interpreter ended meanwhile, the thread could not
+come back, and the C++ library would abort the process ("terminate called without an active exception"). Handlers that run at
+exit after this one have their own time limits.
 """
 
 from __future__ import annotations
@@ -51,48 +52,48 @@ logger = logging.getLogger("syncline.collectives")
 PERIOD_S = 0.1
 INTERRUPT_LOOKS = 6
 END_LOOKS = 22
-# To ask the others takes 1.5 s, to write a report at most 11.
+# Asking the others takes 1.5 s, and writing a report at most 11 s.
 NOTICED_LOOKS = 200
 END_STATUS = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 5.0
 
 
 class Running(Protocol):
-    """What runs, as the monitor sees it: a `Call`, or what a rank does until it has a group.
+    """A running operation: a `Call`, or a rank's steps until it has a group.
 
     Attributes:
-        scope: ends it.
+        scope: ends the operation.
     """
 
     scope: CancelScope
 
 
 class Monitored(Protocol):
-    """A group whose calls block, as the monitor sees it."""
+    """A group whose blocking calls the monitor watches."""
 
     @property
     def running(self) -> Running | None:
-        """The call that runs now."""
+        """The call that runs now, or None."""
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Why that call will never end, or None. Must not block, nor call a library that may."""
+        """Why the running call will never end, or None. Must not block, or call a library that may block."""
 
     def interrupt(self) -> None:
-        """Have the library underneath end the call, if it can. May block."""
+        """Make the library end the call, if it can. May block."""
 
     def missing_in_words(self) -> str:
-        """Which group this is, which call runs and which ranks are waited for."""
+        """The group, the running call and the ranks that it waits for, in words."""
 
     def report(self, reason: str) -> None:
-        """Write what is known to a file, if that can be done within a few seconds."""
+        """Write a report to a file, if this is possible within a few seconds."""
 
 
 class Looked(Protocol):
-    """What wants to be called now and then.
+    """An object that the monitor calls now and then.
 
     Attributes:
         period_s: seconds between two looks.
-        may_block: whether a look may wait for a library's lock. Then each look runs on a thread of its own, and the next one
+        may_block: whether a look may wait for a library's lock. If so, each look runs on a thread of its own, and the next look
             comes only when it is over.
     """
 
@@ -104,11 +105,11 @@ class Looked(Protocol):
         """Whether there is nothing to look at. Read on the monitor's thread; must not block."""
 
     def look(self, now_s: float) -> None:
-        """Look once. Must wait for no rank. After an exception there are no more looks."""
+        """Look once. Must not wait for another rank. After an exception the monitor does not call it again."""
 
 
 class Step(Enum):
-    """What is to be done about a call."""
+    """The action for a call."""
 
     NOTHING = 0
     INTERRUPT = 1
@@ -116,7 +117,7 @@ class Step(Enum):
 
 
 class Escalation:
-    """What is to be done about the call that a group runs: a state machine that counts looks."""
+    """Decides the action for a group's running call: a state machine that counts looks."""
 
     def __init__(self) -> None:
         self._call: Running | None = None
@@ -124,8 +125,8 @@ class Escalation:
         self._looks_noticed = 0
 
     def look(self, call: Running | None) -> Step:
-        """One look at the call; None: no call runs."""
-        if call is None or call is not self._call:
+        """Count one look at the call, and return the action. None means that no call runs."""
+        if call is None or call is not self._call:  # another call than at the last look: count anew
             self._call, self._looks_over, self._looks_noticed = call, 0, 0
             return Step.NOTHING
         scope = call.scope
@@ -142,7 +143,7 @@ class Escalation:
         return Step.END if self._looks_over == END_LOOKS else Step.NOTHING
 
     def is_same_call(self, call: Running | None) -> bool:
-        """Whether the call ran already at the last look. Short calls are not worth asking anybody."""
+        """Whether the call already ran at the last look. For a call that is short, the monitor need not ask for lost ranks."""
         return call is not None and call is self._call
 
 
@@ -150,7 +151,7 @@ class Monitor:
     """Looks at groups until it is stopped. See Note [Who ends a call].
 
     Args:
-        end_process: is told why, in words, when a call cannot be ended otherwise.
+        end_process: called with the reason in words when a call cannot be ended in another way.
     """
 
     def __init__(self, end_process: Callable[[str], object]) -> None:
@@ -167,7 +168,7 @@ class Monitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread that was started, once it has looked."""
+        """End the monitor's thread after its current look."""
         self._stopping.set()
         self._thread.join(_STOP_S)
         with self._lock:
@@ -176,17 +177,17 @@ class Monitor:
             turn.finish(_STOP_S)
 
     def watch(self, group: Monitored) -> None:
-        """Look at the group's calls from now on, as long as somebody holds it."""
+        """Look at the group's calls from now on, as long as the group exists."""
         with self._lock:
             self._groups.append((weakref.ref(group), Escalation()))
 
     def call_now_and_then(self, looked: Looked) -> None:
-        """Call its `look` from now on, as long as somebody holds it."""
+        """Call the object's `look` from now on, as long as the object exists."""
         with self._lock:
             self._looked.append((weakref.ref(looked), _Turn()))
 
     def look(self, now_s: float | None = None) -> None:
-        """One look at everything."""
+        """Look once at all groups and objects."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             self._groups = [entry for entry in self._groups if entry[0]() is not None]
@@ -203,7 +204,7 @@ class Monitor:
                 turn.look(thing, now_s)
 
     def _guarded(self, look: Callable[[Monitored, Escalation], object], group: Monitored, escalation: Escalation) -> None:
-        """What goes wrong with one group must not end the looks at all others."""
+        """Look at one group. An error must not end the looks at other groups."""
         try:
             look(group, escalation)
         except Exception:
@@ -237,10 +238,10 @@ class Monitor:
 
 
 class _Turn:
-    """When one `Looked` is called again.
+    """The schedule of one `Looked`.
 
     Attributes:
-        is_over: its look has raised, so there are no more.
+        is_over: whether a look has raised, so that no more follow.
     """
 
     def __init__(self) -> None:
@@ -249,7 +250,7 @@ class _Turn:
         self.is_over = False
 
     def look(self, looked: Looked, now_s: float) -> None:
-        """Let it look if it is time, and the look before is over."""
+        """Call the look if it is due and the last one is over."""
         is_looking = self._running is not None and not self._running.done.is_set()
         if now_s < self._next_s or is_looking or looked.is_idle:
             return
@@ -260,20 +261,20 @@ class _Turn:
             self._look(looked, now_s)
 
     def finish(self, limit_s: float) -> None:
-        """Wait for the look that runs: a thread that is inside torch when the interpreter ends crashes the process."""
+        """Wait for a running look, because a thread that is inside torch when the interpreter ends crashes the process."""
         if self._running is not None:
             self._running.done.wait(limit_s)
 
     def _look(self, looked: Looked, now_s: float) -> None:
         try:
             looked.look(now_s)
-        except Exception as error:  # noqa: BLE001 - a warning shall not become a failure
+        except Exception as error:  # noqa: BLE001 - a look only warns, so its error must not fail anything
             logger.debug("no more looks at %s: %s: %s", type(looked).__name__, type(error).__name__, error)
             self.is_over = True
 
 
 def end_process(words: str) -> None:
-    """Print why, and the stacks of all threads, and end this process without another word to any library."""
+    """Print the reason and the stacks of all threads, and end this process without calling any library."""
     stream = sys.__stderr__ or sys.stderr
     stream.write(f"[syncline] {words}. The library does not return from that call; this process ends here. Stacks:\n")
     stream.flush()
@@ -281,14 +282,14 @@ def end_process(words: str) -> None:
     os._exit(END_STATUS)
 
 
-# The monitor of this process. A forked child has none until it makes a group: the parent's thread does not run there.
+# The monitor of this process. The parent's thread does not run in a forked child, which starts a monitor with its first group.
 _starting = threading.Lock()
 _monitor: Monitor | None = None
 _has_ended = False
 
 
 def monitor() -> Monitor | None:
-    """The monitor of this process; the first call starts its thread. None while the process ends."""
+    """The monitor of this process. The first call starts its thread. None while the process ends."""
     global _monitor
     with _starting:
         if _monitor is None and not _has_ended:
@@ -298,21 +299,21 @@ def monitor() -> Monitor | None:
 
 
 def watch(group: Monitored) -> None:
-    """Have the monitor look at a group's calls."""
+    """Let the monitor look at a group's calls."""
     found = monitor()
     if found is not None:
         found.watch(group)
 
 
 def call_now_and_then(looked: Looked) -> None:
-    """Have the monitor call a `look`, as long as somebody holds the object."""
+    """Let the monitor call the object's `look`, as long as the object exists."""
     found = monitor()
     if found is not None:
         found.call_now_and_then(looked)
 
 
 def _forget() -> None:
-    """In a forked child the parent's thread does not run, and another thread may have held the lock."""
+    """Forget the parent's monitor in a forked child: its thread does not run there, and its lock may be held for ever."""
     global _starting, _monitor
     _starting, _monitor = threading.Lock(), None
 

@@ -1,4 +1,4 @@
-"""Recorder: the last calls of one group on this rank (torch calls it a flight recorder); and where the ranks diverged."""
+"""Recorder: the last calls of one group on this rank (torch: flight recorder). Also finds where the ranks diverged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST_CALLS = 256
 
 
 class CallCount:
-    """Counts the calls of a group that have begun and that all ranks issue.
+    """Counts the calls of a group that have begun, if all ranks issue them.
 
     Attributes:
-        begun: how many; also the position of the next one in the group's total order.
+        begun: the count; also the position of the next call in the group's total order.
     """
 
     __slots__ = ("begun",)
@@ -31,10 +31,10 @@ class Recorder:
     Any thread may call. `begin` and `end` are called for one call after the other, in the group's total order.
 
     Args:
-        group_name: how messages call the group.
+        group_name: the group's name in messages.
         rank: this rank in the group.
         ranks: for each rank of the group its rank in the job.
-        count: counts the calls that begin; by default a count of its own.
+        count: counts the calls that begin; None makes a new count.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:
@@ -43,28 +43,28 @@ class Recorder:
         self.ranks = tuple(ranks)
         self.count = count or CallCount()
         self._calls: deque[Call] = deque(maxlen=MOST_CALLS)
-        self.add = self._calls.append  # every call comes here: one function less
+        self.add = self._calls.append  # not a method, because every call uses it and a method would cost one more call
 
     def begin(self, call: Call) -> None:
-        """The call begins to run. If all ranks issue it, it has its position in the total order from now on."""
+        """Note that the call begins to run. If all ranks issue it, give it its position in the total order."""
         if call.number is not None:
             call.position = self.count.begun
             self.count.begun += 1
         call.state = RUNNING
 
     def latest(self) -> float:
-        """When the last call was issued, in seconds since the epoch; 0 if there is none."""
+        """The time when the last call was issued, in seconds since the epoch; 0 if there is none."""
         try:
             return self._calls[-1].issued_at
         except IndexError:
             return 0.0
 
     def running(self) -> Call | None:
-        """The latest call that runs; None if none does."""
+        """The latest running call; None if no call runs."""
         return next((call for call in reversed(self._all()) if call.state == RUNNING), None)
 
     def records(self) -> list[CallRecord]:
-        """The calls that are remembered, in the order of their issue."""
+        """The remembered calls, in the order in which they were issued."""
         return [call.record() for call in self._all()]
 
     def _all(self) -> list[Call]:
@@ -83,9 +83,9 @@ class Divergence:
     """The first position at which the ranks did not begin the same call.
 
     Attributes:
-        position: in the total order, from 0.
-        calls: for each rank its call there; None if it did not come so far.
-        sentence: who did what.
+        position: the position in the total order, from 0.
+        calls: for each rank its call at this position; None if the rank has not come to it.
+        sentence: a sentence that says which rank did what.
     """
 
     position: int
@@ -94,13 +94,13 @@ class Divergence:
 
 
 def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence | None:
-    """Compare what ranks remember of their calls on one group. A pure function.
+    """Compare the remembered calls of the ranks of one group. A pure function.
 
     Args:
-        histories: for each rank its calls. Those without a position are ignored.
+        histories: for each rank its calls. Calls without a position are ignored.
 
     Returns:
-        None if they agree as far as all of them remember.
+        The first divergence; None if the ranks agree on all positions that all of them remember.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}
@@ -133,7 +133,7 @@ def _sentence(position: int, placed: Mapping[int, Calls]) -> str:
 
 
 def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
-    """The call that most ranks made; of several, that of the lowest rank."""
+    """The call that most ranks made. If several calls are equally frequent, the call of the lowest rank."""
     present = [calls[position] for _, calls in sorted(placed.items()) if position in calls]
     most = Counter(call.digest for call in present).most_common(1)[0][0]
     return next(call for call in present if call.digest == most)
@@ -142,7 +142,7 @@ def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
 def _deviation(
     usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
 ) -> tuple[str, str]:
-    """What a rank did that did not make the usual call: as said of one rank, and of several."""
+    """The words for a rank that did not make the usual call: for one rank, and for several ranks."""
     place = f"{usual.name} #{usual.position}"
     if mine is None:
         return f"has not come to {place}", f"have not come to {place}"

@@ -1,4 +1,4 @@
-"""Reports: what this rank knows, written to a file when something fails, and how the files of all ranks are read."""
+"""Reports: files that ranks write when something fails, and how the files of all ranks are read."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .statements import ranks_in_words
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """What one rank remembers of one group.
+    """One rank's record of one group.
 
     Attributes:
-        name: of the group.
+        name: the group's name.
         ranks: for each rank of the group its rank in the job.
-        calls: in the order of their issue.
+        calls: the calls, in the order in which they were issued.
     """
 
     name: str
@@ -40,17 +40,17 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank wrote.
+    """The report of one rank.
 
     Attributes:
-        rank: of the job.
-        size: of the job.
-        host: its name.
-        pid: of the process.
-        written_at: in seconds since the epoch.
-        reason: why it was written.
-        groups: of the rank.
-        stacks: of its threads.
+        rank: the rank in the job.
+        size: the number of ranks in the job.
+        host: the host's name.
+        pid: the process id.
+        written_at: the time of writing, in seconds since the epoch.
+        reason: why the report was written.
+        groups: the records of the rank's groups.
+        stacks: the stacks of the process's threads.
     """
 
     rank: int
@@ -64,10 +64,10 @@ class RankReport:
 
     @classmethod
     def parse(cls, text: str) -> RankReport:
-        """From the text of a file.
+        """Read the text of a report file.
 
         Raises:
-            ValueError, KeyError, TypeError: it is something else.
+            ValueError, KeyError, TypeError: the text is something else.
         """
         content = json.loads(text)
         groups = tuple(
@@ -82,7 +82,7 @@ def read_reports(folder: Path) -> list[RankReport]:
     """The latest report of each rank, by rank.
 
     Raises:
-        InvalidArgumentError: the folder holds none, or one that cannot be read.
+        InvalidArgumentError: the folder has no report, or one that cannot be read.
     """
     latest: dict[int, RankReport] = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -98,9 +98,10 @@ def read_reports(folder: Path) -> list[RankReport]:
 
 
 def merged(reports: Sequence[RankReport]) -> str:
-    """Who reported first, and why; then for each group a table of its ranks and a sentence: who is behind, where they diverge.
+    """The reports of all ranks as text. A pure function.
 
-    A pure function.
+    It names the rank that reported first, and the reason. For each group it has a table of the ranks, and a sentence that says
+    which rank is behind, or where the ranks diverge.
     """
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
@@ -134,10 +135,10 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
 
 
 def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] = ()) -> str:
-    """What is wrong with a group, in one sentence. A pure function.
+    """The problem of a group in one sentence. A pure function.
 
     Args:
-        calls: for each rank that has reported what it remembers.
+        calls: the calls of each rank that has reported.
         missing: ranks of the group that have not reported.
     """
     divergence = find_divergence(calls)
@@ -153,7 +154,7 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
 
 
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
-    """The first call that has begun and not succeeded, else the last that has begun, else the last."""
+    """The first call that has begun but not succeeded; else the last call that has begun; else the last call."""
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
     if unfinished:
@@ -174,22 +175,22 @@ EXPECTED = "files rank-*.json (what ranks wrote when something failed), there or
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whether stacks are shown."""
+    """Add the option that shows stacks."""
     parser.add_argument(
         "--stacks", type=int, metavar="RANK", help="also show the stacks of this rank's threads, as a failure found them"
     )
 
 
 def is_in(folder: Path) -> bool:
-    """Whether ranks wrote something there."""
+    """Whether the folder has reports."""
     return bool(_folders(folder))
 
 
 def text(folder: Path, arguments: argparse.Namespace) -> str:
-    """The reports of all ranks, merged; one after the other if jobs failed several times.
+    """The merged reports of all ranks. If jobs failed several times, one text follows the other.
 
     Raises:
-        InvalidArgumentError: a file is no report, or the rank whose stacks are wanted has written none.
+        InvalidArgumentError: a file is not a report, or the rank whose stacks are wanted has written none.
     """
     reports = [read_reports(one) for one in _folders(folder)]
     written = sorted({report.rank for of_job in reports for report in of_job})
@@ -201,7 +202,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folder, and those in it that `SYNCLINE_REPORT_DIR` would have made."""
+    """The folder itself and the folders of runs in it, if they have reports."""
     return [one for one in (folder, *sorted(folder.glob("syncline-report-*"))) if any(one.glob("rank-*.json"))]
 
 
@@ -217,34 +218,34 @@ REPORT_VARIABLE = "SYNCLINE_REPORT_DIR"
 _MOST_GROUPS = 32
 _MOST_STACK_CHARACTERS = 200_000
 _MOST_REPORTS = 16
-_WRITE_S = 10.0  # so long an error waits for its report
+_WRITE_S = 10.0  # how long an error waits for its report
 
 
 _site_folder: str | None = None
 
 
 def set_report_folder(folder: str | None) -> None:
-    """Where the site's settings want reports; None: they do not say."""
+    """Set the folder for reports from the site's settings; None if the settings do not have one."""
     global _site_folder
     _site_folder = folder
 
 
 def report_folder() -> str:
-    """Where reports go: `SYNCLINE_REPORT_DIR`, else what the site's settings say, else the working directory; "": nowhere."""
+    """The folder for reports: `SYNCLINE_REPORT_DIR`, else the site's, else the working directory. "" means no reports."""
     return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
 
 
 class Reporter:
     """Writes the records of this process's groups and the stacks of its threads.
 
-    A file holds at most `_MOST_GROUPS` groups of 256 calls, and `_MOST_STACK_CHARACTERS` of stacks: 3 MB; a process writes at
-    most `_MOST_REPORTS` of them. It holds the groups' records weakly.
+    A file has at most `_MOST_GROUPS` groups of 256 calls, and `_MOST_STACK_CHARACTERS` of stacks, about 3 MB. A process writes
+    at most `_MOST_REPORTS` files. The reporter keeps no group's record alive.
 
     Args:
-        job: names the run, alike on all ranks.
-        rank: of the job.
-        size: of the job.
-        folder: where the folder of the run is made, or "" for no reports; by default `report_folder()` at the first report.
+        job: the run's name, the same on all ranks.
+        rank: the rank in the job.
+        size: the number of ranks in the job.
+        folder: the folder in which the run's folder is made; "" for no reports; None: `report_folder()` at each report.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -253,7 +254,7 @@ class Reporter:
         self.size = size
         self._folder = folder
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-        self._numbers = itertools.count(1)  # no lock: a signal's handler may interrupt whoever holds it
+        self._numbers = itertools.count(1)  # no lock, because a signal's handler may interrupt the thread that holds it
         self._pid = os.getpid()
 
     def watch(self, recorder: Recorder) -> None:
@@ -261,17 +262,17 @@ class Reporter:
         self._recorders.add(recorder)
 
     def write(self, reason: str) -> Path | None:
-        """Write a report. Any thread may call it. It never raises: it is called while errors are on their way.
+        """Write a report. Any thread may call it. It never raises, because it is called while another error is raised.
 
         Args:
-            reason: why it is written.
+            reason: why the report is written.
 
         Returns:
-            The folder of the run; None if reports are switched off, were written often, or cannot be written, and in a fork of
-            the process.
+            The folder of the run. None if reports are switched off, if `_MOST_REPORTS` were written, if writing fails, and in a
+            forked child.
         """
         base = self._folder if self._folder is not None else report_folder()
-        if not base or os.getpid() != self._pid:  # in a fork, such as a worker of a data loader
+        if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
             return None
         number = next(self._numbers)
         if number > _MOST_REPORTS:
@@ -287,9 +288,9 @@ class Reporter:
         return folder
 
     def write_within(self, reason: str, limit_s: float) -> Path | None:
-        """`write` on a thread of its own, for a file system may not answer; also None if that takes longer.
+        """`write` on a thread of its own, because a file system may not answer. Also None if it takes longer than `limit_s`.
 
-        Where no thread can start, it is written on this one.
+        If no thread can start, it writes on this thread.
         """
         written: list[Path | None] = []
         thread = threading.Thread(target=lambda: written.append(self.write(reason)), name="syncline-report", daemon=True)
@@ -324,12 +325,12 @@ class Reporter:
 
 
 def reported(reporter: Reporter | None, failure: BaseException) -> BaseException:
-    """Write a report of a failure, if somebody reports.
+    """Write a report of a failure, if there is a reporter.
 
     Returns:
-        The failure; if it is ours, in words that say where the report is.
+        The failure. If it is an error of ours, its text also has the report's folder.
     """
-    if reporter is None or not isinstance(failure, Exception):  # who presses Ctrl-C wants no folder
+    if reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
         return failure
     folder = reporter.write_within(f"{type(failure).__name__}: {failure}", _WRITE_S)
     if folder is None or not isinstance(failure, SynclineError):
@@ -340,7 +341,7 @@ def reported(reporter: Reporter | None, failure: BaseException) -> BaseException
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
-    """Write a file that did not exist: several groups of one process, or two jobs of one name, keep all that they wrote."""
+    """Write a new file, with the next free number. So the reports of several groups, or of two jobs of one name, all stay."""
     while True:
         path = folder / f"{stem}.{number}.json"
         try:

@@ -1,4 +1,4 @@
-"""SIGUSR1 writes a report, also while the main thread is inside a library."""
+"""Write a report on SIGUSR1, also while the main thread is inside a library."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from typing import Any
 
 from .report import Reporter
 
-# One signal is heard twice: by the thread below, and by the main thread when it is in Python.
+# Each signal comes twice: to the thread below, and to the main thread when it runs Python code. Reports are this far apart.
 _ONCE_S = 1.0
 
-# What the thread is told at exit; no signal has that number.
+# The byte that ends the thread at exit. No signal has this number.
 _STOP = b"\0"
 _STOP_S = 5.0
 
 
 def report_on_signal(reporter: Reporter) -> bool:
-    """Let SIGUSR1 write a report from now on. A handler of Python's that is there already is called as well.
+    """Write a report on every SIGUSR1 from now on. A Python handler that exists already is still called, too.
 
-    A handler that the program sets after the first call takes the signal over, for good: there is no report then, and a later
-    call, for another group, does not take the signal back.
+    If the program sets its own handler after the first call, this handler replaces ours for good. Then there are no reports,
+    and a later call, for another group, does not change this.
 
     Python runs handlers between two instructions of the main thread, which may be inside a library for long. So a thread
-    listens, too: Python's own handler in C tells it by a pipe (`signal.set_wakeup_fd`), unless the program uses that already.
+    listens, too. Python's own C handler tells it through a pipe (`signal.set_wakeup_fd`), unless the program uses this pipe.
 
     Returns:
-        Whether it was set: only the main thread can, and not over a handler that was set by C code, or after our own.
+        Whether reports are written on the signal. Not if another thread than the main thread calls, if C code has set a
+        handler, or if the program has replaced ours.
     """
     global _ours
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
@@ -50,7 +51,7 @@ def report_on_signal(reporter: Reporter) -> bool:
 
 
 class _OnSignal:
-    """The handler of SIGUSR1, and the one that was there before."""
+    """The handler of SIGUSR1, which also calls the earlier handler."""
 
     def __init__(self, reporter: Reporter, earlier: Any) -> None:
         self.reporter = reporter
@@ -64,11 +65,14 @@ class _OnSignal:
             self._earlier(number, frame)
 
     def is_set(self) -> bool:
-        """Whether no other handler of Python's has taken the signal over."""
+        """Whether this is still Python's handler of the signal."""
         return signal.getsignal(signal.SIGUSR1) is self
 
     def report(self) -> None:
-        """Write once for each signal. Does not wait for another thread that does, for it may be this one, interrupted."""
+        """Write one report for each signal. Does not wait for a report that is being written.
+
+        The writer may be this thread itself, interrupted by the signal.
+        """
         if not self._writing.acquire(blocking=False):
             return
         try:
@@ -100,7 +104,7 @@ def _listen(handler: _OnSignal) -> None:
 
 
 def _report_when_told(heard: int, handler: _OnSignal) -> None:
-    """A byte comes for each signal that Python has caught, until the end, or until the program has closed the pipe."""
+    """Read the pipe and write reports. The pipe has one byte for each signal; it ends with `_STOP`, or if it is closed."""
     while True:
         try:
             signals = os.read(heard, 64)
@@ -113,7 +117,7 @@ def _report_when_told(heard: int, handler: _OnSignal) -> None:
 
 
 def _stop(thread: threading.Thread, told: int, pid: int) -> None:
-    if os.getpid() == pid:  # not in a fork, which has the same pipe
+    if os.getpid() == pid:  # a forked child has the same pipe, and must not end the parent's thread
         with suppress(OSError):  # the program has closed the pipe, or it is full
             os.write(told, _STOP)
         thread.join(_STOP_S)

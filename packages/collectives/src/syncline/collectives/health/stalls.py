@@ -1,4 +1,4 @@
-"""Stall warnings: which rank waits for which, said long before the time limit."""
+"""Stall warnings: rank 0 logs which rank waits for which, long before the time limit."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from typing import TYPE_CHECKING
 from .statements import ranks_in_words
 
 if TYPE_CHECKING:
-    from .recorder import Recorder  # it brings torch, which `syncline run` must not load
+    from .recorder import Recorder  # imports torch, which `syncline run` must not load
 
 logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
-# A rank leaves its line for rank 0 some looks before the limit: as many as a line takes to rank 0, and one. So the warning
-# comes within two looks after the limit if rank 0 waits, too, and else as much later as the line took.
+# A rank posts its line for rank 0 some looks before the limit: as many looks as a line needs to reach rank 0, plus one. So if
+# rank 0 waits, too, the warning comes within two looks after the limit. Else it comes as much later as the line needed.
 _LOOKS_IN_LIMIT = 30
 _STOP_S = 1.0
 _LONGEST = 1000
 
 
 class StatusPost(ABC):
-    """Where the ranks of a group leave a line each for rank 0. One thread calls it, while others communicate.
+    """A place where each rank of a group leaves one line for rank 0. One thread calls it, while others communicate.
 
-    It waits for no rank, but perhaps for a library's lock, or for a store's answer.
+    It never waits for a rank, but may wait for a library's lock or a store's answer.
 
     Attributes:
-        hops: after so many looks of all ranks rank 0 has a line.
+        hops: the number of looks of all ranks after which rank 0 has a line.
     """
 
     hops = 1
 
     @abstractmethod
     def post(self, line: str) -> None:
-        """Leave this rank's line, in place of the one before."""
+        """Leave this rank's line, and replace its earlier one."""
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
-        """On rank 0: the latest line of each rank that has left one since the last call; perhaps older ones, too."""
+        """On rank 0: the latest line of each rank that has left a line since the last call. May include older lines."""
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
-        """On another rank: bring the lines of others that are with this one nearer to rank 0."""
+        """On other ranks: send lines of other ranks that have arrived here on towards rank 0."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank waits in.
+    """The call in which a rank waits.
 
     Attributes:
-        position: of the call in the group's total order.
-        call: in words.
+        position: the call's position in the group's total order.
+        call: the call in words.
     """
 
     position: int
@@ -62,14 +62,14 @@ class Waiting:
 
 
 class StallWatch:
-    """Looks at one group now and then. Rank 0 logs which ranks wait in a call that has run for long, and which are not in it.
+    """Looks at one group now and then. If a call runs for long, rank 0 logs which ranks wait in it, and which do not.
 
-    The monitor calls `look`, each time on a thread of its own, for it calls a library.
+    The monitor calls `look`, each time on a thread of its own, because it calls a library.
 
     Args:
-        recorder: of the group.
-        status_post: of the group.
-        limit_s: how long a call may run, in seconds.
+        recorder: the group's recorder.
+        status_post: the group's status post.
+        limit_s: how long a call may run without a warning, in seconds.
     """
 
     may_block = True
@@ -82,7 +82,7 @@ class StallWatch:
         self._post = status_post
         self._lock = threading.Lock()
         self._is_over = False
-        self._position: int | None = None  # of the call that runs
+        self._position: int | None = None  # the position of the running call
         self._since = 0.0
         self._said: Waiting | None = None
         self._heard: dict[int, Waiting | None] = {}
@@ -95,16 +95,16 @@ class StallWatch:
         return (self._post.hops + 1) * self.period_s
 
     def stop(self) -> None:
-        """There will be no other look."""
+        """Stop looking, and wait for a look that is running."""
         self._is_over = True
-        if self._lock.acquire(timeout=_STOP_S):  # the one that is under way
+        if self._lock.acquire(timeout=_STOP_S):  # a running look holds the lock
             self._lock.release()
 
     def look(self, now_s: float) -> None:
         """Look once.
 
         Args:
-            now_s: on the monotonic clock.
+            now_s: the time on the monotonic clock.
         """
         with self._lock:
             if self._is_over:
@@ -133,7 +133,7 @@ class StallWatch:
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
 
     def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
-        """Once, when the limit is reached and the others have had the looks that it takes to say where they are."""
+        """Log once, when the limit is reached and the lines of the others have had time to arrive."""
         first = min((one.position for one in waiting.values()), default=None)
         if first != self._noticed:
             limit_s = self._since + self.limit_s if first == self._position else now_s
@@ -149,13 +149,13 @@ def _parsed(line: str) -> Waiting | None:
 
 
 def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int, Waiting], limit_s: float) -> str:
-    """Who waits for whom, and in what. A pure function.
+    """The warning: which ranks wait, in which call, and which ranks do not. A pure function.
 
     Args:
-        group_name: how messages call the group.
+        group_name: the group's name in messages.
         ranks: for each rank of the group its rank in the job.
-        waiting: for each rank of the group that waits, in what.
-        limit_s: for how long, at least.
+        waiting: for each waiting rank of the group its call.
+        limit_s: how long the ranks have waited at least, in seconds.
     """
     calls: dict[Waiting, list[int]] = {}
     for rank, one in sorted(waiting.items()):

@@ -1,4 +1,4 @@
-"""What many ranks say, in few words: those who say the same are named together."""
+"""The texts of many ranks in few words: ranks with the same text are listed together."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import DisagreementError, with_details
 
-_MOST_TOLD = 8  # different texts
-_LISTED_RUN = 3  # so many neighbours are shown one by one
+_MOST_TOLD = 8  # the number of different texts in a message
+_LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
 class Statements:
-    """What ranks say; the first that is heard of a rank counts.
+    """The texts of ranks. The first text of a rank counts.
 
     Attributes:
-        ranks: for each text the ranks that say it.
-        untold: ranks that say something else, which nobody has passed on so far.
-        heard: all of them.
+        ranks: for each text its ranks.
+        untold: ranks with another text, which is not known here.
+        heard: all these ranks.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class Statements:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Statements:
-        """What each rank says, by rank."""
+        """Statements with one text for each rank, by rank."""
         said = cls()
         for rank, text in enumerate(texts):
             said.add(text, [rank])
         return said
 
     def add(self, text: str, ranks: Iterable[int]) -> None:
-        """These ranks say that."""
+        """Add a text of these ranks."""
         new = [rank for rank in ranks if rank not in self.heard or rank in self.untold]
         if new:
             self.heard.update(new)
@@ -42,14 +42,14 @@ class Statements:
             self.ranks.setdefault(text, []).extend(new)
 
     def packed(self) -> str:
-        """The texts of most ranks, and of all others that they have said something, as text for `add_packed`."""
+        """The most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`."""
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:_MOST_TOLD]]
         rest = self.untold.union(*(self.ranks[text] for text in texts[_MOST_TOLD:]))
         return json.dumps({"told": told, "untold": runs(sorted(rest))})
 
     def add_packed(self, text: str) -> None:
-        """Add what another one's `packed` says."""
+        """Add the statements from another object's `packed`."""
         said = json.loads(text)
         for line, told in said["told"]:
             self.add(line, ranks_of(told))
@@ -69,27 +69,27 @@ class Statements:
 
 
 def different_calls(said: Statements) -> DisagreementError:
-    """The error when the ranks are about to call different collectives; `said` has each rank's signature."""
+    """The error for ranks that are about to call different collectives. `said` has each rank's call."""
     return DisagreementError(
         with_details("the ranks called different collectives; make every rank issue the same ones", *said.lines())
     )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """In words: "rank 3", "ranks 0, 1, 2", or "ranks 0-16, 18-9999" where more than three follow one another.
+    """Ranks in words: "rank 3", "ranks 0, 1, 2", or "ranks 0-16, 18-9999" for runs of more than three.
 
     Args:
-        ranks: ascending.
+        ranks: the ranks, ascending.
     """
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in _shown(runs(ranks))]
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
 
 
 def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last of each run of neighbours: [(0, 2), (4, 4)] for 0, 1, 2, 4.
+    """The first and the last rank of each run of consecutive ranks: [(0, 2), (4, 4)] for 0, 1, 2, 4.
 
     Args:
-        ranks: ascending.
+        ranks: the ranks, ascending.
     """
     found: list[tuple[int, int]] = []
     for rank in ranks:
@@ -99,13 +99,13 @@ def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def ranks_of(found: Iterable[Sequence[int]]) -> Iterator[int]:
-    """The ranks of such runs."""
+    """The ranks of runs, as `runs` returns them."""
     for first, last in found:
         yield from range(first, last + 1)
 
 
 def _shown(found: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Short runs as single ranks."""
+    """Split short runs into single ranks."""
     for first, last in found:
         if last - first < _LISTED_RUN:
             yield from ((rank, rank) for rank in range(first, last + 1))
