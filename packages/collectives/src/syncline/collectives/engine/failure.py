@@ -1,4 +1,4 @@
-"""The words of a group's errors: what happened to which call, and which rank is behind it."""
+"""The texts of a group's errors: the call, the problem, and the rank that caused it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .call import Call, Signature
 
 
 class FailureWords:
-    """Turns what a transport raises into the group's error.
+    """Turns errors of a transport into errors of the group.
 
     Args:
-        place: says which rank of which group this is.
-        liveness: says which ranks are lost or stopped; None where nobody can know.
+        place: the rank and the group in words.
+        liveness: finds out which ranks are lost or stopped; None if this is not known.
     """
 
     def __init__(self, place: str, liveness: Liveness | None) -> None:
@@ -22,23 +22,23 @@ class FailureWords:
         self._liveness = liveness
 
     def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
-        """The error that the group raises for one that ended a call.
+        """The error that the group raises after `error` has ended a call.
 
-        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. An error of ours gets the call's words, and becomes a
-        `RankLostError` if a rank is lost. Any other error (Ctrl-C, a bug) stays as it is.
+        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. An error of ours gets the call's name in front, and
+        becomes a `RankLostError` if a rank is lost. Any other error (Ctrl-C, a bug) is not changed.
         """
         if isinstance(error, TimeoutError):
             return self._timed_out(error, call, timeout_s)
         if isinstance(error, SynclineError):
             explained = self._with_lost_ranks(error)
             failure = explained.reworded(f"{call} on {self._place}: {explained}")
-            # Our own errors are not chained to each other: the reworded one says all that the first one says.
+            # No chain between our own errors: the new text contains all of the old one.
             failure.__cause__ = error.__cause__
             return failure
         return error
 
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
-        """For a call after the group has failed."""
+        """The error for a call after the group has failed."""
         error = TransportError(
             with_details(f"{what} on {self._place} was not started because the group had failed before:", str(first_failure))
         )
@@ -46,17 +46,17 @@ class FailureWords:
         return error
 
     def closed(self, signature: Signature) -> GroupClosedError:
-        """For a call after the group was closed."""
+        """The error for a call after the group was closed."""
         return GroupClosedError(
             f"{signature.name} on {self._place}: the group is closed; create it again with init_process_group or new_group"
         )
 
     def aborted(self) -> TransportError:
-        """For all that wait when the group is aborted."""
+        """The error for all waiting calls when the group is aborted."""
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
-        """Which ranks are lost or stopped, as far as is known."""
+        """The lost or stopped ranks in words, as far as known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"
@@ -79,7 +79,7 @@ class FailureWords:
         return timeout
 
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
-        """The loss of a rank, if that is why the transport failed; else the error, which names ranks that stand still."""
+        """The loss of a rank, if it made the transport fail. Else the error, with the names of stopped ranks."""
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
             return error
         lost = self._liveness.loss_behind(error)

@@ -1,4 +1,4 @@
-"""EngineGroup: what all our groups share; and HostGroup: a process group made of a transport."""
+"""EngineGroup is the common base of our groups. HostGroup is a process group over a transport."""
 
 from __future__ import annotations
 
@@ -51,34 +51,34 @@ Body = Callable[[Call], None]
 
 MOST_PLANS = 256
 
-# How long a rank that closes a group waits for the others, to compare what they have called.
+# How long a rank that closes a group waits for the others, to compare their calls.
 _CLOSE_S = 60.0
 # How long the end of a process waits for its report.
 _REPORT_S = 2.0
 
-# A library may go on writing to the tensors of a call that was given up, so their memory must not be freed at once. The
-# tracebacks of these errors hold the frames that hold the tensors, and their copies in plain order.
+# After a call was given up, a library may still write to its tensors, so their memory must not be freed at once. The tracebacks
+# of these errors hold the frames, and the frames hold the tensors and their contiguous copies.
 #
-# Only the latest are kept. A group fails once: after its first failure it starts no other call, and its transport is told to
-# give up. So the oldest of these errors belongs to a group after which as many others have failed. A job that makes a new group
-# after each failure must not need more memory each time.
+# Only the latest errors are kept, because a job that makes a new group after each failure must not need more memory each time.
+# A group fails only once: after its first failure it starts no other call, and its transport gives up. So the oldest error here
+# belongs to a group after which `GIVEN_UP_KEPT` other groups have failed.
 GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
 class EngineGroup(ProcessGroup, Inherited):
-    """What our groups share: plans, the order and record of calls, the history that ranks compare, and the first failure.
+    """The base of our groups: plans, the order and record of calls, the history that ranks compare, and the first failure.
 
     `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts them on a stream of a GPU.
 
     Args:
-        carrier: brings the ranks' words to one another.
-        compares_later: the ranks compare their histories, because they do not compare each call before it runs.
-        count: counts the calls that begin; None for a count of the group's own.
-        liveness: says which ranks are lost; None where nobody can know.
+        carrier: exchanges numbers and texts between the ranks.
+        compares_later: whether the ranks compare their histories, because they do not compare each call before it runs.
+        count: counts the calls that begin; None makes a new count.
+        liveness: finds out which ranks are lost; None if this is not known.
 
     Attributes:
-        recorder: of the last calls.
+        recorder: the record of the last calls.
     """
 
     def __init__(
@@ -115,10 +115,11 @@ class EngineGroup(ProcessGroup, Inherited):
     @property
     @abstractmethod
     def first_failure(self) -> BaseException | None:
-        """What has ended the group; None while nothing has."""
+        """The error that has ended the group; None while the group works."""
 
     @override
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
+        # The last plan first: signatures with another reduction or root may have been planned for such tensors, too.
         wanted = (name, tensor.dtype, tensor.shape)
         for signature, plan in reversed(self._plans.items()):
             if (signature.name, signature.dtype, signature.shape) == wanted:
@@ -135,7 +136,7 @@ class EngineGroup(ProcessGroup, Inherited):
         """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
 
         Args:
-            options: what changes how the ranks communicate.
+            options: the options that change how the ranks communicate.
 
         Raises:
             DisagreementError: the ranks were given different options.
@@ -147,32 +148,32 @@ class EngineGroup(ProcessGroup, Inherited):
         note_run(reporter.job, self.rank, self.size)
 
     def report_to(self, reporter: Reporter | None) -> None:
-        """Let the first failure of this group, and of groups made of it from now on, be reported; None: not."""
+        """Report the first failure of this group, and of groups made from it later. None switches reports off."""
         self._reporter = reporter
         if reporter is not None:
             reporter.watch(self.recorder)
 
     @property
     def reporter(self) -> Reporter | None:
-        """What reports the group's failures."""
+        """The reporter of the group's failures; None if there are no reports."""
         return self._reporter
 
     # ---- plans ----
 
     @abstractmethod
     def _new_plan(self, signature: Signature) -> Plan:
-        """How calls of that signature are carried out. Does not communicate."""
+        """Make the plan for calls of this signature. Does not communicate."""
 
     def _make_plan(self, signature: Signature) -> Plan:
         plan = self._new_plan(signature)
-        if len(self._plans) >= MOST_PLANS:
+        if len(self._plans) >= MOST_PLANS:  # such a program has new shapes all the time, so old plans are of little use
             self._plans.clear()
         if not self._closed:
             self._plans[signature] = plan
         return plan
 
     def _take_mark(self) -> str | None:
-        """The mark for the call that this thread issues; see `marked`. Calls of callbacks have none."""
+        """The mark for the call that this thread issues; see `marked`. Calls in callbacks get no mark."""
         return self._marks.pop(get_ident(), None) if self._marks and not self._queue.is_in_callback() else None
 
     @property
@@ -183,7 +184,7 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- failures ----
 
     def _refusal(self, signature: Signature) -> GroupClosedError:
-        """Why a closed group runs no call."""
+        """The error for a call on a closed group."""
         return not_the_rank(signature.name, self.place()) if self._is_in_fork else self._words.closed(signature)
 
     def _check_usable(self, signature: Signature) -> None:
@@ -194,7 +195,7 @@ class EngineGroup(ProcessGroup, Inherited):
             raise self._words.not_started(signature, failure)
 
     def _reported(self, failure: BaseException) -> BaseException:
-        """The failure. If it is ours, and a report is written, its text says where."""
+        """Write a report of the failure. Returns the failure; if it is an error of ours, its text has the report's folder."""
         if self._losses_are_expected and isinstance(failure, TransportError):
             return failure
         return reported(self._reporter, failure)
@@ -207,23 +208,24 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @override
     def in_fork(self) -> None:
-        """As if the group were closed, without a word to anybody. No lock of the parent's is taken. Note [Forks] in `forks`."""
+        """Mark the group as closed in a forked child. Takes no lock and sends nothing. See Note [Forks] in `forks`."""
         self._closed = self._is_in_fork = True
         self._plans = {}
         self._queue.leave_to_parent()
 
     def close(self) -> None:
-        """Finish what was issued, compare the calls with those of the other ranks, then give up what the group holds.
+        """Finish all calls, compare the calls with the other ranks, then release everything the group holds.
 
         Raises:
             DisagreementError: the ranks have made different calls.
-            MisuseError: it was called from a future's callback, which is part of what it would wait for.
+            MisuseError: a future's callback called it. It would wait for the callback itself.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
         if self._closed:
             return
-        with ExitStack() as ending:  # from the last one on, also after one that raises
+        # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
+        with ExitStack() as ending:
             ending.callback(self._close)
             for companion in self._companions:
                 ending.callback(self._end, companion)
@@ -232,14 +234,14 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _compare_before_close(self) -> None:
-        """Compare all calls with the other ranks, who close the group, too. A rank that does not come is no failure."""
+        """Compare all calls with the other ranks, which close the group, too. A rank that does not come is not an error."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Finish what was issued, set `_closed`, and give up what the group holds."""
+        """Finish all calls, set `_closed`, and release everything the group holds."""
 
     def _end(self, companion: ProcessGroup) -> None:
-        """Nobody may come to close the companion of a group that has failed."""
+        """Close the companion. If this group has failed, abort it, because other ranks may not come to close it."""
         if self.first_failure is None:
             companion.close()
         else:
@@ -250,7 +252,7 @@ class EngineGroup(ProcessGroup, Inherited):
         self._companions.append(companion)
 
     def abort(self) -> None:
-        """Fail what is in flight and everything queued behind it."""
+        """Fail the running call and all queued calls."""
         if self._closed:
             return
         self._closed = True
@@ -261,32 +263,32 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _abort(self, failure: BaseException) -> None:
-        """Fail what is in flight, without waiting. `_closed` is set."""
+        """Fail all calls in flight, without waiting. `_closed` is set already."""
 
 
 class HostGroup(EngineGroup):
-    """All of `ProcessGroup` by the plans of a `Transport`, run one after the other.
+    """A `ProcessGroup` that carries out its calls by the plans of a `Transport`, one after the other.
 
-    The way of a call::
+    The steps of a call::
 
         _issue ─ queue: this thread or the queue's ─► _run ─ agreement ─ _move: find the plan, pack, run it, unpack
 
-    [1] `_issue` makes the `Call` and notes the user's line. With `async_op=False` and nothing in flight the call runs on the
-        caller's thread: a hop to another thread costs more than a small collective. Else the call is queued.
+    [1] `_issue` makes the `Call` and notes the user's line. With `async_op=False` and no call in flight, the call runs on the
+        caller's thread, because a hop to another thread costs more than a small collective. Else the call is queued.
     [2] `_run` runs when it is the call's turn. It opens the call's scope, and adds the call to the history that ranks compare.
-    [3] `_move` looks for the plan of the call's signature; the transport makes one at the first call. The plan moves the data.
-    [4] What goes wrong in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call
-        fails with a reference to the first failure.
+    [3] `_move` looks for the plan of the call's signature. The transport makes it at the first call. The plan moves the data.
+    [4] An error in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call fails
+        with a reference to the first failure.
 
     Sends and receives have no place in the order: they start at once, on the caller's thread.
 
     Args:
         transport: moves the tensors.
-        device: of whose tensors, beside the host's, the transport takes. Note [Order on the device] in `device` says how a
-            call fits among what the device does.
-        check_calls: the ranks compare each call before it runs, with its shapes.
-        leavers: says which ranks have left the job; None where nobody tells. See Note [Who will not come] in `health.leaving`.
-        liveness: says which ranks are lost; None where nobody can know. With it, the monitor looks at the calls.
+        device: the runtime of a device whose tensors the transport takes, too; None: only the host's. Note [Order on the
+            device] in `device` says how a call is ordered among the device's operations.
+        check_calls: the ranks compare each call, with its shapes, before it runs.
+        leavers: knows which ranks have left the job; None if nobody tells. See Note [Who will not come] in `health.leaving`.
+        liveness: finds out which ranks are lost; None if this is not known. With it, the monitor looks at the calls.
     """
 
     def __init__(
@@ -330,7 +332,7 @@ class HostGroup(EngineGroup):
         if leavers is not None:
             leavers.belong_to(self)
 
-    # ---- what the group says of itself ----
+    # ---- properties of the group ----
 
     @property
     def backend_name(self) -> str:
@@ -339,7 +341,7 @@ class HostGroup(EngineGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The CPU, and the device that the group was made with."""
+        """The CPU, and the type of the group's device."""
         return self._device_types
 
     @override
@@ -352,7 +354,7 @@ class HostGroup(EngineGroup):
 
     @property
     def first_failure(self) -> BaseException | None:
-        """The error of the first call that failed, or that of `abort`."""
+        """The error of the first call that failed, or the error of `abort`."""
         return self._first_failure
 
     # ---- start ----
@@ -362,14 +364,14 @@ class HostGroup(EngineGroup):
         """As `EngineGroup.start`.
 
         Args:
-            options: what changes how the ranks communicate.
-            stall_warning_s: after so many seconds in one call rank 0 logs which rank waits for which; 0: never.
+            options: the options that change how the ranks communicate.
+            stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which; 0: never.
         """
         super().start(options)
         self.warn_of_stalls(stall_warning_s)
 
     def warn_of_stalls(self, stall_warning_s: float) -> None:
-        """Let rank 0 log which rank waits for which, in this group and in groups made of it from now on; 0: not."""
+        """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches it off."""
         self._stall_warning_s = stall_warning_s
         status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
         if status_post is not None:
@@ -397,7 +399,7 @@ class HostGroup(EngineGroup):
     ) -> Work:
         """Run a call here or queue it. Calls that not all ranks issue have no number. See [1].
 
-        `reads` and `writes` are all the tensors that the body touches.
+        `reads` and `writes` are all the tensors that the body uses.
         """
         if self._closed:
             raise self._refusal(signature)
@@ -413,11 +415,11 @@ class HostGroup(EngineGroup):
             return FinishedWork(list(writes))
         work = GroupWork(list(writes), lambda: f"{call} on {self.place()}", queue, issued, order)
         self._in_flight.add(work)
-        # A group of one has nobody to wait for, and another thread would take longer to wake up.
+        # A group of one waits for no other rank, so the call is short. Waking another thread would take longer.
         is_short = self.size == 1 and order is None
         if is_short and queue.run_here(self._run_into, work, call, body, order):
             return work
-        if not queue.enqueue(lambda: self._run_into(work, call, body, order)):
+        if not queue.enqueue(lambda: self._run_into(work, call, body, order)):  # the queue was stopped
             self._in_flight.discard(work)
             if self._closed:  # another thread has just closed the group
                 raise self._refusal(signature)
@@ -437,7 +439,7 @@ class HostGroup(EngineGroup):
     def _run_into(self, work: PendingWork, call: Call, body: Body, order: StreamOrder | None) -> None:
         try:
             self._run(call, body, order)
-        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get any error
             self._in_flight.discard(work)
             work.fail(error)
         else:
@@ -445,10 +447,11 @@ class HostGroup(EngineGroup):
             work.succeed()
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
-        """Run one call to its end. What goes wrong is the group's first failure. See [2]."""
+        """Run one call to its end. An error is the group's first failure. See [2]."""
         ask = self.reason_to_give_up if call.number is None else self._why_call_cannot_end
         call.scope = CancelScope(self.timeout_s, ask)
-        # `abort` notes the failure first, then cancels the call that it finds: so in this order nothing slips through.
+        # `abort` sets the first failure, then cancels the running call. Here the order is the other way round: set the running
+        # call, then look at the failure. So either `abort` finds the call, or the call finds the failure.
         self._running = call
         if self._first_failure is not None:
             self._running = call.scope.ask = None
@@ -461,6 +464,7 @@ class HostGroup(EngineGroup):
                 self._agreed.add(call.digest())
             elif self._checks_calls and call.number is not None:
                 self._check_same_call(call)
+            # The usual case: host tensors that need no context. Entering contexts would cost more than the two questions.
             if order is None and not is_tracked(call.reads) and not is_tracked(call.writes):
                 body(call)
             else:
@@ -473,9 +477,9 @@ class HostGroup(EngineGroup):
             self._fail(error, call)
         finally:
             self._running = None
-            call.scope.ask = None  # the recorder keeps the call, which must not keep the group
-        if self._first_failure is not None:
-            raise self._first_failure  # the group was aborted meanwhile
+            call.scope.ask = None  # the recorder keeps the call; `ask` would keep the group
+        if self._first_failure is not None:  # the group was aborted while the call ran
+            raise self._first_failure
 
     def _move(self, call: Call) -> None:
         """Carry out a collective by its plan. See [3]."""
@@ -499,7 +503,7 @@ class HostGroup(EngineGroup):
             raise different_calls(said)
 
     def _check_same_splits(self, call: Call) -> None:
-        """Whether each rank sends what the others expect: an all-gather of two numbers for each rank."""
+        """Check that each rank sends as much as the others expect, by an all-gather of two numbers for each rank."""
         expected, sent = call.signature.splits or ((), ())
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
         block = empty_block(mine, self.size)
@@ -518,7 +522,7 @@ class HostGroup(EngineGroup):
         )
 
     def _meet(self, call: Call) -> None:
-        """A barrier."""
+        """Run a barrier, and compare all calls so far."""
         self._transport.barrier(call)
         if self._compares_later:
             self._agreed.same_history(call.scope)
@@ -526,14 +530,14 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """On the CPU, memory of the transport's; the call has a place in the total order."""
+        """As `ProcessGroup.allocate`. On the CPU, the transport allocates; the call has a place in the total order."""
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         made: list[torch.Tensor] = []
 
         def body(call: Call) -> None:
-            with torch.inference_mode(False):  # what is made in that mode could not hold gradients
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot hold gradients
                 made.append(self._transport.allocate(numel, dtype, call))
 
         self._start(Signature("allocate", detail=f"numel={numel}, dtype={dtype}"), (), (), body)
@@ -648,7 +652,7 @@ class HostGroup(EngineGroup):
         self._start(Signature("close"), (), (), self._compare_at_close, is_numbered=False)
 
     def _compare_at_close(self, call: Call) -> None:
-        """A rank that does not come is no failure: it may have ended without closing its groups, or still compute."""
+        """Compare the calls. A rank that does not come is not an error: it may still compute, or have ended without closing."""
         scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._why_sender_will_not_send)
         try:
             self._agreed.same_history(scope)
@@ -662,6 +666,7 @@ class HostGroup(EngineGroup):
         drained = self._queue.drain(self.timeout_s)
         self._plans.clear()
         self._queue.stop()
+        # After a failure, or with calls still in flight, closing the library in order might wait for ever.
         if drained and self._first_failure is None:
             self._close_transport()
             if self._leavers is not None:
@@ -681,7 +686,7 @@ class HostGroup(EngineGroup):
     def _abort(self, failure: BaseException) -> None:
         self._stop_watching()
         self._first_failure = failure
-        running = self._running  # another thread may just end that call
+        running = self._running  # read once, because another thread may set it to None
         if running is not None:
             running.scope.cancel(failure)
         self._transport.abort()
@@ -692,18 +697,19 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """A call has failed: remember why, tell the other ranks, and raise it in the group's words. See [4]."""
+        """Handle the failure of a call: remember it, tell the other ranks, and raise the group's error. See [4]."""
         call.is_over(FAILED)
-        if error is self._first_failure:  # the group was aborted, which has told everybody
+        if error is self._first_failure:  # from `abort`, which has already told the other ranks
             _given_up.append(error)
             raise error
         if isinstance(error, TimeoutError) or not isinstance(error, SynclineError) or error is call.scope.reason:
-            _given_up.append(error)  # the library may still write
+            _given_up.append(error)  # the call did not end in the library, which may still write to its tensors
         failure = self._reported(self._words.of(error, call, self.timeout_s))
         self._first_failure = failure
         logger.debug("%s on %s failed; the group runs no other call", call.signature.name, self.place())
         self._transport.give_up()
-        if isinstance(failure, TransportError):  # those who wait elsewhere hear of it where a library can say so
+        # End the waits of other ranks, if the library can. On a thread, because `interrupt` may block.
+        if isinstance(failure, TransportError):
             with suppress(RuntimeError):  # no thread can start; the group's error matters more
                 threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
         self._on_failure(failure)
@@ -712,10 +718,10 @@ class HostGroup(EngineGroup):
         raise failure from failure.__cause__
 
     def _on_failure(self, failure: BaseException) -> None:
-        """The group has failed. For groups whose members tell one another."""
+        """Called when the group has failed, for subclasses whose members tell each other."""
 
     def _why_sender_will_not_send(self) -> TransportError | None:
-        """Why a rank that shall send something will not: it is lost, or has left the job."""
+        """Why another rank will not send its message: it is lost, or has left the job; None if no reason is known."""
         lost = self.reason_to_give_up()
         if lost is not None or self._leavers is None:
             return lost
@@ -723,7 +729,7 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Why the running call will never end, as far as the thread that runs it can find out."""
+        """Why the running call will never end; None if no reason is known. Called on the thread that runs the call."""
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         return reason or self.reason_to_give_up()
 
@@ -731,29 +737,29 @@ class HostGroup(EngineGroup):
 
     @property
     def running(self) -> Call | None:
-        """The call that runs now."""
+        """The call that runs now, or None."""
         return self._running
 
     def reason_to_give_up(self) -> TransportError | None:
-        """That a rank is lost, if one is."""
+        """The loss of a rank; None if no rank is lost."""
         return None if self._liveness is None else self._liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
-        """Have the transport end the call that runs."""
+        """Make the transport end the running call."""
         self._transport.interrupt()
 
     def missing_in_words(self) -> str:
-        """Which ranks are lost or stopped, as far as is known."""
+        """The lost or stopped ranks in words, as far as known."""
         return self._words.missing()
 
     def report(self, reason: str) -> None:
-        """Write the report, if it can be done within a few seconds."""
+        """Write the report, if this is possible within a few seconds."""
         if self._reporter is not None:
             self._reporter.write_within(reason, _REPORT_S)
 
 
 class GroupWork(PendingWork):
-    """The work of a queued call. It may be waited for inside a callback of its own group."""
+    """The work of a queued call. A callback of its own group may wait for it."""
 
     __slots__ = ("_issued", "_order", "_queue", "_was_waited_for")
 
@@ -772,10 +778,10 @@ class GroupWork(PendingWork):
         self._was_waited_for = False
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until finished; inside a callback, or if no other thread does, run the group's queue up to this call."""
+        """Block until the call is finished. Inside a callback, or if the turn is free, run the queue up to this call."""
         if self._queue.is_running_here():
             self._queue.run_until(self.is_completed)
-        elif timeout is None and not modes_active():  # what runs here has no limit but the group's, and no mode shall see it
+        elif timeout is None and not modes_active():  # calls that run here ignore `timeout`, and a mode would see them
             self._queue.help(self.is_completed)
         super().wait(timeout)
         self._was_waited_for = True
@@ -792,7 +798,7 @@ class GroupWork(PendingWork):
         return future
 
     def _settle(self, future: TensorsFuture) -> None:
-        """Run the callbacks: see point 5 of Note [One total order] in `queue`."""
+        """Complete the future, which runs its callbacks: see point 5 of Note [One total order] in `queue`."""
         if not self._queue.hand_over(lambda: self._settle_here(future)):
             self._settle_here(future)
 
@@ -802,6 +808,6 @@ class GroupWork(PendingWork):
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks that gave a color, ordered by key, then by rank. A pure function."""
+    """The ranks with this color, ordered by key, then by rank. A pure function."""
     chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
     return [rank for _, rank in sorted(chosen)]

@@ -1,4 +1,4 @@
-"""ShrinkableGroup: a host group whose survivors can meet again, and newcomers with them."""
+"""ShrinkableGroup: a host group whose survivors can meet again, together with newcomers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .reconnector import Reconnector
 
 
 class ShrinkableGroup(HostGroup):
-    """A `HostGroup` that knows how its members meet again.
+    """A `HostGroup` whose members can meet again.
 
-    The rank on which a collective fails raises an alarm through the reconnector, where that has a way (a store has; MPI itself
-    tells the ranks). The others look for it when a collective takes long, so all leave a broken group soon, also those whom no
-    connection tells of the loss.
+    If a collective fails on a rank, the rank raises an alarm through the reconnector, if it can: a reconnector with a store
+    can; with MPI, MPI itself tells the ranks. The other ranks look for the alarm when a collective takes long. So all ranks
+    leave a broken group soon, even if no connection shows them the loss.
 
     Args:
         transport: connects the members of the reconnector's generation.
-        reconnector: how they meet again.
+        reconnector: lets the members meet again.
         options: as for `HostGroup`.
     """
 
@@ -76,11 +76,11 @@ class ShrinkableGroup(HostGroup):
     def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
         self._check_is_latest("admit")
         transport = self._reconnector.admit(silence_timeout_s, limit)
-        self.abort()  # all members have come to `admit`: only now nobody needs this group any more
+        self.abort()  # not earlier: members that had not come to `admit` may still have needed this group
         return self._replaced(transport)
 
     def _check_is_latest(self, call: str) -> None:
-        if self._is_in_fork:  # before anybody is told
+        if self._is_in_fork:  # first, so that a forked child raises no alarm
             raise not_the_rank(call, self.place())
         if self._is_replaced:
             raise GroupClosedError(f"{call} on {self.place()}: there is a newer group already; call it on that one")
@@ -89,7 +89,7 @@ class ShrinkableGroup(HostGroup):
         newer = type(self)(transport, self._reconnector, **self._options)
         self._is_replaced = True
         if self._leavers is not None:
-            self._leavers.is_closed = True  # in order: the new group takes its place
+            self._leavers.is_closed = True  # counts as closed properly, because the new group takes its place
         newer.report_to(self._reporter)
         newer.expect_losses(self._losses_are_expected)
         return newer
@@ -106,7 +106,7 @@ class ShrinkableGroup(HostGroup):
     def _alarm(self) -> TransportError | None:
         if self._reconnector.missing() is not None:
             return None
-        with suppress(StoreError):  # a group that needs no store goes on without it
+        with suppress(StoreError):  # without the store the group still communicates; only the alarm is lost
             why = self._reconnector.alarm(self._generation)
             return None if why is None else TransportError(f"another rank says that this collective will not finish: {why}")
         return None

@@ -1,4 +1,4 @@
-"""The settings of a site, read from its site file."""
+"""The settings of a site, from its site file."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ class Settings:
     full_tracebacks: bool = _key(bool, False, "tracebacks that are printed at exit show the frames inside Syncline and torch")
     report_dir: str | None = _key(str, None, 'where ranks write reports when something fails; "": no reports')
 
-    #: The file that they were read from, or None; not a key.
+    #: The file of the settings, or None. This is not a key of the file.
     path: str | None = None
 
     def changed(self) -> list[str]:
-        """The keys that have another value than the default, as the file writes them."""
+        """The keys whose values are not the defaults, as lines of a site file."""
         defaults = Settings()
         return [f"{key} = {_in_toml(getattr(self, key))}" for key in _KEYS if getattr(self, key) != getattr(defaults, key)]
 
     @property
     def thresholds(self) -> AlgorithmThresholds:
-        """From which size on which algorithm is used."""
+        """The sizes that decide which algorithm a collective uses."""
         return AlgorithmThresholds(**{entry.name: getattr(self, entry.name) for entry in fields(AlgorithmThresholds)})
 
     def spin_s_overridden(self, environ: Mapping[str, str] = os.environ) -> float:
-        """As set by the environment, where it is.
+        """The setting `spin_s`, or the value of `SYNCLINE_SPIN_S` if it is set.
 
         Raises:
-            InvalidArgumentError: by no number of seconds.
+            InvalidArgumentError: the variable is not a number of seconds.
         """
         text = environ.get(SPIN_VARIABLE)
         if not text:
@@ -90,11 +90,11 @@ _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Settings) if "ki
 
 
 def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Settings:
-    """Read the file that `SYNCLINE_SITE` names, else the default one if it exists; `SYNCLINE_TIMEOUT_S` goes before it.
+    """Read the file that `SYNCLINE_SITE` names, else the default file if it exists. `SYNCLINE_TIMEOUT_S` overrides the file.
 
     Raises:
-        SiteFileError: the file named does not exist or cannot be read, or see `parse_settings`.
-        InvalidArgumentError: `SYNCLINE_TIMEOUT_S` is no number of seconds.
+        SiteFileError: the named file does not exist or cannot be read, or see `parse_settings`.
+        InvalidArgumentError: `SYNCLINE_TIMEOUT_S` is not a number of seconds.
     """
     settings = _load_file(environ, default_path)
     text = environ.get(TIMEOUT_VARIABLE)
@@ -102,12 +102,12 @@ def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = 
         return settings
     try:
         return replace(settings, timeout_s=seconds(float(text)))
-    except ValueError as error:  # InvalidArgumentError is one, too
+    except ValueError as error:  # from `float`, or the InvalidArgumentError of `seconds`
         raise InvalidArgumentError(f"{TIMEOUT_VARIABLE}: expected a number of seconds, found {text!r}") from error
 
 
 def site_path(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Path:
-    """Where the site file is, if there is one."""
+    """The path of the site file, which may not exist."""
     return Path(environ.get(SITE_VARIABLE) or default_path)
 
 
@@ -128,7 +128,7 @@ def parse_settings(text: str, path: str) -> Settings:
     """Check the content of a site file. A pure function.
 
     Raises:
-        SiteFileError: it is not TOML, or has an unknown key, a value of another type, or one that makes no sense.
+        SiteFileError: the text is not TOML, or has an unknown key, a value of the wrong type, or an impossible value.
     """
     try:
         content = tomllib.loads(text)

@@ -1,15 +1,14 @@
-"""An uncaught error: one rank of a node prints it in full, without the frames inside Syncline and torch.
+"""Print an uncaught error: in full on one rank of a node, and without the frames inside Syncline and torch.
 
 Note [Who speaks]
 ~~~~~~~~~~~~~~~~~
-One failure makes many ranks fail. The processes of a node and a user share a small file, in which the first rank that fails
-writes that it speaks. The others print one line that points there.
+One failure makes many ranks fail. The processes of one user on a node share a small file. The first rank that fails writes to
+it that it speaks. The other ranks print one line that points to this rank.
 
-The first rank to fail is mostly the cause. But one that only lost a connection knows less than the rank that knows why. So it
-waits for `_VAGUE_S` seconds, for another rank to speak.
+The first rank to fail is mostly the cause. But a rank that has only lost a connection knows less than others. So it waits up to
+`_VAGUE_S` seconds for another rank to speak.
 
-Nothing here waits for another rank without limit: the file's lock is tried for `_LOCK_S` seconds. If the file cannot be used,
-every rank speaks.
+No wait is endless: a rank tries to lock the file for `_LOCK_S` seconds. If it cannot use the file, it speaks.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
 
-# Ranks of one job fail within that time.
+# Ranks of one job are assumed to fail within this time.
 FRESH_S = 30.0
 _VAGUE_S = 1.0
 _LOCK_S = 1.0
@@ -60,30 +59,30 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def show_all_frames(are_shown: bool) -> None:
-    """Whether tracebacks that are printed at exit have the frames inside Syncline and torch."""
+    """Set whether tracebacks that are printed at exit have the frames inside Syncline and torch."""
     global _shows_all_frames
     _shows_all_frames = are_shown
 
 
 def handle_uncaught_elsewhere() -> None:
-    """Leave uncaught exceptions to `syncline run`, which sees them all and ends the job."""
+    """Leave uncaught exceptions to `syncline run`, which sees all of them and ends the job."""
     global _is_handled
     _is_handled = True
 
 
 def are_handled_elsewhere() -> bool:
-    """Whether `syncline run` sees to uncaught exceptions."""
+    """Whether `syncline run` handles uncaught exceptions."""
     return _is_handled
 
 
 def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) -> None:
-    """Let an uncaught exception be printed briefly, and in full by one rank of a node. See Note [Who speaks].
+    """Print an uncaught exception in full on one rank of a node, and briefly on others. See Note [Who speaks].
 
-    Ranks that are not connected have no name for their run. But those that one launcher started on a node share a parent
-    process. Of these, ranks that fail with the same words as another one print nothing.
+    Ranks that are not connected have no name for their run. But ranks that one launcher has started on a node share a parent
+    process. If several of these fail with the same text, only the first prints it.
 
     Args:
-        is_connected: whether the ranks are connected after all, when an exception is not caught.
+        is_connected: returns whether the ranks are connected; called when an exception is not caught.
         has_siblings: whether a launcher started this process.
     """
     if not (_is_handled or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode)):
@@ -91,16 +90,16 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
 
 
 def print_failures_of_the_run(*, has_siblings: bool) -> None:
-    """Let uncaught exceptions be printed as Note [Who speaks] says, now that the ranks are connected.
+    """Print uncaught exceptions as in Note [Who speaks]. Call it when the ranks are connected.
 
-    Only where Python's own hook would print: one of the user's, and that of MPI's ranks, stay.
+    It replaces only Python's own hook. A hook of the user, and the hook of MPI's ranks, stay.
     """
     if sys.excepthook is sys.__excepthook__:
         print_failure_once(lambda: True, has_siblings=has_siblings)
 
 
 class _OncePerNode:
-    """An excepthook. A hook of the user's that was there before prints instead."""
+    """An excepthook. If the user had set a hook before, that hook prints instead."""
 
     def __init__(self, previous: _Hook, is_connected: Callable[[], bool], has_siblings: bool) -> None:
         self._previous = previous
@@ -128,20 +127,20 @@ class _OncePerNode:
 
 @dataclass(frozen=True)
 class LastWords:
-    """What a rank prints at its end, and whether that is all; else it points to the rank of this node that says all."""
+    """The text that a rank prints at its end. If `is_all` is false, the text only points to another rank of this node."""
 
     text: str
     is_all: bool
 
 
 def last_words(who: str, did: str, error: BaseException, trace: TracebackType | None) -> LastWords:
-    """What this rank prints of an exception that nobody caught. See Note [Who speaks].
+    """The text that this rank prints for an uncaught exception. See Note [Who speaks].
 
     Args:
-        who: this rank.
-        did: what it did, such as "failed".
+        who: this rank in words.
+        did: a verb, such as "failed".
         error: the exception.
-        trace: its traceback.
+        trace: the exception's traceback.
     """
     run = current_run()
     said_by = None if run is None else _who_spoke(run, error)
@@ -151,7 +150,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
 
 def _who_spoke(run: Run, error: BaseException) -> str | None:
-    """Which rank of this node has spoken before, in words; None if this rank speaks."""
+    """The rank of this node that has spoken before, in words; None if this rank speaks."""
     name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", started_s()
     end_s = time.monotonic() + _VAGUE_S
     while _is_vague(error) and time.monotonic() < end_s:
@@ -163,13 +162,13 @@ def _who_spoke(run: Run, error: BaseException) -> str | None:
 
 
 def _is_vague(error: BaseException) -> bool:
-    """Whether another rank may know more: this one only saw that the machinery failed."""
+    """Whether another rank may know more, because this rank has only seen that the transport failed."""
     told = (RankLostError, RankGivenUpError, CollectiveTimeout, StoreError)
     return isinstance(error, TransportError) and not isinstance(error, told)
 
 
 def also_failed(error: BaseException, trace: TracebackType | None) -> str:
-    """One line for a rank that fails when another one has said why: of an error of ours the place and the type alone."""
+    """One line for a rank that fails after another rank has printed the reason. Our errors are shown without their text."""
     place = ""
     for frame in traceback.extract_tb(trace):
         if not _is_inside(frame.filename):
@@ -184,9 +183,9 @@ def also_failed(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
-    """An exception as Python prints it, without the frames inside Syncline and torch, and without what an error of ours says.
+    """An exception as Python prints it, but without frames inside Syncline and torch, and without the causes of our errors.
 
-    All is shown where a setting asks for it, to those who log at DEBUG, and of what may be a bug of Syncline.
+    Everything is shown if a setting asks for it, if logging is at DEBUG, or if the exception may be a bug of Syncline.
     """
     shown = error
     if isinstance(error, SynclineError):
@@ -203,20 +202,20 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
-    """Leave out frames and causes; whether frames of an error that is not ours are missing.
+    """Leave out frames and causes. Returns whether frames of an error that is not ours were left out.
 
-    Our own errors are not chained to each other, or to what a library reported: their text says it. What the user's code raised
-    before is kept.
+    The causes of our own errors (other errors of ours, and errors of libraries) are left out, because our text contains them.
+    Earlier errors of the user's code are kept.
     """
     is_ours = isinstance(error, SynclineError)
     kept = [frame for frame in told.stack if not _is_inside(frame.filename)]
     if not is_ours and told.stack and _is_inside(told.stack[-1].filename):
-        kept.append(told.stack[-1])  # where torch refused something
+        kept.append(told.stack[-1])  # the line in torch that raised
     is_shorter = not is_ours and len(kept) < len(told.stack)
     told.stack = traceback.StackSummary.from_list(kept)
     for name in ("__cause__", "__context__"):
         chained, earlier = getattr(told, name), getattr(error, name)
-        # Between an error of ours and one of the user's, which was on its way, may lie some that were caught inside.
+        # Between an error of ours and an earlier one of the user's code, there may be errors that were caught inside Syncline.
         while is_ours and earlier is not None and (isinstance(earlier, SynclineError) or not _reached_user(earlier)):
             chained, earlier = getattr(chained, "__context__", None), earlier.__context__
         setattr(told, name, chained)
@@ -231,7 +230,7 @@ def _reached_user(error: BaseException) -> bool:
 
 
 def _is_bug(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether Syncline raised what is no error of its own, and nobody has pressed Ctrl-C."""
+    """Whether Syncline's code raised an exception that is not one of its own errors. Ctrl-C does not count."""
     if isinstance(error, SynclineError) or not isinstance(error, Exception):
         return False
     frames = traceback.extract_tb(trace)
@@ -239,7 +238,7 @@ def _is_bug(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _is_inside(filename: str) -> bool:
-    """Whether a frame is none of the user's: of Syncline, torch, or what Python's library does between them."""
+    """Whether a frame is not the user's code, but inside Syncline, torch, or Python's library between the two."""
     if filename.startswith("<frozen"):
         return True
     return _is_in(filename, _syncline_folders()) or _is_in(filename, _torch_folders()) or filename in _between()
@@ -250,7 +249,7 @@ def _is_in(filename: str, folders: list[str]) -> bool:
 
 
 def _syncline_folders() -> list[str]:
-    """Where the packages are. A user's folder may be called syncline, too."""
+    """The folders of the packages. Not by name, because a user's folder may be called syncline, too."""
     return [path + os.sep for path in getattr(sys.modules.get("syncline"), "__path__", [])]
 
 
@@ -267,26 +266,26 @@ def _between() -> tuple[str, ...]:
 
 
 def is_first(name: str, started_s: float, folder: Path | None = None) -> bool:
-    """Whether no process of this user has asked for that name since this one started, or nobody can tell.
+    """Whether no other process of this user has used this name since this process started. True if it cannot be known.
 
-    A shell, or torchrun's agent, may start one run after the other, with the same error. The processes of a run have all
-    started before the first of them fails; so a process that has started later is of another run, and speaks again.
+    A shell, or torchrun's agent, may start one run after the other, with the same error. All processes of a run have started
+    before the first one fails. So a process that has started after an entry was written belongs to another run, and may speak.
 
     Args:
-        name: what would be said, and by whose children.
-        started_s: when this process started, in seconds since the epoch.
-        folder: where it is remembered who has spoken, in one file for all.
+        name: identifies the text and the parent of the processes.
+        started_s: the start time of this process, in seconds since the epoch.
+        folder: the folder of the file that lists who has spoken.
     """
     return spoke_before(name, started_s, "", folder) is None
 
 
 def spoke_before(name: str, started_s: float, who: str | None, folder: Path | None = None) -> str | None:
-    """Who has spoken: what the first process gave as `who`; None if none has, and from now on this one has.
+    """The process that has spoken: its argument `who`. None if no process has; then this process counts as the one that speaks.
 
     Args:
         name: as for `is_first`.
         started_s: as for `is_first`.
-        who: this process, as others shall call it; None: it only asks.
+        who: the name of this process for others; None only asks.
         folder: as for `is_first`.
     """
     try:
@@ -295,7 +294,7 @@ def spoke_before(name: str, started_s: float, who: str | None, folder: Path | No
             file.seek(0)
             now = time.time()
             spoken = {}
-            with suppress(ValueError, TypeError, AttributeError):  # it was cut short
+            with suppress(ValueError, TypeError, AttributeError):  # the file is incomplete
                 spoken = {said: (at_s, by) for said, (at_s, by) in json.load(file).items() if now - FRESH_S < at_s <= now}
             at_s, by = spoken.get(name, (-1.0, ""))
             if at_s > started_s:
@@ -310,10 +309,10 @@ def spoke_before(name: str, started_s: float, who: str | None, folder: Path | No
 
 
 def _lock(file: IO[str]) -> None:
-    """Lock it. A process that is stopped may hold the lock, so this is tried for a while.
+    """Lock the file. Tries it only for `_LOCK_S` seconds, because a stopped process may hold the lock.
 
     Raises:
-        OSError: another process held it all the time.
+        OSError: another process held the lock all the time.
     """
     end_s = time.monotonic() + _LOCK_S
     while True:
@@ -328,7 +327,7 @@ def _lock(file: IO[str]) -> None:
 
 
 def started_s() -> float:
-    """When this process started, in seconds since the epoch."""
+    """The start time of this process, in seconds since the epoch."""
     identity = own_identity()
     if identity is None:
         return _IMPORTED_S

@@ -1,4 +1,4 @@
-"""From what torch.distributed says of a new group to the group of ours."""
+"""Make our group for a new group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .torch_process_group import TorchProcessGroup
 
 logger = logging.getLogger("syncline.collectives")
 
-# By the name that torch knows: the group of all ranks from which groups of some are made.
+# By torch's name of the backend: the group of all ranks, from which groups of some ranks are made.
 _everybody: dict[str, ProcessGroup] = {}
-# While `share_default_group` runs: the group that torch shall get.
+# The group for torch while `share_default_group` runs.
 _shared: ProcessGroup | None = None
 
 
 def share_default_group() -> None:
-    """Let torch.distributed have our default group as its own default, for libraries that ask there who they are.
+    """Make our default group the default group of torch.distributed, for libraries that ask torch.distributed for the rank.
 
     Call it after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true, `get_rank()` and
-    collectives are those of our group, and groups made there are made from it. `torch.distributed.destroy_process_group()`
-    leaves our group open. A collective: it makes a store for torch, which rank 0 serves on a thread, by messages of the group.
+    collectives use our group, and new groups of torch are made from it. `torch.distributed.destroy_process_group()` does not
+    close our group. A collective: it makes a store for torch, which a thread of rank 0 serves by messages of the group.
 
     Raises:
-        NotInitializedError: there is no default group of ours.
+        NotInitializedError: we have no default group.
         MisuseError: torch.distributed has a default group already.
     """
     global _shared
@@ -60,19 +60,19 @@ def share_default_group() -> None:
 
 
 def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:
-    """Make the group that torch asks for; what `register_backend` calls. Only the members of the group come here.
+    """Make the group that torch asks for. torch calls it, because it was given to `register_backend`, on the group's members.
 
     Args:
-        torch_name: the name under which we are registered.
+        torch_name: the name under which the backend is registered with torch.
         backend: our name of the backend; None chooses one for each device.
-        devices: those that torch was told that it may serve.
+        devices: the devices that were registered with torch for the backend.
         options: torch's `DistributedBackendOptions`.
-        pg_options: what the caller of `init_process_group` or `new_group` gave.
+        pg_options: the caller's argument of `init_process_group` or `new_group`.
 
     Raises:
-        InvalidArgumentError: there are `pg_options`, or a device was named that the backend does not serve.
-        LaunchError: it is a group of some ranks, and there is none of all.
-        BackendUnavailableError: the backend lacks something here.
+        InvalidArgumentError: `pg_options` were given, or a device that the backend does not serve.
+        LaunchError: the group has only some ranks, and there is no group of all ranks.
+        BackendUnavailableError: the backend lacks something on this machine.
     """
     if pg_options is not None:
         raise InvalidArgumentError(f"backend '{torch_name}' has no options, found {pg_options!r}; leave pg_options out")
@@ -98,7 +98,7 @@ def _forget(torch_name: str) -> None:
 
 
 def _has_all(members: list[int], torch_name: str) -> bool:
-    """Whether a group made by `new_group` has to be connected, because it is the first of its backend, and can be."""
+    """Whether `new_group` must connect the group: it is the first of its backend, and has all ranks."""
     return torch_name not in _everybody and members == list(range(dist.get_world_size()))
 
 
@@ -140,7 +140,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
 
 
 def _choice(size: int) -> str:
-    """One backend for each device: what the site wants or the launch allows, and NCCL where there is CUDA."""
+    """A backend for each device: the site's or the launcher's for the CPU, and NCCL if there is CUDA."""
     launch = take_launch(os.environ, is_given=True)
     choice = choose_backend(
         None,
@@ -167,9 +167,9 @@ def _lack_of_nccl() -> str | None:
 
 
 def _check_device(torch_name: str, devices: list[str], options: Any, ours: ProcessGroup) -> None:
-    """Refuse "cuda:syncline-mpi" where the MPI backend does not serve CUDA, rather than at the first collective.
+    """Refuse a device that the backend does not serve, such as "cuda:syncline-mpi", before the first collective.
 
-    The first of the devices is also what torch asks for when nobody named one.
+    If the caller names no device, torch asks for the first of `devices`. So this one is accepted.
     """
     asked = _device_asked_for(options.store)
     if asked not in (None, devices[0], *ours.device_types):
@@ -181,7 +181,7 @@ def _check_device(torch_name: str, devices: list[str], options: Any, ours: Proce
 
 
 def _device_asked_for(store: dist.Store) -> str | None:
-    """The device for which torch makes the group, which it tells nobody but the prefix of the store."""
+    """The device for which torch makes the group; None if it is not known. torch shows it only in the prefix of the store."""
     parent = getattr(store, "underlying_store", None)
     if parent is None:
         return None

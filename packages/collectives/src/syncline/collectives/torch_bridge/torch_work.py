@@ -1,4 +1,4 @@
-"""Works and requests of torch.distributed seen as ours."""
+"""Works and requests of torch.distributed as ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..work import TensorsFuture, Work
 
 
 class TorchRequest(Request):
-    """A torch.distributed send or receive; torch cannot say whether it is over without waiting for it."""
+    """A torch.distributed send or receive. torch cannot tell whether it is over without waiting for it."""
 
     def __init__(self, torch_work: Any, wire: torch.Tensor, *, receives: bool, source: int | None = None) -> None:
         self._torch_work = torch_work
@@ -33,7 +33,7 @@ class TorchRequest(Request):
         self._over = False
 
     def wait(self, scope: CancelScope) -> None:
-        """Block in torch."""
+        """Wait in torch, which blocks."""
         if self._over:
             return
         try:
@@ -49,27 +49,28 @@ class TorchRequest(Request):
         return self._over
 
     def source(self) -> int | None:
-        """The sender, once a receive is over."""
+        """The sender's rank, after a receive is over."""
         return self._source
 
 
 def mapped(error: RuntimeError) -> TransportError:
-    """Ours for an error of torch.distributed."""
+    """Turn an error of torch.distributed into one of ours."""
     timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
     kind = CollectiveTimeout if timed_out else TransportError
     return kind(with_details("torch.distributed reported an error; look for the rank that failed first", str(error)))
 
 
 class TorchWork(Work):
-    """A torch.distributed work, and what remains to be done when it has finished.
+    """A torch.distributed work with a last step that must be done after it, such as a copy.
 
-    Whoever waits does what remains. Only a future has it done on torch's own thread, so a work without a future leaves no
-    Python object on that thread. (Gloo's thread must not drop the last reference to its group: the group would join it.)
+    The thread that waits does the last step. Only with a future does torch's own thread do it. So a work without a future
+    leaves no Python object on torch's thread. (Gloo's thread must not drop the last reference to its group: the group would
+    join the thread.)
 
     Args:
         tensors: the outputs.
-        torch_work: what torch returned.
-        finish: what remains to be done, or None.
+        torch_work: torch's work.
+        finish: the last step, or None.
     """
 
     def __init__(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None) -> None:
@@ -94,7 +95,7 @@ class TorchWork(Work):
                     self._do_what_remains()
             if future is not None:
                 future.wait()
-        except SynclineError as error:  # of what remained to be done
+        except SynclineError as error:  # from the last step
             self._error = error
             raise
         except RuntimeError as error:
@@ -103,10 +104,10 @@ class TorchWork(Work):
         return True
 
     def wait_for(self, limit_s: float) -> bool:
-        """Wait `limit_s` seconds at most: whether it is over, and what remained is done. It can be waited for again.
+        """Wait `limit_s` seconds at most. Returns whether the work and its last step are over; if not, wait again.
 
         Raises:
-            TransportError: it failed; a `CollectiveTimeout` if torch itself gave it up.
+            TransportError: the work failed; a `CollectiveTimeout` if torch itself gave it up.
         """
         try:
             return self.wait(limit_s)
@@ -117,7 +118,7 @@ class TorchWork(Work):
             return False
 
     def is_completed(self) -> bool:
-        """Whether the collective and what followed it are done."""
+        """Whether the collective and its last step are done."""
         if self._future is not None:
             return self._future.done()
         return self._done or (bool(self._torch_work.is_completed()) and self._completes())
@@ -149,7 +150,7 @@ class TorchWork(Work):
         if self._finish is not None:
             with untracked():
                 self._finish()
-        self._finish = None  # it may know the group, and is dropped by torch's thread
+        self._finish = None  # it may hold the group, and torch's thread must not drop the group's last reference
         self._done = True
 
     def _completes(self) -> bool:
@@ -160,18 +161,18 @@ class TorchWork(Work):
 
 
 class _Delivery:
-    """What a future of torch calls on torch's own thread.
+    """The function that a future of torch calls on torch's own thread.
 
     Note [Leaving while torch's thread drops what it called]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A future is over before the thread that completes it has dropped the functions that it called. If the program ends in
-    between, that thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
-    exception"; so do torch's own communication hooks). So whoever leaves waits until torch has dropped those that were called.
-    It drops one of these when it has dropped all that depended on it.
+    When a future is over, torch's thread may still hold the functions that it called. If the program ends before the thread
+    drops them, the thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
+    exception"). The same can happen with torch's own communication hooks. So at exit we wait until torch has dropped all
+    functions that were called. It drops a function after all functions that depend on it.
 
-    After them that thread drops the work, and with it perhaps the last reference to a tensor that Python has seen, for which it
-    wants the interpreter, too. Nobody can see when it has done so, and the group is the script's: it is not ours to close. So
-    whoever leaves, lets the interpreter go for as long as a thread usually needs that just waits for it. That is no proof.
+    Then the thread drops the work, and with it perhaps the last reference to a tensor that Python has seen. It needs the
+    interpreter for this, too. We cannot see when it has done so, and we cannot close the group, which belongs to the script. So
+    at exit we release the GIL for the time that a waiting thread usually needs. This is no guarantee.
     """
 
     def __init__(self, deliver: Callable[[Any], Any]) -> None:
@@ -185,7 +186,7 @@ class _Delivery:
 
 
 _EXIT_S = 5.0
-_LET_GO_S = 0.02  # four times the interval after which a thread asks for the interpreter
+_LET_GO_S = 0.02  # four times the interval after which a waiting thread asks for the GIL
 _deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
 in_forks(_deliveries.clear)
 
