@@ -1,4 +1,4 @@
-"""Latency and bandwidth of collectives: backends side by side, interleaved in one run."""
+"""Measures latency and bandwidth of collectives. One run measures several backends in turn, to compare them."""
 
 from .kinds import KINDS, Buffers, Kind
 from .measure import Case, measure

@@ -1,4 +1,4 @@
-"""The command `bench`: connect, measure every case on every backend, and show the figures on rank 0."""
+"""The command `bench`: connects, measures every case on every backend, and shows the figures on rank 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Judge = Callable[[Sequence[Measurement]], Sequence[str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument(
         "--collective",
         nargs="+",
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
-    """Every rank of the job calls it. Returns the exit status.
+    """Run the bench. Every rank of the job must call this. Returns the exit status.
 
     Args:
         arguments: as `add_arguments` has them parsed.
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
                 measurements += measure(case, subjects, control, arguments.seconds, device)
             is_done = True
         finally:
-            # Also after Ctrl-C, or a failure: a run may have taken hours.
+            # Save also after Ctrl-C or a failure, because the run may have taken hours.
             if control.rank == 0 and (is_done or measurements):
                 _show(measurements, environment, arguments, judge(measurements) if is_done else [_cut_short(cases, number)])
     finally:
@@ -116,7 +116,7 @@ def _seconds(text: str) -> float:
 
 
 def _say_progress(case: Case, number: int, of: int) -> None:
-    """On a terminal in one line; else a line each, for a job's log."""
+    """Show the progress. On a terminal each text replaces the one before; in a job's log each gets its own line."""
     dtype = str(case.dtype).removeprefix("torch.")
     start, end = ("\r", "\033[K\r") if sys.stderr.isatty() else ("", "\n")
     print(f"{start}measuring {number} of {of}: {case.collective} {dtype} {in_words(case.size_bytes)}", end=end, file=sys.stderr)
@@ -158,7 +158,7 @@ def _check_device(kind: str) -> None:
 
 
 def _device(kind: str, control: ProcessGroup) -> torch.device:
-    """Where this rank's tensors lie: on a GPU of its own, if on any. A collective."""
+    """Return the device of this rank's tensors. Each rank gets its own GPU. A collective."""
     if kind == "cpu":
         return CPU
     device = default_device(control)

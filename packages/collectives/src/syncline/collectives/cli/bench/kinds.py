@@ -1,12 +1,12 @@
-"""The collectives that can be measured: their data, their right answers, and what nccl-tests divides their bandwidth by.
+"""The collectives that can be measured: their data, their expected results, and their bandwidth factors.
 
 Sizes and factors are those of nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
-collective is that of its larger side: the whole tensor of an `all_reduce`, the parts of all ranks of an `all_gather`, what one
-rank sends in `send_recv`, where each sends to the next rank and receives from the previous one.
+collective is the size of its larger side: the whole tensor of an `all_reduce`, the parts of all ranks of an `all_gather`. In
+`send_recv` each rank sends to the next rank and receives from the previous one, and S is what one rank sends.
 
 - algorithm bandwidth = S / t: what the program sees.
-- bus bandwidth = S / t * factor(n ranks): what the slowest link carries when the algorithm is the best there is. It does not
-  depend on the number of ranks, so it can be compared with what the hardware promises.
+- bus bandwidth = S / t * factor(n ranks): what the slowest link carries, if the algorithm is the best possible. It does not
+  depend on the number of ranks, so it can be compared with the bandwidth of the hardware.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = 0
 CPU = torch.device("cpu")
 
 PERIOD = 31
-"""Of the data, over ranks and indices: a prime, so that ranks whose number is a power of two all differ."""
+"""The test data repeat after this many ranks or indices. A prime, so that ranks 1, 2, 4, 8, ... have different data."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What torch gives."""
+    """Allocate by `torch.empty`."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -34,17 +34,17 @@ class Buffers:
     """The tensors of one case on one rank.
 
     Attributes:
-        block: the larger side; for collectives with one tensor that tensor.
-        part: this rank's share, a `size`-th of the block; empty where the block has no parts.
+        block: the larger side. For collectives with one tensor, this is it.
+        part: this rank's share, the block divided by `size`. Empty if the block cannot be divided.
         output: a second block, for `all_to_all` and `send_recv`.
 
     Args:
         rank: this rank.
         size: the number of ranks.
-        block_numel: elements of the block.
-        dtype: of all tensors.
-        allocate: where the block comes from.
-        device: of all tensors.
+        block_numel: the number of elements of the block.
+        dtype: the dtype of all tensors.
+        allocate: allocates the block.
+        device: the device of all tensors.
     """
 
     def __init__(
@@ -63,38 +63,39 @@ class Buffers:
         self.output = torch.zeros_like(self.block)
 
     def like(self, allocate: Allocate) -> Buffers:
-        """Others of the same shape, whose block comes from elsewhere."""
+        """Return buffers of the same shape, whose block comes from `allocate`."""
         block = self.block
         return Buffers(self.rank, self.size, block.numel(), block.dtype, allocate, block.device)
 
     @property
     def next_rank(self) -> int:
-        """The one that this rank sends to, in a ring."""
+        """The rank to which this rank sends in a ring."""
         return (self.rank + 1) % self.size
 
     @property
     def previous_rank(self) -> int:
-        """The one that sends to this rank."""
+        """The rank that sends to this rank in a ring."""
         return (self.rank - 1) % self.size
 
     def parts(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """A view of a block for each rank."""
+        """Return one view of the block for each rank."""
         return list(block.tensor_split(self.size))
 
     def clear(self) -> None:
-        """All zeros: the sums of sums of zeros do not overflow, however often a case is repeated."""
+        """Fill all tensors with zeros. Repeated sums of zeros do not overflow."""
         for tensor in (self.block, self.part, self.output):
             tensor.zero_()
 
     def pattern(self, rank: int, numel: int) -> torch.Tensor:
-        """Data of a rank: from -15 to 15, other at each index and rank of a period.
+        """Return the data of a rank: numbers from -15 to 15, which differ between ranks and indices within a period.
 
-        Sums over ranks are exact in every dtype that can be reduced: over a whole period they are 0, over less below 128.
+        Sums over ranks are exact in every dtype that can be reduced: over a whole period they are 0, over a part of it they
+        are below 128.
         """
         return self._repeated((torch.arange(PERIOD) + rank) % PERIOD - PERIOD // 2, numel)
 
     def total(self, numel: int) -> torch.Tensor:
-        """The sum of the patterns of all ranks."""
+        """Return the sum of the patterns of all ranks."""
         ranks = torch.arange(self.size)[:, None]
         return self._repeated(((torch.arange(PERIOD) + ranks) % PERIOD - PERIOD // 2).sum(dim=0), numel)
 
@@ -104,15 +105,15 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Kind:
-    """A collective as the bench sees it.
+    """A collective that can be measured.
 
     Attributes:
-        name: as in the contract.
+        name: its name, as a method of process groups.
         has_parts: whether each rank owns a part of the block.
-        bus_factor: from the number of ranks to what nccl-tests multiplies algorithm bandwidth by.
-        fill: put this rank's data into the buffers.
-        is_right: whether the result is the expected one on this rank.
-        least_ranks: with fewer there is nothing to measure.
+        bus_factor: takes the number of ranks; bus bandwidth is algorithm bandwidth times this factor, as in nccl-tests.
+        fill: puts this rank's data into the buffers.
+        is_right: whether the result is right on this rank.
+        least_ranks: the smallest number of ranks with which it can be measured.
     """
 
     name: str
@@ -165,7 +166,7 @@ def _on_root(is_right: Callable[[Buffers], bool]) -> Callable[[Buffers], bool]:
     return lambda buffers: buffers.rank != ROOT or is_right(buffers)
 
 
-def _once(size: int) -> float:  # noqa: ARG001 - a factor is asked with the number of ranks
+def _once(size: int) -> float:  # noqa: ARG001 - every factor takes the number of ranks
     return 1.0
 
 

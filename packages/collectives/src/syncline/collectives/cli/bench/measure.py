@@ -1,13 +1,14 @@
-"""Measuring one case: every subject verified once, then all of them in turn, sample by sample.
+"""Measures one case: verifies every subject once, then takes samples of all subjects in turn.
 
-1. Each subject runs the collective once on known data, and the ranks agree whether the result is right. They agree before
-   whether all can, and afterwards whether all could, so that a refusal by one rank is one by all.
-2. Each runs it a few times more, which warms it up and says about how long it takes.
-3. Round by round each subject gives one sample: it runs once more, not timed, so that it finds the caches as it leaves them
-   itself and not as its predecessor does; all ranks meet in a barrier, then call it as often as makes a sample long enough
-   for the clock. What disturbs the machine for a while so disturbs all of them. Every other round runs backwards. On a GPU
-   the clock stops when all is done there.
-4. A sample counts as long as it took on the slowest rank.
+1. Each subject runs the collective once on known data, and the ranks check the result. Before and after this run, the ranks
+   tell each other whether they could do it. If one rank refuses, all skip the subject.
+2. Each subject runs it a few times more. This warms it up, and gives an estimate of its time.
+3. In each round, every subject takes one sample:
+   - It runs once without timing, so that the caches hold its own data and not those of the subject before.
+   - All ranks meet in a barrier.
+   - It runs often enough that the sample is long enough for the clock. On a GPU, the clock stops when the GPU has finished.
+   A disturbance of the machine so affects all subjects alike. Every other round runs in reverse order.
+4. The time of a sample is that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class Case:
     size_bytes: int
 
     def numel(self, world_size: int) -> int:
-        """How many elements the block has: as the size says, rounded down to equal parts, one element each at least."""
+        """Return the number of elements of the block: the size, rounded down to equal parts of at least one element."""
         parts = world_size if KINDS[self.collective].has_parts else 1
         return max(1, self.size_bytes // (self.dtype.itemsize * parts)) * parts
 
     def true_bytes(self, world_size: int) -> int:
-        """The size that is measured."""
+        """Return the size that is measured, in bytes."""
         return 0 if self.collective == "barrier" else self.numel(world_size) * self.dtype.itemsize
 
 
@@ -70,7 +71,7 @@ def measure(
             calls[subject.name] = _verified(case, subject, common, control)
         except _RefusedError as refused:
             refusals[subject.name] = str(refused)
-    common.clear()  # who refused late may have left data there
+    common.clear()  # a subject that refused after `fill` left its data there
     samples = _sample_in_turn(list(calls.values()), control, budget_s, device)
     taken = dict(zip(calls, samples, strict=True))
     return [
@@ -111,11 +112,15 @@ def _prepared(case: Case, subject: Subject, common: Buffers) -> tuple[Buffers, C
 
 
 class _RefusedError(Exception):
-    """On some rank; all know of it."""
+    """The subject refused the case on at least one rank. Raised on all ranks."""
 
 
 def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
-    """What the action returns, if it refuses on no rank. A collective."""
+    """Return the result of the action. A collective.
+
+    Raises:
+        _RefusedError: the action raised an error on at least one rank.
+    """
     refusal, result = "", None
     try:
         result = action()
@@ -128,7 +133,7 @@ def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
 
 
 def refusal_of_all(refusals: Sequence[str]) -> str:
-    """From what each rank said, if it refused, to what is told. A pure function."""
+    """Join the ranks' reasons for a refusal into one text. A reason is empty if that rank did not refuse. A pure function."""
     if len(set(refusals)) == 1:
         return refusals[0]
     return "; ".join(f"rank {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal)
@@ -146,12 +151,12 @@ def _sample_in_turn(calls: Sequence[Call], control: ProcessGroup, budget_s: floa
 
 
 def repeats_of(estimate_s: float) -> int:
-    """How many calls make a sample. A pure function."""
+    """Return how many calls make a sample. A pure function."""
     return min(1000, max(1, math.ceil(SAMPLE_S / estimate_s)))
 
 
 def rounds_of(sample_s: Sequence[float], budget_s: float) -> int:
-    """How many samples of each subject fit in the budget, which is for each of them. A pure function."""
+    """Return how many samples each subject takes. Each subject has `budget_s` seconds. A pure function."""
     if not sample_s:
         return 0
     with_warm_up_s = 2 * sum(sample_s)
@@ -170,13 +175,13 @@ def _sample(call: Call, repeats: int, control: ProcessGroup, device: torch.devic
 
 
 def _finish(device: torch.device) -> None:
-    """Until the device has done what was issued; the host's own memory needs no waiting."""
+    """Wait until the device has finished its work. On the CPU, calls return when the work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _slowest(samples: Sequence[float], control: ProcessGroup) -> list[float]:
-    """For each sample the longest time on any rank."""
+    """Return for each sample its time on the slowest rank."""
     tensor = torch.tensor(samples, dtype=torch.float64)
     control.all_reduce(tensor, ReduceOp.MAX)
     slowest: list[float] = tensor.tolist()

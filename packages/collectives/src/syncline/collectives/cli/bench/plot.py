@@ -1,4 +1,4 @@
-"""Measurements as a picture: time and bus bandwidth over size, a line for each backend."""
+"""Draws measurements: time and bus bandwidth over size, with a line for each backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .results import Measurement
 
 
 def require_matplotlib() -> None:
-    """Complain before measuring, not after.
+    """Raise an error before the measurement if there can be no plot after it.
 
     Raises:
         MisuseError: matplotlib is not installed.
@@ -22,7 +22,7 @@ def require_matplotlib() -> None:
 
 
 def save_plot(measurements: Sequence[Measurement], path: str) -> None:
-    """Write a picture with a row for each collective and dtype; the format follows from the path's suffix."""
+    """Write a picture with a row for each collective and dtype. The path's suffix selects the format."""
     from matplotlib.figure import Figure
 
     shown = [row for row in measurements if row.samples_s and row.size_bytes]

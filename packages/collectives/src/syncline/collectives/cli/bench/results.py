@@ -1,4 +1,4 @@
-"""Measurements and how they are shown: as a table and as JSON. Pure functions."""
+"""Measurements, and functions that show them as a table or as JSON. The functions are pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sizes import in_words
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The 25th percentile, the median and the 75th percentile of at least one sample."""
+    """Return the 25th percentile, the median and the 75th percentile. There must be at least one sample."""
     if len(samples) == 1:
         return samples[0], samples[0], samples[0]
     first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -25,12 +25,12 @@ class Measurement:
     """One collective of one size on one backend.
 
     Attributes:
-        collective, dtype: what was measured.
-        size_bytes: S, see `kinds`.
+        collective, dtype: the collective, and the dtype of its tensors.
+        size_bytes: the size S, see `kinds`.
         world_size: the number of ranks.
-        backend: what was measured.
-        samples_s: seconds for one call, on the slowest rank, several times; empty if the backend refuses it.
-        note: why it was refused.
+        backend: the name of the subject that ran it.
+        samples_s: the samples; each is the time of one call on the slowest rank. Empty if the backend refused.
+        note: why the backend refused, or empty.
     """
 
     collective: str
@@ -61,7 +61,7 @@ _HEAD = ("bytes", "backend", "median us", "least", "p25", "p75", "alg GB/s", "bu
 
 
 def in_text(measurements: Sequence[Measurement]) -> str:
-    """A table for each collective and dtype; the last column is the median over that of the first backend."""
+    """Return a table for each collective and dtype. The last column is the median divided by the first backend's median."""
     tables = []
     for (collective, dtype), rows in groupby(measurements, key=lambda row: (row.collective, row.dtype)):
         tables.append(f"{collective}, {dtype}\n{aligned([_HEAD, *_rows(list(rows))])}")
@@ -69,7 +69,7 @@ def in_text(measurements: Sequence[Measurement]) -> str:
 
 
 def in_json(measurements: Sequence[Measurement], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures, in seconds and bytes per second, with what they were measured on."""
+    """Return all figures, in seconds and bytes per second, with a description of the machine."""
     return {"environment": dict(environment), "measurements": [_as_dict(row) for row in measurements]}
 
 
@@ -96,7 +96,7 @@ def _row(row: Measurement, first: Measurement | None) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of equally many cells as lines, each column as wide as its widest cell."""
+    """Format rows of the same length as lines. Each column is as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them. Pure functions."""
+"""Reads and writes sizes such as "64M". Pure functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(text: str) -> int:
-    """From "64M" to bytes; K, M and G are binary, and "64MiB" is the same as "64M".
+    """Turn a size such as "64M" into bytes. K, M and G are binary, and "64MiB" is the same as "64M".
 
     Raises:
-        InvalidArgumentError: it is not of that form, or zero.
+        InvalidArgumentError: the text does not have this form, or is zero.
     """
     found = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
     if found is None or int(found[1]) == 0:
@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
 
 
 def ladder(smallest: int, largest: int, factor: int) -> list[int]:
-    """The sizes from the smallest to the largest, each `factor` times the one before; the largest is always among them.
+    """Return sizes from the smallest to the largest. Each is `factor` times the one before, and the last is the largest.
 
     Raises:
         InvalidArgumentError: the largest is below the smallest, or the factor is below 2.
@@ -39,7 +39,7 @@ def ladder(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def in_words(size: int) -> str:
-    """Bytes as `parse_size` reads them: 64M for 64 MiB, 12 for 12 bytes."""
+    """Format bytes so that `parse_size` can read them: 64M for 64 MiB, 12 for 12 bytes."""
     for unit in ("G", "M", "K"):
         if size >= _UNITS[unit] and size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"

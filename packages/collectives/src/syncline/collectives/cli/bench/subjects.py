@@ -1,4 +1,4 @@
-"""What is measured: our backends, two baselines that use their library directly, and what the memory allows."""
+"""The subjects of a measurement: our backends, two libraries called directly, and a lower bound from memory speed."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ IN_WINDOW = "-in-window"
 
 
 class Subject(ABC):
-    """Something that runs collectives.
+    """Something that runs collectives, to be measured.
 
     Attributes:
-        name: as on the command line.
-        communicates: whether it gives the collective's result; if not, it only takes time.
+        name: its name on the command line.
+        communicates: whether it gives the collective's result. If not, only its time is of interest.
     """
 
     name: str
     communicates = True
 
     def allocate(self) -> Allocate | None:
-        """Where this subject wants its block to lie; None: in the memory that the others use as well."""
+        """Return the function that allocates this subject's block. None: it uses the same block as the other subjects."""
         return None
 
     @abstractmethod
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """A function that runs the collective once, to its end, with as little as possible around it.
+        """Return a function that runs the collective once, to its end, with as little other work as possible.
 
         Raises:
-            NotImplementedError: the library has no such collective for this dtype. The same on every rank.
+            NotImplementedError: the library has no such collective for this dtype. It is raised on every rank.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what was connected for the bench."""
+        """Close the connections that were made for the bench."""
 
 
 class GroupSubject(Subject):
@@ -73,7 +73,7 @@ class GroupSubject(Subject):
         self._owned = owned
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """The method of the contract."""
+        """Return a call of the group's method of that name."""
         g, b = self._group, buffers
         on_root = b.parts(b.block) if b.rank == ROOT else None
         return {
@@ -98,19 +98,19 @@ class GroupSubject(Subject):
 
 
 class InWindowSubject(GroupSubject):
-    """The same, on memory that the group allocates: where gradients lie."""
+    """One of our process groups, with a block in memory that the group allocates, as for gradients."""
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         super().__init__(group, owned=owned)
         self.name += IN_WINDOW
 
     def allocate(self) -> Allocate:
-        """The group's own."""
+        """Return the group's own allocator."""
         return self._group.allocate
 
 
 class RawMPI(Subject):
-    """mpi4py's blocking calls on buffers: what one would write without this package."""
+    """Blocking calls of mpi4py on buffers: the code one would write without this package."""
 
     name = RAW_MPI
 
@@ -118,7 +118,7 @@ class RawMPI(Subject):
         self._communicator = communicator
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """The blocking call, its arguments made beforehand."""
+        """Return the blocking call. Its arguments are made now, so that they take no time later."""
         from mpi4py import MPI
 
         from ...transports.mpi.datatypes import REDUCIBLE, memory
@@ -165,7 +165,7 @@ class TorchGloo(Subject):
         self._group = group
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """The method that torch.distributed's function of that name calls, and its wait."""
+        """Return a call of the method that torch.distributed's function calls, and a wait for it."""
         g, b = self._group, buffers
         rows = b.parts(b.block)
         calls: dict[str, Call] = {
@@ -183,18 +183,18 @@ class TorchGloo(Subject):
         return calls[collective]
 
     def close(self) -> None:
-        """Let the group go."""
+        """Drop the reference to the group."""
         del self._group
 
 
 class Floor(Subject):
-    """What the memory allows: one rank's share of the adding and copying of an `all_reduce`, in this rank's own memory."""
+    """A lower bound from memory speed: one rank's share of the adds and copies of an `all_reduce`, in its own memory."""
 
     name = FLOOR
     communicates = False
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Add the other ranks' shares to one's own, and copy the sum over them."""
+        """Return a call that adds the other ranks' shares to this rank's, and copies the sum back over them."""
         if collective != "all_reduce":
             raise NotImplementedError("it is that of all_reduce")
         share = buffers.block.numel() // buffers.size
@@ -210,7 +210,7 @@ class Floor(Subject):
         return call
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing: this subject has no connection."""
 
 
 def _wait_for(*works: Any) -> None:
@@ -224,18 +224,18 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """The backend that was chosen, and the baselines that can be connected here."""
+    """Return the names of the chosen backend and of the baselines that can be connected here."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]
 
 
 def connect_subject(name: str, control: ProcessGroup) -> Subject:
-    """Connect what the command line names. Every rank of `control` calls it.
+    """Connect the subject that the command line names. Every rank of `control` must call this.
 
     Raises:
-        InvalidArgumentError: the name is neither a backend nor a baseline, or a baseline in a window, or MPI does not
-            connect these ranks.
+        InvalidArgumentError: the name is neither a backend nor a baseline, or it asks for a baseline in a window, or MPI does
+            not connect these ranks.
     """
     if name in _BASELINES:
         return _BASELINES[name](control)

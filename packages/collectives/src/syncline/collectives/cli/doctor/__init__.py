@@ -1,4 +1,4 @@
-"""What a cluster user needs to know before a job: what is there, what is wrong, and what to do about it."""
+"""Tells a cluster user before a job what is installed, what is wrong, and what to do about it."""
 
 from .diagnosis import diagnose
 from .finding import Finding, Status

@@ -1,4 +1,4 @@
-"""The command `doctor`: connect as a training script would, gather what every rank sees, judge it, print it on rank 0."""
+"""The command `doctor`: connects as a training script would, gathers what every rank sees, judges it, prints it on rank 0."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ HELP = "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backe
 
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 CONNECT_TIMEOUT_S = 60.0
-_CUDA_TIMEOUT_S = 45.0  # ranks without a GPU wait meanwhile, for no longer than the above
+_CUDA_TIMEOUT_S = 45.0  # below the time limit above: ranks without a GPU wait for the others meanwhile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--backend", help="check this backend instead of the one that init_process_group would choose")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Every rank of the job calls it. Returns the exit status, the same on every rank that MPI did not end.
+    """Run the doctor. Every rank of the job must call this. Returns the exit status.
 
-    An MPI library that does not like where it is ends the process that starts it, at once and in words of its own, if any. So
-    the rank that it may end is a child, and this process says what became of it.
+    The status is the same on every rank whose process MPI did not end. When an MPI library cannot start, it may end the
+    process at once, with a message of its own or with none. So a child process starts MPI, and this process reports how the
+    child ended.
     """
     if not _starts_mpi():
         return _examine(arguments)
@@ -70,15 +71,16 @@ def _starts_mpi() -> bool:
 
 
 def _end_with_parent() -> None:
-    """The launcher ends the process that it knows, which is the parent."""
+    """End this child when its parent ends. The launcher knows and ends only the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
-    """The child has ended without a finding: diagnose what can be seen without MPI. One rank of a node speaks.
+    """Diagnose without MPI, because the child ended before it printed findings. One rank of a node prints.
 
-    It need not be rank 0, whose child may wait for the one that has ended; the launcher may end the job before it gives up.
+    This cannot be left to rank 0: its child may still wait for the child that ended, and the launcher may end the job before
+    that wait ends.
     """
     if not is_first(f"{os.getppid()} doctor", started_s()):
         return 1
@@ -118,7 +120,7 @@ def _choice(argument: str | None) -> BackendChoice:
 
 
 def _cuda_awareness() -> str | None:
-    """Before connecting, so that a transfer that hangs is not taken for ranks that do not come."""
+    """Try a transfer of CUDA memory by MPI. Call this before connecting, or a hang there would look like missing ranks."""
     if not torch.cuda.is_available() or what_is_missing("mpi") is not None:
         return None
     return try_cuda_awareness(timeout_s=_CUDA_TIMEOUT_S).in_words
@@ -138,7 +140,7 @@ def _sharing(group: ProcessGroup) -> str | None:
 
 
 def _wrong_sum(group: ProcessGroup) -> str | None:
-    """Add numbers that differ by rank and by index; the same verdict on every rank."""
+    """Check an all_reduce of numbers that differ between ranks and indices. The result is the same on every rank."""
     indices = torch.arange(1000, dtype=torch.float64)
     total = indices * (group.rank + 1)
     group.all_reduce(total)
@@ -148,12 +150,15 @@ def _wrong_sum(group: ProcessGroup) -> str | None:
 
 
 def _observe_alone() -> Observation:
-    """What this process sees, when the ranks could not be connected."""
+    """Observe this process only, because the ranks could not be connected."""
     return observe(os.environ, what_is_missing("mpi"))
 
 
 def _speaks(*, is_connected: bool) -> bool:
-    """Whether this process prints: rank 0, as far as anybody can tell. Without MPI it may not be there: then one of a node."""
+    """Whether this process prints the findings. This is rank 0, or one rank of a node.
+
+    Without a connection and without MPI, rank 0 may not have started. Then one rank of each node prints.
+    """
     try:
         launch = detect_launch(os.environ)
     except SynclineError:

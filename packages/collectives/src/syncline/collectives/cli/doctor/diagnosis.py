@@ -1,4 +1,4 @@
-"""From what the ranks observed to what is right and wrong. Pure functions."""
+"""Judges what the ranks observed: what is right, and what is wrong. Pure functions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def diagnose(
 
     Args:
         ranks: one observation for each rank.
-        choice: the backend that would be chosen, or None if that failed.
+        choice: the backend that would be chosen, or None if the choice failed.
         problem: why the ranks could not be connected or did not compute the right sum, or None.
-        shrink_lack: what keeps the group from going on without a rank, or None.
-        backends: the names of those that are installed.
+        shrink_lack: why the group cannot go on without a rank, or None.
+        backends: the names of the installed backends.
     """
     return [
         software(ranks),
@@ -52,7 +52,7 @@ def diagnose(
 
 
 def software(ranks: Observations) -> Finding:
-    """The same versions everywhere, and a torch that our tests were run with?"""
+    """Check that all ranks have the same versions, and that our tests were run with this torch."""
     versions = [", ".join(f"{name} {version}" for name, version in rank.software) for rank in ranks]
     if len(set(versions)) > 1:
         return Finding("software", Status.WRONG, _differing(versions), "install the same versions on every node")
@@ -65,7 +65,7 @@ def software(ranks: Observations) -> Finding:
 
 
 def launcher(ranks: Observations) -> Finding:
-    """Who started the ranks, and do its variables make sense?"""
+    """Say which launcher started the ranks, and check its variables."""
     problem = next((rank.launch_problem for rank in ranks if rank.launch_problem), None)
     if problem is not None:
         return Finding("launcher", Status.WRONG, problem, "clean the environment, or launch anew")
@@ -77,7 +77,7 @@ def launcher(ranks: Observations) -> Finding:
 
 
 def mpi(ranks: Observations) -> list[Finding]:
-    """The library, its ABI, its thread level, and whether it belongs to the launcher."""
+    """Check the MPI library, its thread level, and whether it belongs to the launcher."""
     loaded = [rank.mpi for rank in ranks if rank.mpi is not None]
     if not loaded:
         return [_mpi_not_loaded(ranks[0])]
@@ -92,7 +92,7 @@ def mpi(ranks: Observations) -> list[Finding]:
 
 
 def nodes(ranks: Observations) -> Finding:
-    """Which ranks are where. Unequal numbers of ranks are slow, not wrong."""
+    """Say which ranks are on which node. Unequal numbers of ranks are only a warning: they are slow, not wrong."""
     placement = place(0, [rank.host for rank in ranks])
     per_node = Counter(placement.node_of)
     names = {placement.node_of[rank]: placement.hostnames[rank] for rank in range(len(ranks))}
@@ -106,7 +106,7 @@ def nodes(ranks: Observations) -> Finding:
 
 
 def unseen(ranks: Observations) -> Finding:
-    """Ranks that did not connect cannot tell what they see."""
+    """Say that some ranks were not observed, because the ranks did not connect."""
     return Finding(
         "nodes",
         Status.WARN,
@@ -116,14 +116,14 @@ def unseen(ranks: Observations) -> Finding:
 
 
 def cores(ranks: Observations) -> Finding:
-    """For the worst node: enough cores for the ranks, and for their threads?"""
+    """Check on every node that there are enough cores for the ranks and their threads. Return the worst finding."""
     placement = place(0, [rank.host for rank in ranks])
     members = (placement.ranks_on_node(node) for node in range(placement.nodes))
     return worst([_cores_of_node([ranks[rank] for rank in node]) for node in members])
 
 
 def gpus(ranks: Observations) -> list[Finding]:
-    """Devices, whether MPI reads their memory, and what NCCL needs. Nothing without CUDA."""
+    """Check the GPUs, whether MPI can read their memory, and what NCCL needs. Without GPUs there is one OK finding."""
     if not any(rank.gpus for rank in ranks):
         return [ok("GPUs", "none visible to torch")]
     first = next(rank for rank in ranks if rank.gpus)
@@ -135,7 +135,7 @@ def gpus(ranks: Observations) -> list[Finding]:
 
 
 def site_file(ranks: Observations) -> Finding:
-    """Which site file is read, and what it changes."""
+    """Say which site file is read, and what it changes."""
     name = "site file"
     found = [rank.site_file for rank in ranks]
     if len(set(found)) > 1:
@@ -145,7 +145,7 @@ def site_file(ranks: Observations) -> Finding:
 
 
 def backend(choice: BackendChoice | None, known: Sequence[str]) -> Finding:
-    """Which backend would be chosen, and why."""
+    """Say which backend would be chosen, and why."""
     if choice is None:
         return Finding("backend", Status.WRONG, "none could be chosen", "mend what the line about the connection names")
     unknown = [name for name in _backends_in(choice.name) if name not in known]
@@ -159,14 +159,14 @@ def backend(choice: BackendChoice | None, known: Sequence[str]) -> Finding:
 
 
 def connection(size: int, problem: str | None) -> Finding:
-    """Did the ranks connect and compute the right sum?"""
+    """Say whether the ranks connected and computed the right sum."""
     if problem is None:
         return ok("connection", f"{size} rank(s) connected, and an all_reduce gave the right sum")
     return Finding("connection", Status.WRONG, problem, "mend what is WRONG above, if anything is, then run this command again")
 
 
 def _backends_in(name: str) -> list[str]:
-    """Those of "gloo", or of "cpu:mpi,cuda:nccl"."""
+    """Return the backends that a name such as "gloo" or "cpu:mpi,cuda:nccl" contains."""
     return [part.rpartition(":")[2].strip() for part in name.split(",")]
 
 
@@ -191,7 +191,7 @@ def _thread_level(ranks: Observations) -> Finding:
 
 
 def _other_mpi(ranks: Observations) -> list[Finding]:
-    """Mpiexec of one MPI, library of another: every process believes that it is alone."""
+    """Find a launcher and a library of different MPIs. Every process then believes that it is alone."""
     contradictions = [_contradiction(rank) for rank in ranks]
     if not any(contradictions):
         return []
@@ -268,7 +268,7 @@ def _differing(values: Sequence[str]) -> str:
 
 
 def _span(ranks: Sequence[int]) -> str:
-    """Ranks in words: 0-3, or 0, 2, 4."""
+    """Format ranks as "0-3" or "0, 2, 4"."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""Finding: one thing that the doctor looked at, and how findings are shown."""
+"""Finding: one thing that the doctor checked, and functions that show findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUOTED = re.compile(r"(`[^`]*`)")
 
 
 class Status(Enum):
-    """How bad it is: fine, worse than it could be, or a reason why jobs fail."""
+    """How bad a finding is: all is well, a job may be slower than it could be, or a job may fail."""
 
     OK = "ok"
     WARN = "warn"
@@ -21,10 +21,10 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was checked.
 
     Attributes:
-        name: what was looked at, in a word or two.
+        name: what was checked, in a word or two.
         status: how bad it is.
         found: what was found.
         remedy: what to do about it; empty if and only if the status is OK.
@@ -41,18 +41,18 @@ class Finding:
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """The first of those that are worst; one or more are given."""
+    """Return the first of the worst findings. There must be at least one finding."""
     severity = list(Status).index
     return max(findings, key=lambda finding: severity(finding.status))
 
 
 def ok(name: str, found: str) -> Finding:
-    """A finding with nothing to do."""
+    """Return a finding that needs no remedy."""
     return Finding(name, Status.OK, found)
 
 
 def in_text(findings: Sequence[Finding], width: int = 100) -> str:
-    """The findings as aligned text: a row each, with its remedy below it, then how many were not ok."""
+    """Return the findings as aligned text: each with its remedy below it, and a summary at the end."""
     name_width = max((len(finding.name) for finding in findings), default=0)
     indent = " " * (7 + name_width + 2)
     lines: list[str] = []
@@ -64,7 +64,7 @@ def in_text(findings: Sequence[Finding], width: int = 100) -> str:
 
 
 def _remedy(remedy: str, indent: str, width: int) -> list[str]:
-    """The remedy, with each command alone on a line of its own, as long as it is, to be copied."""
+    """Format the remedy. Each command has its own unbroken line, so that it can be copied."""
     lines: list[str] = []
     for part in _parts(remedy):
         first = f"{indent}   " if lines else f"{indent}-> "
@@ -73,7 +73,7 @@ def _remedy(remedy: str, indent: str, width: int) -> list[str]:
 
 
 def _parts(remedy: str) -> list[str]:
-    """Texts and commands in turn."""
+    """Split a remedy into texts and commands."""
     parts = [""]
     for piece in _QUOTED.split(remedy):
         if _is_command(piece):
@@ -84,12 +84,12 @@ def _parts(remedy: str) -> list[str]:
 
 
 def _is_command(piece: str) -> bool:
-    """Whether it stands between backticks, has several words, and is more than an option."""
+    """Whether this is a command: in backticks, of several words, and not only an option."""
     return _QUOTED.fullmatch(piece) is not None and " " in piece and not piece.startswith("`-")
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many findings there are of each kind, in words."""
+    """Say in words how many findings are wrong and how many are warnings."""
     wrong = sum(finding.status is Status.WRONG for finding in findings)
     warned = sum(finding.status is Status.WARN for finding in findings)
     if not wrong and not warned:
@@ -98,12 +98,12 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """1 if something is wrong, else 0."""
+    """Return 1 if something is wrong, else 0."""
     return int(any(finding.status is Status.WRONG for finding in findings))
 
 
 def _in_one_line(text: str) -> str:
-    """An error's first line and its details, as sentences of one paragraph."""
+    """Join an error's first line and its details into one paragraph."""
     return ". ".join(line.removeprefix("- ").rstrip(".") for line in text.splitlines())
 
 

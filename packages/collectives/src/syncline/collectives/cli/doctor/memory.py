@@ -1,4 +1,4 @@
-"""What the doctor says about memory: whether ranks share it, and how much there is. Pure functions."""
+"""The doctor's findings about memory: whether ranks share it, and how much is free. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ...transports.shared_memory.memory_limit import room_for_each
 from .finding import Finding, Status, ok, worst
 from .observation import Observation
 
-# Buckets of 25 MiB, a few at a time, on both sides: below this a model's gradients do not fit.
+# A few buckets of 25 MiB are in use at a time, for input and output. With less memory a model's gradients do not fit.
 LEAST_BYTES = 128 * 2**20
 
 _MORE = "give the job more memory (Slurm's --mem or --mem-per-cpu, a container's --memory)"
 
 
 def memory(ranks: Sequence[Observation]) -> list[Finding]:
-    """Sharing it, what is left of it, and /dev/shm, which the MPI library uses."""
+    """Judge whether ranks can share memory, how much is left, and /dev/shm, which the MPI library uses."""
     return [_sharing(ranks[0].sharing), _left(ranks), _dev_shm(ranks)]
 
 
 def _sharing(result: str | None) -> Finding:
-    """Every rank has the same result."""
+    """Judge the trial of shared memory, which has the same result on every rank."""
     name = "shared memory"
     if result is None:
         return ok(name, "not tried: the ranks are not connected by MPI")
@@ -39,7 +39,7 @@ def _left(ranks: Sequence[Observation]) -> Finding:
 
 
 def _left_on(ranks: Sequence[Observation]) -> Finding:
-    """What is left on a node, for each of its ranks at once."""
+    """Judge how much memory is left on a node, if all its ranks use the same amount."""
     room = room_for_each([rank.memory_limits for rank in ranks])
     if room is None:
         return ok("memory", "this system does not say how much is left")
@@ -52,7 +52,7 @@ def _left_on(ranks: Sequence[Observation]) -> Finding:
 
 
 def _dev_shm(ranks: Sequence[Observation]) -> Finding:
-    """What Syncline shares does not lie there; what MPI libraries share does."""
+    """Judge /dev/shm. MPI libraries put shared memory there; Syncline does not."""
     least = min(ranks, key=lambda rank: rank.shm_free_bytes)
     found = (
         f"{in_bytes(least.shm_total_bytes)}, {in_bytes(least.shm_free_bytes)} free on {least.host.hostname} (MPI libraries use "
@@ -68,5 +68,5 @@ def _dev_shm(ranks: Sequence[Observation]) -> Finding:
 
 
 def in_bytes(size: int) -> str:
-    """A size in words."""
+    """Format a size in MiB or GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

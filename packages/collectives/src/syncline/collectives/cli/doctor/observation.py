@@ -1,4 +1,4 @@
-"""Observation: what one process sees of its machine. Plain values, so that rank 0 can gather and compare them."""
+"""Observation: what one process sees of its machine. Its values are plain, so that ranks can exchange and compare them."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ class Observation:
     """What one process sees.
 
     Attributes:
-        host: which node.
+        host: the node.
         software: names and versions that must be the same on every rank.
         launcher: the launcher in words, or None.
-        launch_problem: why the launcher's variables make no sense, or None.
-        launch_world_size: how many processes the launcher says there are, or None.
-        launch_is_mpi: whether the launcher starts MPI programs, whose library must see as many.
+        launch_problem: what is wrong with the launcher's variables, or None.
+        launch_world_size: the number of processes according to the launcher, or None.
+        launch_is_mpi: whether the launcher starts MPI programs. The MPI library must then see the same number of processes.
         mpi: what the library says, or None if it was not loaded.
         mpi_lack: what MPI lacks here, or None.
         cores: the cores that this process may run on.
         node_cores: the number of cores of the node.
-        threads: how many threads torch computes with.
-        shm_total_bytes, shm_free_bytes: the size of /dev/shm; both 0 if there is none.
-        memory_limits: the limits on memory that this process is under.
-        sharing: the result of sharing memory with the other ranks of the node, in words; None if it was not tried.
+        threads: the number of threads with which torch computes.
+        shm_total_bytes, shm_free_bytes: the size of /dev/shm, and how much of it is free; both 0 if there is none.
+        memory_limits: the memory limits of this process.
+        sharing: whether this rank could share memory with the other ranks of the node, in words; None if it was not tried.
         gpus: the names of the visible CUDA devices.
-        cupy, nccl: CuPy's version and that of the NCCL it finds, or None.
+        cupy, nccl: the versions of CuPy and of the NCCL that CuPy finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
-        tolerates_faults: whether mpirun was told to leave the other ranks alone when one is lost (`--with-ft ulfm`).
-        site_file: which file is read, and which keys it changes, in words.
-        site_problem: why it cannot be read, with the remedy, or None.
+        tolerates_faults: whether mpirun was told not to end the other ranks when one is lost (`--with-ft ulfm`).
+        site_file: the site file that is read, and the keys that it changes, in words.
+        site_problem: why the site file cannot be read, with the remedy, or None.
     """
 
     host: HostIdentity
@@ -97,7 +97,7 @@ class Observation:
 def observe(
     environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
 ) -> Observation:
-    """Look around. Not a collective; starts no MPI that is not started already."""
+    """Observe this process's machine. Not a collective, and does not start MPI."""
     launch, problem = _launch(environ)
     shm_total, shm_free = _shared_memory()
     cupy, nccl = _cupy()
@@ -129,7 +129,7 @@ def observe(
 
 
 def version_of(distribution: str) -> str:
-    """The version of an installed distribution, or "not installed"."""
+    """Return the version of an installed distribution, or "not installed"."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -189,7 +189,10 @@ def _mpi() -> MPIFacts | None:
 
 
 def _abi(file_name: str) -> str:
-    """The wheels of mpi4py hold one extension module for each ABI: MPI.openmpi.cpython-311-x86_64-linux-gnu.so."""
+    """Return the ABI from the file name of mpi4py's extension module.
+
+    Wheels of mpi4py have one such module for each ABI, for example MPI.openmpi.cpython-311-x86_64-linux-gnu.so.
+    """
     word = file_name.split(".")[1]
     return "the one that mpi4py was built for" if word.startswith(("cpython", "abi3", "so")) else word
 
@@ -208,10 +211,10 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _cupy() -> tuple[str | None, str | None]:
-    """CuPy's version and NCCL's as CuPy finds it; an import that fails for whatever reason is the same as no CuPy."""
+    """Return the versions of CuPy and of the NCCL that it finds. A CuPy that cannot be imported counts as not installed."""
     try:
         import cupy
-    except Exception:  # noqa: BLE001 - a CuPy without its CUDA raises many things
+    except Exception:  # noqa: BLE001 - a CuPy that does not find its CUDA raises errors of many types
         return None, None
     try:
         from cupy.cuda import nccl
@@ -223,6 +226,6 @@ def _cupy() -> tuple[str | None, str | None]:
 
 
 def nccl_version_in_words(number: int) -> str:
-    """NCCL's number as a version: 22703 is 2.27.3, and before 2.9, 2804 is 2.8.4. A pure function."""
+    """Turn NCCL's version number into words: 22703 is "2.27.3". Before 2.9, 2804 was "2.8.4". A pure function."""
     step = 10_000 if number >= 10_000 else 1_000
     return f"{number // step}.{number % step // 100}.{number % 100}"

@@ -1,4 +1,4 @@
-"""Whether a job survives the loss of a rank: a pure function of how it was launched and connected."""
+"""Says whether a job survives the loss of a rank. A pure function of how the job was launched and connected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .finding import Finding, ok
 
 _NAME = "loss of a rank"
 
-# What the launchers do when one process of the job is killed.
+# These launchers end the job when one process is killed.
 _ENDS_THE_JOB = {
     "torchrun": "torchrun ends all ranks of a machine when one of them ends",
     "Open MPI": "mpirun ends the job when a process is killed, unless it was given --with-ft ulfm",
@@ -17,13 +17,13 @@ _IF_TOLD_SO = {"Slurm": "if srun was given --no-kill --kill-on-bad-exit=0"}
 
 
 def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_faults: bool = False) -> Finding:
-    """Would the others go on if a rank died? Neither answer is a defect.
+    """Say whether the other ranks would go on if a rank died. The finding is always OK, because neither is a defect.
 
     Args:
-        launcher: who started the ranks, in words, or None.
-        size: how many ranks there are.
-        lack: what keeps the group from shrinking, or None.
-        tolerates_faults: whether mpirun was told to leave the others alone.
+        launcher: the launcher in words, or None.
+        size: the number of ranks.
+        lack: why the group cannot shrink, or None.
+        tolerates_faults: whether mpirun was told not to end the other ranks.
     """
     if size == 1:
         return ok(_NAME, "nobody would be left: there is one rank")

@@ -1,1 +1,1 @@
-"""`syncline report FOLDER`: shows what the ranks of a job have left in a folder, by readers that packages offer."""
+"""`syncline report FOLDER`: shows the files that the ranks of a job wrote. Packages offer a reader for each kind of file."""

@@ -1,4 +1,4 @@
-"""The command `report`: ask each reader that finds something in a folder to show it."""
+"""The command `report`: every reader that finds files of its kind in the folder shows them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ td:first-child, th:first-child {{ text-align: left; }}</style>
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folder, where to write a page, and the options of the readers."""
+    """Add the folder, the file of the page, and the options of the readers."""
     parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE or an error names")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that needs no other file")
     for reader in load_readers():
@@ -37,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is found in the folder, and write the page.
+    """Print the reports of the folder, and write the page.
 
     Raises:
-        InvalidArgumentError: there is no such folder, or nothing in it that a reader knows; or the page cannot be written.
+        InvalidArgumentError: there is no such folder, or no reader knows a file in it, or the page cannot be written.
     """
     readers = _readers_of(arguments.folder, load_readers())
     print("\n\n".join(reader.text(arguments.folder, arguments) for reader in readers))

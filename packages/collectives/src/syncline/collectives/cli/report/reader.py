@@ -1,4 +1,4 @@
-"""ReportReader: what shows one kind of files in a folder of a job."""
+"""ReportReader: shows one kind of file that a job left in a folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ENTRY_POINT_GROUP = "syncline.report_readers"
 
 
 class ReportReader(Protocol):
-    """What a name in the group `syncline.report_readers` stands for: an object or a module.
+    """An object or a module that an entry point in the group `syncline.report_readers` names.
 
-    It may also have `html(folder, arguments) -> str`, a fragment of a page that takes the place of its text there.
+    It may also have `html(folder, arguments) -> str`. This gives its part of the HTML page, in place of its text.
 
     Attributes:
         EXPECTED: the files that it looks for, in words, such as "failure records (rank-*.json)".
@@ -24,13 +24,13 @@ class ReportReader(Protocol):
     EXPECTED: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Its options of `syncline report`, all of which can be left out."""
+        """Add the reader's own options to `syncline report`. All must be optional."""
 
     def is_in(self, folder: Path) -> bool:
         """Whether the folder has such files."""
 
     def text(self, folder: Path, arguments: argparse.Namespace) -> str:
-        """What the terminal shows.
+        """Return the text for the terminal.
 
         Raises:
             InvalidArgumentError: a file cannot be read.
@@ -38,7 +38,7 @@ class ReportReader(Protocol):
 
 
 def load_readers() -> list[ReportReader]:
-    """All that are installed, by the order of their names."""
+    """Load all installed readers, in the order of their names."""
     return [
         cast(ReportReader, load_plugin(ENTRY_POINT_GROUP, name, ("EXPECTED", "add_arguments", "is_in", "text")))
         for name in plugin_names(ENTRY_POINT_GROUP)
@@ -46,6 +46,6 @@ def load_readers() -> list[ReportReader]:
 
 
 def html_of(reader: ReportReader, folder: Path, arguments: argparse.Namespace) -> str:
-    """Its part of a page: its own, or its text."""
+    """Return the reader's part of the page: its own HTML, or else its text."""
     own = getattr(reader, "html", None)
     return own(folder, arguments) if own is not None else f"<pre>{html.escape(reader.text(folder, arguments))}</pre>"

@@ -1,14 +1,14 @@
 """`syncline run`: a script written for torchrun, unmodified, under mpirun and srun.
 
-In the order in which a rank comes through:
+A rank passes through the modules in this order:
 
-1. `command`: the options, and what is refused before anything starts.
-2. `ranks`: who this process is, as MPI says it, or Slurm, or PMI; torchrun's variables.
-   `local`: where nothing has launched this process, it starts the ranks.
-3. `output`: what the options say about the standard streams.
-4. `answers`: what torch.distributed answers the script with; done when the script imports torch, and not before.
-5. `script`: the script as `__main__`.
-6. `ending`: how the rank leaves the job, in good order or not.
+1. `command`: reads the options, and refuses bad ones before anything starts.
+2. `ranks`: finds this process's rank, from MPI, Slurm or PMI, and sets torchrun's variables.
+   `local`: starts the ranks, if no launcher started this process.
+3. `output`: redirects standard output and standard error, as the options say.
+4. `answers`: changes torch.distributed, so that the script gets our groups. This happens when the script imports torch.
+5. `script`: runs the script as `__main__`.
+6. `ending`: how the rank leaves the job, after success or failure.
 
-Nothing here imports torch or mpi4py before it is needed, nor what does.
+No module here imports torch or mpi4py, directly or indirectly, before it is needed.
 """

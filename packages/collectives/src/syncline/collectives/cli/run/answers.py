@@ -1,14 +1,14 @@
-"""What torch.distributed answers the script with: which group `init_process_group("gloo")` makes, and where its ranks meet.
+"""Changes torch.distributed for the script: which group `init_process_group("gloo")` makes, and how its ranks meet.
 
-torch is changed when the script has imported it, in four places:
+When the script has imported torch, four things in torch are changed:
 
-1. `env://` and `tcp://` lead to a store on rank 0 that the others reach by MPI messages. No port is opened.
-2. `BackendConfig`, from which torch takes who serves each device of a group, names ours in place of the backend that the script
-   has named. The script, and torch, still see the name that the script gave.
-3. The function that makes every group, of all ranks or of some, decides whether 2 applies, and says what was chosen.
-4. `DistributedDataParallel`, and the default time limit, where the command line says so.
+1. `env://` and `tcp://` lead to a store on rank 0, which the other ranks reach by MPI messages. No port is opened.
+2. torch reads the backend of each device from `BackendConfig`. Ours names our backend in place of the one that the script
+   named. The script and torch still see the script's name.
+3. torch has one function that makes every group, of all ranks or of some. Ours decides whether 2 applies, and logs the choice.
+4. `DistributedDataParallel` and the default time limit are replaced, if the command line says so.
 
-A collective passes none of this.
+Collectives do not pass through this code, so they are not slower.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ BACKENDS = {
     "keep": "what the script names; its ranks still meet without an open port",
 }
 DDP_ENTRY_POINTS = "syncline.ddp"
-# What torch does not promise. Without one of them, in a torch to come, the script runs with torch's own groups.
+# Private names of torch. If a later torch lacks one of them, the script runs with torch's own groups.
 _OF_C10D = ("BackendConfig", "_new_process_group_helper", "_get_default_timeout", "_MPI_AVAILABLE")
 _OF_RENDEZVOUS = ("_rendezvous_handlers",)
 _MPI, _BY_DEVICE = "syncline-mpi", "syncline"
 
 
 class Answers:
-    """What is answered in this process.
+    """Changes torch.distributed in this process.
 
     Args:
-        job: its ranks.
+        job: the ranks of the job.
         backend: a key of `BACKENDS`.
-        ddp: the class that takes the place of torch's, loaded when torch is; None: torch's.
-        timeout_s: the time limit of groups for which the script gives none; None: torch's.
+        ddp: returns the class that replaces torch's `DistributedDataParallel`. Called when torch is loaded. None: torch's
+            class stays.
+        timeout_s: the time limit of groups to which the script gives none. None: torch's default.
     """
 
     def __init__(self, job: Job, backend: str, ddp: Callable[[], type] | None, timeout_s: float | None) -> None:
@@ -56,14 +57,14 @@ class Answers:
         self._backend = backend
         self._ddp = ddp
         self._timeout_s = timeout_s
-        # The one of ours that carries the group that is being made, and the group of all ranks; None: torch's own do.
+        # Our backend for the group that is being made, and for the group of all ranks. None: torch's own.
         self._carrier: str | None = None
         self._carrier_of_all: str | None = None
-        self._groups_of_all = 0  # how many default groups there have been
+        self._groups_of_all = 0  # how many default groups were made so far
         self._store: Any = None
 
     def prepare(self) -> None:
-        """Answer from the moment on at which torch is imported."""
+        """Change torch now if it is imported already, else as soon as the script imports it."""
         if "torch" in sys.modules:
             self._change_torch()
         else:
@@ -74,7 +75,7 @@ class Answers:
 
         if torch.distributed.is_available():
             c10d: Any = torch.distributed.distributed_c10d
-            rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has its name there
+            rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has this name too
             unknown = unknown_names(c10d, rendezvous)
             if unknown:
                 logger.warning("torch %s has no %s: the script gets torch's own groups", torch.__version__, ", ".join(unknown))
@@ -96,7 +97,7 @@ class Answers:
     # ---- where the ranks meet ----
 
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """A rendezvous of all ranks through MPI; others, such as those of a forked child, meet as torch has it."""
+        """Return a rendezvous through MPI for all ranks of the job. Other rendezvous, as of a forked child, go to torch's."""
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
             asked = dict(parse_qsl(urlsplit(url).query))
@@ -109,9 +110,9 @@ class Answers:
         return meet
 
     def _store_of_all(self, timeout: timedelta | None) -> Any:
-        """A store for the default group that is to be made. A collective when it is called first.
+        """Return a store for the next default group. The first call is a collective.
 
-        One store serves them all, as a server of torch's would; a later group must not find what an earlier one has left.
+        One store serves all default groups. Each gets its own prefix, so that it does not see keys of an earlier group.
         """
         import torch.distributed as dist
 
@@ -127,7 +128,7 @@ class Answers:
         answers, torchs_helper, torchs_config = self, c10d._new_process_group_helper, c10d.BackendConfig
 
         class BackendConfig(torchs_config):  # type: ignore[misc, valid-type]
-            """Names the one of ours that carries the group that is being made."""
+            """Names our backend for every device, while a group is made that our backend carries."""
 
             def get_device_backend_map(self) -> dict[str, str]:
                 named: dict[str, str] = super().get_device_backend_map()
@@ -139,11 +140,11 @@ class Answers:
             if os.getpid() != answers._job.pid:
                 return torchs_helper(size, rank, members, backend, store, *rest, **options)
             carrier = answers._choose(torchs_config(backend).get_device_backend_map(), size, rank, members)
-            if size == -1 and carrier is not None:  # torch's MPI needs neither a store nor a rank
+            if size == -1 and carrier is not None:  # for backend "mpi", torch passes no store and no rank; ours needs both
                 size, rank = answers._job.size, answers._job.rank
                 store = c10d.PrefixStore("default_pg", answers._store_of_all(options["timeout"]))
             if carrier is not None:
-                options["backend_options"] = None  # torch's, for another group
+                options["backend_options"] = None  # they are for torch's backend, which is not used
             answers._carrier = carrier
             try:
                 made = torchs_helper(size, rank, members, backend, store, *rest, **options)
@@ -158,7 +159,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Our backend that carries a group for which the script has named these backends; None: torch's do."""
+        """Return our backend that carries a group for which the script named these backends, or None for torch's own."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -166,20 +167,20 @@ class Answers:
 
         if not members:
             return carrier if self._are_the_jobs_ranks(size, rank) else None
-        # A group of some is made from one of all, which must be of the same backend of ours.
+        # A group of some ranks is split from the default group, so that must have the same backend of ours.
         import torch.distributed as dist
 
         is_of_all = len(members) == self._job.size == dist.get_world_size()
         return carrier if carrier == self._carrier_of_all or is_of_all else None
 
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
-        """Whether the script counts all ranks, as MPI does. A collective, if it counts as many."""
+        """Whether the script numbers all ranks as MPI does. A collective if the script counts as many ranks as MPI."""
         if size == -1:
             return True
         return size == self._job.size and all(self._job.exchange(rank == self._job.rank))
 
     def _note(self, group: Any, backend: str, carrier: str | None, members: list[int]) -> None:
-        if carrier is not None and hasattr(group, "syncline_group"):  # else this rank is no member
+        if carrier is not None and hasattr(group, "syncline_group"):  # without it, this rank is no member
             group.go_by(str(backend))
         if members:
             return
@@ -193,16 +194,16 @@ class Answers:
 
 
 def unknown_names(c10d: object, rendezvous: object) -> list[str]:
-    """Which of the names that are changed these modules of torch.distributed do not have."""
+    """Return those of the names to change that these modules of torch.distributed lack."""
     asked = [(c10d, name) for name in _OF_C10D] + [(rendezvous, name) for name in _OF_RENDEZVOUS]
     return [name for module, name in asked if not hasattr(module, name)]
 
 
 def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
-    """The backend of ours that carries a group, or None for torch's own. A pure function.
+    """Return our backend that carries a group, or None for torch's own. A pure function.
 
     Args:
-        named: for each type of device the backend of torch's that the script has named.
+        named: for each type of device, torch's backend that the script named.
         backend: a key of `BACKENDS`.
     """
     names = set(named.values())
@@ -210,19 +211,19 @@ def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
         return None
     if "nccl" not in names:
         return _MPI
-    # One group of ours serves all devices of a group of torch's: with torch's own NCCL it cannot be combined.
+    # One group of ours serves all devices of a torch group, so it cannot be combined with torch's own NCCL.
     return _BY_DEVICE if backend == "mpi" else None
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Calls a function when a module has been loaded, once."""
+    """Calls a function once, when a module has been loaded."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name = name
         self._act = act
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """The spec that others find, with a loader that acts afterwards."""
+        """Return the spec that the other finders give. Its loader also calls the function, after it ran the module."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)
@@ -233,7 +234,7 @@ class _WhenLoaded(MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # that of its class again
+            del loader.exec_module  # remove our override: the class's method is visible again
             execute(module)
             self._act()
 

@@ -1,4 +1,4 @@
-"""`syncline run`: the options, and what is refused before the script starts."""
+"""`syncline run`: reads the options, refuses what cannot work, then runs the script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ending import Ending
 from .ranks import Job, core_quota, find_job, set_variables, threads_for
 from .script import Script, ScriptError, find_script, run_script
 
-# A launcher may start a rank when another one has failed already: this command fails within a tenth of a second.
+# This command refuses within a tenth of a second, so one rank may fail before the launcher has started another.
 _STARTS_WITHIN_S = 5.0
 
 HELP = "run a script written for torchrun, unmodified: under mpirun or srun, or on ranks that this command starts"
@@ -26,7 +26,7 @@ HELP = "run a script written for torchrun, unmodified: under mpirun or srun, or 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.error = _refuse  # type: ignore[method-assign] # by one rank of a node, not by each
+    parser.error = _refuse  # type: ignore[method-assign] # one rank of a node prints the message, not every rank
     add = parser.add_argument
     add("-n", dest="ranks", type=_at_least_one, metavar="N", help="how many ranks to start on this machine, without mpirun")
     add("-m", dest="is_module", action="store_true", help="the script is a module, as in `python -m`")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """What `syncline run` does with these words; returns the exit status if the script does not exit by itself."""
+    """Run `syncline run` with these words. Returns the exit status, if the script does not exit by itself."""
     parser = argparse.ArgumentParser(prog="syncline run", description=HELP, allow_abbrev=False)
     add_arguments(parser)
     return run(parser.parse_args(words))
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     except SynclineError as error:
         _refuse(str(error))
     if job is None:
-        from . import local  # at first use, as the rest of what a rank does not need: it starts whenever a script does
+        from . import local  # imported here because a rank does not need it, and each import delays the script
 
         return local.start_ranks(arguments.ranks)
     ending = Ending(job)
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _run(script, arguments.arguments, ending)
     finally:
-        is_rank_0 = job.rank == 0 and os.getpid() == job.pid  # and no child of it
+        is_rank_0 = job.rank == 0 and os.getpid() == job.pid  # a forked child of rank 0 prints nothing
         if arguments.trace is not None and is_rank_0 and "syncline.ddp" not in sys.modules:
             _say("--trace recorded nothing: the script used no DistributedDataParallel of Syncline; add `--ddp syncline`")
     return 0
@@ -122,7 +122,7 @@ def _set_environment(arguments: argparse.Namespace, job: Job) -> None:
         threads = threads_for(job.local_cores, job.local_rank, core_quota())
         os.environ["OMP_NUM_THREADS"] = str(threads)
     overridden = job.exchange(set_variables(job, os.environ))
-    take_launch(os.environ)  # it is this process that has the place: its children inherit the variables alone
+    take_launch(os.environ)  # only this process is the rank; its children inherit the variables, but are no ranks
     if job.rank > 0:
         return
     if job.without_mpi is not None and job.size > 1:
@@ -147,7 +147,7 @@ def _load_ddp(name: str) -> type:
 
 
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
-    """Find the script; if any rank cannot, all end, and the first of these says why."""
+    """Find the script. If any rank cannot find it, all ranks end, and the first such rank prints the reason."""
     problem: tuple[str, int] | None = None
     script = None
     try:
@@ -157,7 +157,7 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     except SyntaxError as error:
         lines = "".join(traceback.format_exception_only(type(error), error))
         problem = f"the script is no Python:\n{lines.rstrip()}", 1
-    except BaseException as error:  # noqa: BLE001 - of the packages of a module, which are run here; it ends the job
+    except BaseException as error:  # noqa: BLE001 - from the packages of a module, which run here; it ends the job
         ending.fail(error)
     problems = job.exchange(problem)
     first = next((rank for rank, found in enumerate(problems) if found is not None), None)
@@ -179,8 +179,8 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
     except SystemExit as error:
         ending.note_exit(error)
         raise
-    except BaseException as error:  # noqa: BLE001 - nobody else will: it ends the job
-        # As with `python`, the traceback begins in the script.
+    except BaseException as error:  # noqa: BLE001 - nobody else catches it; it ends the job
+        # Leave out the frames above the script: with `python` too, the traceback begins in the script.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not script.code:
             trace = trace.tb_next
@@ -188,8 +188,11 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """End, with one message of all ranks of a node that are refused for the same reason: they cannot ask one another yet."""
-    # Each run of a launcher has a parent of its own, so no other run is kept quiet.
+    """End with a message. Of the ranks of a node with the same message only one prints it.
+
+    MPI does not run yet, so the ranks agree on the one by a file on their node.
+    """
+    # The name has the parent's process id. Each run of a launcher has its own parent, so runs do not silence each other.
     spread_s = 0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", started_s() - spread_s):
         _say(message)

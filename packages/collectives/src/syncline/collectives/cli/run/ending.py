@@ -1,15 +1,15 @@
-"""How a rank leaves its job, so that no other waits for it in vain.
+"""How a rank leaves its job, so that no other rank waits for it in vain.
 
-torchrun ends a job when one of its workers fails, and lets each end in its time if none does. Here
+torchrun ends a job when one worker fails. If none fails, each worker may end when it is done. Here:
 
-1. an exception that nobody caught is printed by the rank that failed first, and ends the job at once. Ranks that fail meanwhile
-   say one line that names the first.
-2. A status other than 0 (`sys.exit(3)`) ends the job with that status, after the script's own exit handlers; unless all ranks
-   end at about the same time.
-3. A rank that ends in good order waits for the others, asleep. MPI must not be left by a process that does not take leave: its
-   launcher would end the others' work (`os._exit(0)`).
+1. An exception that nobody caught ends the job at once. The rank that failed first prints it. Ranks that fail at about the same
+   time print one line that names the first.
+2. A status other than 0 (`sys.exit(3)`) ends the job with that status, after the script's own exit handlers. If all ranks end
+   at about the same time, the job is not aborted.
+3. A rank that ends without failure sleeps until the others end too. Every process must finalize MPI before it ends, otherwise
+   the launcher kills the other ranks. `os._exit(0)` does not finalize MPI, so it is replaced here.
 
-A child of a rank does none of this.
+All this holds for ranks only, not for their child processes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ...startup.uncaught_errors import also_failed, handle_uncaught_elsewhere, i
 from .ranks import Job, end_mpi
 
 _FAILURE = 1  # the tag of notices
-# Ranks that fail for the same reason fail within that time; a notice comes at least as fast.
+# Ranks that fail for the same reason fail within this time of each other. A notice also arrives within it.
 _TOGETHER_S = 0.3
-# mpiexec passes on what ranks print in its own time; what it has not read when the job is aborted is lost (MPICH 5.0).
+# mpiexec reads the output of the ranks with a delay. Output that it has not read when the job is aborted is lost (MPICH 5.0).
 _FORWARDING_S = 0.3
-# A rank that was not the first to fail gives that one so long to end the job.
+# A rank that was not the first to fail waits this long for the first one to end the job.
 _PATIENCE_S = 10.0
 
 
 class Ending:
-    """What happens when this process ends. Making it changes `os._exit` and registers what runs last at exit.
+    """What happens when this process ends. The constructor replaces `os._exit` and registers an exit handler.
 
-    Made right after MPI has started: of all that runs at exit it comes last.
+    Make it right after MPI has started. Exit handlers run in reverse order, so this one then runs last.
     """
 
     def __init__(self, job: Job) -> None:
@@ -49,16 +49,16 @@ class Ending:
         handle_uncaught_elsewhere()
         if job.world is not None:
             atexit.register(self._on_exit)
-            atexit.register = self._note_ours  # type: ignore[assignment] # with less said of its arguments
+            atexit.register = self._note_ours  # type: ignore[assignment] # its arguments have less precise types
             os._exit = self._exit_at_once
 
     def note_exit(self, error: SystemExit) -> None:
-        """The script ends by SystemExit."""
+        """Note that the script ended with SystemExit."""
         self.status = as_status(error.code)
         set_exit_status(self.status)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Nobody has caught this exception. Print it, or who failed first, and end the job."""
+        """End the job, because nobody caught this exception. Print it, or the rank that failed first."""
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         set_exit_status(status)
         if os.getpid() != self._job.pid:
@@ -73,15 +73,15 @@ class Ending:
             _say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
         if self._has_mpi():
             if first is not None:
-                time.sleep(_PATIENCE_S)  # that one ends the job
+                time.sleep(_PATIENCE_S)  # the first one ends the job meanwhile
             self._abort(status)
         raise SystemExit(status)
 
     def _failed_first(self) -> str | None:
-        """Which rank failed before this one, in words; None if none is known."""
+        """Return in words which rank failed before this one, or None if none is known."""
         job = self._job
         if not self._has_mpi():
-            # Where ranks cannot talk, those of one node know one another by their parent.
+            # Without MPI the ranks cannot send notices. Those of one node have the same parent, so they share a file.
             is_alone = job.size == 1 or is_first(f"failed-{os.getppid()}-{job.run_id}", started_s())
             return None if is_alone else "another rank failed first, and its traceback says why"
         from mpi4py import MPI
@@ -102,8 +102,8 @@ class Ending:
         return None
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """In place of `atexit.register`: Syncline's own handlers close what uses MPI, and are known here as well."""
-        if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions have none
+        """Replace `atexit.register`. Keeps Syncline's handlers, which close what uses MPI, for `_exit_at_once`."""
+        if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)
 
@@ -126,7 +126,7 @@ class Ending:
         end_mpi()
 
     def _exit_at_once(self, status: int) -> NoReturn:
-        """In place of `os._exit`, which leaves without a word to MPI. The script's own handlers do not run, and ours do."""
+        """Replace `os._exit`, which does not finalize MPI. As there, the script's exit handlers do not run; ours do."""
         if self._has_mpi():
             while self._ours:
                 self._ours.pop()()
@@ -136,7 +136,7 @@ class Ending:
         self._leave_at_once(status)
 
     def _has_mpi(self) -> bool:
-        """Whether this process is a rank of a job of MPI that has not ended."""
+        """Whether this process is a rank of an MPI job, and MPI has not ended."""
         if self._job.world is None or os.getpid() != self._job.pid:
             return False
         from mpi4py import MPI
@@ -154,7 +154,8 @@ class Ending:
 def _leave_hydra() -> None:
     """Tell MPICH's mpiexec that this process ends in good order.
 
-    MPICH says so when the C library runs its exit handlers, which `os._exit` skips. mpiexec would kill the other ranks.
+    MPICH itself does so in an exit handler of the C library, but `os._exit` skips these. mpiexec would then kill the other
+    ranks.
     """
     number = os.environ.get("PMI_FD", "")
     if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:
@@ -162,7 +163,7 @@ def _leave_hydra() -> None:
             os.write(int(number), b"cmd=finalize\n")
             os.read(int(number), 64)
         except OSError:
-            pass  # it is closed: another library's way
+            pass  # it is closed: the MPI library is not MPICH, or has closed it itself
 
 
 def _flush() -> None:
@@ -170,11 +171,11 @@ def _flush() -> None:
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
-            pass  # it is closed, or nobody reads it
+            pass  # the stream is closed, or its reader is gone
 
 
 def _print(error: BaseException) -> None:
-    """As Python does, but without the frames inside Syncline and torch, unless the script has a hook of its own."""
+    """Print the error without the frames inside Syncline and torch. A hook that the script installed is called instead."""
     if sys.excepthook is sys.__excepthook__:
         _flush()
         sys.stderr.write(in_text(error, error.__traceback__))

@@ -1,4 +1,4 @@
-"""Starting the ranks on this machine: through the MPI that is installed, else as processes of our own."""
+"""Starts the ranks on this machine: by the mpiexec of the installed MPI, or without MPI as child processes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pathlib import Path
 
 from .ranks import free_port, started_id
 
-# What is handed on. Of a terminal's Ctrl-C the ranks hear by themselves, see `_hand_on`.
+# Signals that are passed on to the ranks. Not a Ctrl-C from the terminal, see `_supervise`.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _GRACE_S = 10.0
 _SI_USER = 0
 
 
 def start_ranks(count: int) -> int:
-    """Run this very command on `count` ranks of this machine.
+    """Run this same command on `count` ranks of this machine.
 
-    With MPI, mpiexec takes the place of this process: signals, input and the exit status are its business.
+    With MPI, mpiexec replaces this process, and handles signals, input and the exit status.
 
     Returns:
-        The exit status of the first rank that failed, 128 more than the signal if one ended it; else 0.
+        The exit status of the first rank that failed, or 128 plus the signal that ended it. 0 if none failed.
     """
     command = _this_command()
     mpiexec = _mpiexec() if find_spec("mpi4py") is not None else None
@@ -37,13 +37,13 @@ def start_ranks(count: int) -> int:
 
 
 def _this_command() -> list[str]:
-    """The words that started this process, Python's own options among them."""
+    """Return the words that started this process, with the options of Python itself."""
     words = sys.orig_argv
     return [sys.executable, *words[1:]]
 
 
 def _mpiexec() -> str | None:
-    """The mpiexec of the library that mpi4py would take: pip's, beside this Python, before the system's."""
+    """Return the mpiexec of the library that mpi4py would load. One that pip installed beside this Python goes first."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     named = os.environ.get("MPI4PY_LIBMPI")
     if named:  # lib/libmpi.so, or lib/release/libmpi.so
@@ -54,7 +54,7 @@ def _mpiexec() -> str | None:
 
 
 def _for_open_mpi() -> dict[str, str]:
-    """What lets Open MPI do what was asked for: more ranks than cores, and root, which a container has."""
+    """Return variables that make Open MPI accept more ranks than cores, and the user root, as in containers."""
     wanted = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
     wanted |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     if os.geteuid() == 0:
@@ -81,7 +81,7 @@ def _start_processes(command: Sequence[str], count: int) -> int:
 
 
 def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Hand on signals until all have ended; when one fails, end the others."""
+    """Pass signals on until all ranks have ended. When one fails, end the others."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     status = 0
     end_s = float("inf")
@@ -94,7 +94,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
         elif time.monotonic() > end_s:
             _send(running, signal.SIGKILL)
         heard = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), 1.0)
-        # The terminal sends Ctrl-C to all of them by itself.
+        # A code above SI_USER is the kernel's: the terminal sends Ctrl-C to all ranks already. Do not send it twice.
         if heard is not None and heard.si_signo != signal.SIGCHLD and heard.si_code <= _SI_USER:
             _send(running, signal.Signals(heard.si_signo))
     failed = next((rank.returncode for rank in ranks if rank.returncode), 0)

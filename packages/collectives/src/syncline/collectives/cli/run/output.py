@@ -1,7 +1,7 @@
-"""What the options say about standard output and standard error: a rank before each line, or rank 0 alone.
+"""Redirects standard output and standard error: puts the rank before each line, or shows rank 0's output only.
 
-Also the filter itself, a program of its own: it reads what a rank and its children write, to the last byte, also if the rank is
-killed, and writes each line in one piece.
+This file is also the program that adds the rank. It runs as its own process, so it reads everything that a rank and its
+children write, even if the rank is killed. It writes each line in one piece.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def silence_stdout() -> None:
-    """Let nothing that this process or its children write to standard output appear."""
+    """Discard what this process and its children write to standard output."""
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
@@ -27,7 +27,7 @@ def tag_lines(rank: int) -> None:
         [sys.executable, "-I", "-S", __file__, f"[{rank}] ", *(str(reading) for reading, _ in pipes)],
         stdin=subprocess.DEVNULL,
         pass_fds=[reading for reading, _ in pipes],
-        start_new_session=True,  # a signal to the job's process group must not end it before the rank has
+        start_new_session=True,  # a signal to the job's process group must not end it before the rank ends
     )
     for number, (reading, writing) in enumerate(pipes, start=1):
         os.dup2(writing, number)
@@ -36,7 +36,7 @@ def tag_lines(rank: int) -> None:
 
 
 def _filter(tag: bytes, sources: dict[int, int]) -> None:
-    """Copy each source to where it goes, with the tag before each line, until all are at their end."""
+    """Copy each source to its target, with the tag before each line, until all sources have ended."""
     import selectors
 
     begun = dict.fromkeys(sources, b"")

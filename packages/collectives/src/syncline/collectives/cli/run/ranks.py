@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of its job, and torchrun's variables, which say so to the script."""
+"""Finds this process's rank in its job, and sets torchrun's variables, from which the script reads it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ...startup.settings import load_settings
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# What torchrun sets, beside what is the same in every job.
+# The variables that torchrun sets, without those in `_CONSTANT`.
 TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -51,10 +51,12 @@ _CONSTANT = {
     "ROLE_NAME": "default",
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "0",
-    # With an agent's store all ranks were clients of it. Here rank 0 serves, where a script opens a store itself.
+    # With torchrun, its agent serves the store and all ranks are clients. Here is no agent: if a script opens a store itself,
+    # rank 0 must serve it.
     "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-# Without MPI the ranks cannot agree on a port: it follows from the job's id. Below the ports that the system gives out.
+# Without MPI the ranks cannot agree on a port, so each computes it from the job's id. The range is below the ports that the
+# system hands out for connections.
 _FIRST_PORT, _PORTS = 20000, 12000
 _START_S = 300.0
 
@@ -64,17 +66,17 @@ class Job:
     """This process among the ranks of its job.
 
     Attributes:
-        rank, size: in the job.
-        local_rank, local_size: on its node.
-        node, nodes: the number of the node, in the order of the nodes' lowest ranks, and how many there are.
-        address, port: where rank 0 may listen; free when it was asked.
-        run_id: names this run, alike on all ranks.
-        carrier: who told all this, in words.
-        world: a communicator of all ranks for this command alone; None without MPI.
-        local_cores: for each rank of this node the cores that it may use.
-        without_mpi: why MPI carries nothing, or None.
-        has_blocks: whether the ranks of each node are neighbours, as torchrun's are.
-        pid: of this process. Its children are no ranks.
+        rank, size: this rank's number in the job, and the number of ranks.
+        local_rank, local_size: the same among the ranks of this node.
+        node, nodes: this node's number, and the number of nodes. Nodes are numbered in the order of their lowest ranks.
+        address, port: where rank 0 may listen. The port was free when it was chosen.
+        run_id: a name of this run, the same on all ranks.
+        carrier: the launcher that gave this information, in words.
+        world: a communicator of all ranks that only this command uses; None without MPI.
+        local_cores: for each rank of this node, the cores that it may use.
+        without_mpi: why MPI is not used, or None.
+        has_blocks: whether each node has consecutive ranks, as with torchrun.
+        pid: the process id of this process. Forked children have another: they are no ranks.
     """
 
     rank: int
@@ -94,11 +96,11 @@ class Job:
     pid: int = field(default_factory=os.getpid)
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, or of this one alone where there is no MPI. A collective."""
+        """Return the values of all ranks, or without MPI of this rank only. A collective."""
         return [value] if self.world is None else self.world.allgather(value)
 
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set."""
+        """Return the variables that torchrun would set."""
         said = (
             self.rank,
             self.size,
@@ -115,21 +117,21 @@ class Job:
         return {**dict(zip(TORCHRUN, map(str, said), strict=True)), **_CONSTANT}
 
     def who(self) -> str:
-        """This process in words."""
+        """Describe this process in words."""
         return f"[syncline] rank {self.rank} of {self.size} (host {socket.gethostname()}, pid {self.pid})"
 
 
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
-    """Who this process is; None if nothing launched it and `wanted` ranks are to be started.
+    """Find this process's job. None if no launcher started this process, and `wanted` ranks must be started.
 
-    Under MPI it is a collective of all ranks, and starts MPI.
+    With MPI this starts MPI and is a collective of all ranks.
 
     Args:
         environ: the environment variables.
         wanted: how many ranks the user asked for (`-n`), or None.
 
     Raises:
-        LaunchError: two launchers claim this process, or the launcher and the MPI library belong to different MPIs.
+        LaunchError: two launchers started this process, or the launcher and the MPI library belong to different MPIs.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     if run_id.startswith(started_id(os.getppid())):
@@ -157,7 +159,7 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
 
 
 def started_id(starter: int) -> str:
-    """With what the run id of ranks begins that a process of `syncline run -n N` has started itself."""
+    """Return the start of the run id of ranks that the process `starter` (`syncline run -n N`) started without MPI."""
     return f"{RUN_ID_PREFIX}started-{starter}-"
 
 
@@ -165,7 +167,7 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
     """Set torchrun's variables.
 
     Returns:
-        What this process had to override, such as "RANK=3 (now 0)", because a shell had left it behind.
+        The variables that had another value, such as "RANK=3 (now 0)", for example from the user's shell.
     """
     wanted = job.variables()
     stale = [name for name in TORCHRUN if environ.get(name, wanted[name]) != wanted[name]]
@@ -176,24 +178,26 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
 
 
 def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: float) -> int:
-    """How many threads a rank may run: its share of each core that it may use, and of the node's quota. A pure function.
+    """Return how many threads a rank should run: its share of its cores, but not more than its share of the quota.
+
+    A pure function.
 
     Args:
-        local_cores: for each rank of the node the cores that it may use. A launcher may have given each its own.
+        local_cores: for each rank of the node, the cores that it may use. A launcher may give each rank its own cores.
         local_rank: the rank.
-        quota: how many cores the whole node's job may keep busy (a container's limit).
+        quota: how many cores all ranks of the node together may keep busy (a container's limit).
     """
     share = sum(1 / sum(core in cores for cores in local_cores) for core in local_cores[local_rank])
     return max(1, int(min(share, quota / len(local_cores)) + 1e-9))
 
 
 def cores_of_this_process() -> frozenset[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def core_quota() -> float:
-    """How many cores a container may keep busy; infinite without such a limit."""
+    """Return how many cores the container may keep busy, or infinity without such a limit."""
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             most, period = file.read().split()
@@ -203,7 +207,7 @@ def core_quota() -> float:
 
 
 def _started_here(environ: Mapping[str, str]) -> Job:
-    """A rank that `syncline run -n N` started without MPI: it has its variables already."""
+    """Return the job of a rank that `syncline run -n N` started without MPI. Its variables are set already."""
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     return Job(
         rank=rank,
@@ -247,8 +251,8 @@ def _launched(launch: Launch, environ: Mapping[str, str]) -> Job:
     with suppress(ImportError):  # `missing_library` says so
         import mpi4py
 
-        # Before the library is loaded. A child that the script forks ends as any process does; mpi4py would end MPI there, and
-        # with that its parent's.
+        # Set this before the library is loaded. Otherwise mpi4py would finalize MPI also when a forked child of the script
+        # ends, and that would end the MPI of its parent.
         mpi4py.rc.finalize = False
     problem = missing_library()
     if problem is not None:
@@ -259,10 +263,13 @@ def _launched(launch: Launch, environ: Mapping[str, str]) -> Job:
 
 
 def _start_mpi(launch: Launch) -> str | None:
-    """Start MPI together with the other ranks; why srun's ranks go without it, or None.
+    """Start MPI together with the other ranks.
+
+    Returns:
+        None, or why ranks that srun started run without MPI.
 
     Raises:
-        LaunchError: the launcher is an mpirun, and belongs to another MPI.
+        LaunchError: the launcher is an mpirun that belongs to another MPI.
     """
     is_slurm = launch.launcher == "Slurm"
     conflict = conflict_with_launcher()
@@ -284,9 +291,9 @@ def _start_mpi(launch: Launch) -> str | None:
 
 
 def _let_the_script_start_mpi(mpi: Any) -> None:
-    """A script that starts and ends MPI itself finds it started; MPI ends when the process does.
+    """Let `MPI.Init` and `MPI.Finalize` in the script do nothing: MPI is started already, and ends with the process.
 
-    It cannot be started twice, and groups and stores of ours may outlive the script's `MPI.Finalize()`.
+    MPI cannot be started twice. And our groups and stores may be in use after the script's `MPI.Finalize()`.
     """
     global _finalize
     _finalize = mpi.Finalize
@@ -295,7 +302,7 @@ def _let_the_script_start_mpi(mpi: Any) -> None:
 
 
 def end_mpi() -> None:
-    """End MPI for this process: what `MPI.Finalize` does elsewhere."""
+    """End MPI in this process, by the true `MPI.Finalize`."""
     from mpi4py import MPI
 
     (_finalize or MPI.Finalize)()
@@ -336,7 +343,7 @@ def _over_mpi(launch: Launch, environ: Mapping[str, str]) -> Job:
 
 
 def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Job:
-    """As Slurm's, PMI's or the user's variables say."""
+    """Return the job that the variables of Slurm, PMI or the user describe."""
     size = launch.least_world_size()
     if launch.launcher == "Slurm":
         node, nodes = int(environ.get("SLURM_NODEID", 0)), int(environ.get("SLURM_STEP_NUM_NODES", 1))
@@ -373,12 +380,12 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """From Slurm's "4(x2),3" to [4, 4, 3]. A pure function."""
+    """Turn Slurm's "4(x2),3" into [4, 4, 3]. A pure function."""
     return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
 def first_host(hosts: str) -> str:
-    """The first of Slurm's "gpu[07-09,12],login1", here "gpu07". A pure function."""
+    """Return the first host of a Slurm list: "gpu07" from "gpu[07-09,12],login1". A pure function."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", hosts)[0])
 
 
@@ -386,7 +393,7 @@ def first_host(hosts: str) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
+    """Return a port of this machine that is free now. Another process may still take it."""
     with socket.create_server(("", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -394,16 +401,16 @@ def free_port() -> int:
 def _agree_on_address(
     world: MPI.Intracomm, is_first_here: bool, crosses_nodes: bool, environ: Mapping[str, str]
 ) -> tuple[str, int]:
-    """An address and a free port of rank 0's host, which a process of every other node has reached. A collective.
+    """Agree on an address and a free port of rank 0's host, which a process of every other node has reached. A collective.
 
-    A MASTER_ADDR and a MASTER_PORT that are set on rank 0 count if they are of its host, and free.
+    MASTER_ADDR and MASTER_PORT of rank 0 are used, if the address is of its host and the port is free.
     """
     is_host = world.Get_rank() == 0
     port = world.bcast(_free_port(environ) if is_host else None)
     wanted = environ.get("MASTER_ADDR", "")
     if not crosses_nodes:
         return world.bcast((wanted if _is_own(wanted) else LOOPBACK) if is_host else None), port
-    # Rank 0 opens a door at each of its addresses, and the lowest rank of each other node tries them all; see `addresses`.
+    # Rank 0 listens at each of its addresses. The lowest rank of each other node tries them all. See `addresses`.
     addresses: list[OwnAddress] = []
     problem = ""
     if is_host:
@@ -412,7 +419,7 @@ def _agree_on_address(
         except SynclineError as error:
             problem = str(error)
     with Doors(addresses) as doors:
-        # The name that the user gives goes first; to others it may mean another of these addresses, or another host.
+        # The user's MASTER_ADDR goes first. It is tried as well, because on another node the name may lead to another host.
         named = [(wanted, door) for _, door in doors.places] if wanted else []
         places, word, problem = world.bcast((named + doors.places, doors.word, problem) if is_host else None)
         tries = is_first_here and not is_host and not problem
@@ -423,14 +430,14 @@ def _agree_on_address(
             raise LaunchError(problem)
         return agreed_addresses(places, {rank: one for rank, one in enumerate(told) if one is not None})[0], port
     except LaunchError as error:
-        # MPI has ways of its own, and carries most scripts without an address of rank 0.
+        # Go on: MPI makes its own connections, and most scripts never use the address of rank 0.
         if is_host:
             print(f"syncline run: MASTER_ADDR is this host's name: {error}", file=sys.stderr, flush=True)
     return world.bcast(socket.gethostname()), port
 
 
 def _is_own(address: str) -> bool:
-    """Whether it is an address, or a name, of this host."""
+    """Whether this is an address or a name of this host."""
     try:
         with socket.create_server((address, 0)):
             return address != ""
@@ -439,7 +446,7 @@ def _is_own(address: str) -> bool:
 
 
 def _free_port(environ: Mapping[str, str]) -> int:
-    """MASTER_PORT, if it is free, or else another."""
+    """Return MASTER_PORT if it is free, else another free port."""
     wanted = environ.get("MASTER_PORT", "")
     try:
         with socket.create_server(("", int(wanted) if wanted.isdigit() else 0)) as listener:

@@ -1,4 +1,4 @@
-"""The script as `__main__`: found, compiled and run as `python` would."""
+"""Finds, compiles and runs the script as `__main__`, as `python` would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ScriptError(Exception):
-    """There is nothing to run. Says why; `status` is what `python` would exit with."""
+    """The script cannot be found or read. `status` is the exit status that `python` would give."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class ScriptError(Exception):
 
 @dataclass(frozen=True)
 class Script:
-    """What is run: its code, and how it appears in `sys.argv[0]` and in `__main__`."""
+    """A script: its code, its name for `sys.argv[0]`, and the attributes of its `__main__`."""
 
     code: types.CodeType
     name: str
@@ -33,17 +33,17 @@ class Script:
 def find_script(name: str, *, is_module: bool) -> Script:
     """Find and compile the script or the module, and put its folder first in `sys.path`.
 
-    Of a module's packages it runs the `__init__`, as `python -m` does.
+    For a module, the `__init__` of its packages runs here, as with `python -m`.
 
     Raises:
-        ScriptError: there is none.
-        SyntaxError: it is no Python.
+        ScriptError: there is no such script.
+        SyntaxError: it is no valid Python.
     """
     return _module(name) if is_module else _file(name)
 
 
 def run_script(script: Script, arguments: Sequence[str]) -> None:
-    """Run it as `__main__`. What it raises is raised, SystemExit as well."""
+    """Run the script as `__main__`. Its exceptions are passed on, also SystemExit."""
     main = types.ModuleType("__main__")
     main.__dict__.update(script.attributes, __builtins__=builtins)
     if sys.version_info < (3, 14):
@@ -98,11 +98,11 @@ def _find_spec(name: str) -> ModuleSpec | None:
         return find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            return None  # one of its packages is not there
+            return None  # the module, or a package that contains it, does not exist
         raise
 
 
 def _set_first_path(folder: str) -> None:
-    """Put the script's folder where Python has put that of this command, unless it was told (`python -P`) to put none."""
+    """Replace this command's folder in `sys.path` by the script's. With `python -P` there is none to replace."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
