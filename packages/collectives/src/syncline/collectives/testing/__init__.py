@@ -1,4 +1,4 @@
-"""For tests of and over process groups: ranks as threads, the conformance checks, pytest under mpirun."""
+"""Helpers for tests with process groups: ranks as threads, conformance checks of backends, and pytest under mpirun."""
 
 from .conformance import CHECKS, Check, run_conformance
 from .mpi_version import skip_mpi

@@ -1,4 +1,4 @@
-"""All ranks tell one another how it went, over a communicator that nothing else uses."""
+"""Lets all ranks exchange the outcomes of tests, over an MPI communicator that nothing else uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-# What mpiexec has not read from its ranks when the job is aborted is lost (MPICH 5.0).
+# Output that mpiexec has not read from its ranks when the job is aborted is lost (MPICH 5.0).
 _FORWARDING_S = 0.3
 
 
 class Agreement:
     """Exchanges small objects between all ranks of the MPI job.
 
-    It stands on mpi4py alone, not on the collectives that the tests are about.
+    It uses mpi4py directly, and not our collectives, because these are what the tests check.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Agreement:
         self.size = self._communicator.Get_size()
 
     def exchange(self, value: Any, scope: CancelScope) -> list[Any]:
-        """Give every rank the values of all ranks, by rank.
+        """Return the values of all ranks, in the order of the ranks.
 
         Raises:
-            TimeoutError: not all ranks have called in time. The exchange cannot be withdrawn: end the job.
+            TimeoutError: not all ranks called this in time. The exchange cannot be cancelled, so the caller must end the job.
         """
         payload = pickle.dumps(value)
         lengths = bytearray(8 * self.size)
@@ -46,7 +46,7 @@ class Agreement:
         return [pickle.loads(payloads[start : start + count]) for start, count in zip(starts, counts, strict=True)]
 
     def end_job(self) -> None:
-        """End all ranks, once mpiexec has had time to pass on what this one printed."""
+        """End all ranks. First wait, so that mpiexec can read what this rank printed."""
         from mpi4py import MPI
 
         time.sleep(_FORWARDING_S)

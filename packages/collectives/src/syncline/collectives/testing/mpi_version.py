@@ -1,4 +1,4 @@
-"""A known bug of an MPI library as one predicate, as mpi4py's own tests have it."""
+"""Skips tests under MPI versions with a known bug. The versions are given as one text, as in mpi4py's own tests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _CONDITION = re.compile(r"([<>=!]=?)\s*(\d+(?:\.\d+)*)")
 
 
 def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
-    """Whether a library is one that the predicate speaks of. A pure function.
+    """Whether a library matches the predicate. A pure function.
 
     Args:
-        predicate: a library's name, in any case and with or without spaces, then conditions on its version, all of
-            which must hold: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2".
+        predicate: a library's name, then conditions on its version, all of which must hold: "openmpi", "Open MPI<5.0.0",
+            "mpich>=4.1,<4.2". Case and spaces in the name do not matter.
         name: the library's name, as `mpi4py.MPI.get_vendor` returns it.
         version: its version, from the same function.
 
@@ -50,7 +50,7 @@ def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
 
 
 def skip_mpi(predicate: str, reason: str) -> pytest.MarkDecorator:
-    """A pytest mark that skips a test under an MPI library with a known bug; elsewhere it does nothing.
+    """Return a pytest mark that skips a test under an MPI library with a known bug.
 
     Args:
         predicate: see `mpi_matches`.
@@ -76,7 +76,7 @@ def _plain(name: str) -> str:
 
 
 def _holds(version: tuple[int, ...], comparison: str, bound: tuple[int, ...]) -> bool:
-    """Compare as numbers, the shorter padded with zeros: 5.0 is 5.0.0."""
+    """Compare versions as numbers. The shorter one is padded with zeros: 5.0 is 5.0.0."""
     length = max(len(version), len(bound))
     return _COMPARE[comparison](_padded(version, length), _padded(bound, length))
 

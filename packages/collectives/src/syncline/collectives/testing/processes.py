@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, without a launcher: for jobs that find one another through a file."""
+"""Runs ranks as processes without a launcher. The ranks find each other through a file."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ def run_processes(
     killed: frozenset[int] = frozenset(),
     preload: Sequence[str] = (),
 ) -> None:
-    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. They import from where this process does.
+    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. The ranks get this process's `sys.path`.
 
-    They are forks of a process that has loaded torch and done nothing else, which the first call starts (`rank_server`). So
-    what Python and torch read of the environment when they start (PYTHON*, OMP_*, MKL_*) is that of the first call, and ranks
-    share the seed of `hash`: a program that depends on the order of a set of strings shows it only under a launcher.
+    The first call starts a process that loads torch and does nothing else (`rank_server`). The ranks of all calls are forks of
+    it. This has two effects:
+
+    - Environment variables that Python and torch read when they start (PYTHON*, OMP_*, MKL_*) have the values of the first
+      call.
+    - All ranks have the same seed of `hash`. So a program that depends on the order of a set of strings may work here, and
+      fail under a launcher.
 
     Args:
-        script: what each rank runs.
-        world_size: how many ranks.
-        folder: where they may meet, and leave what they found. What rank r prints is there in `output-r`.
-        timeout_s: seconds that all may take together; the ranks still running then are killed, and what they printed is shown,
-            with where each of their threads was.
-        killed: ranks that are to die of a signal.
-        preload: modules that the process they are forked from loads before, and keeps. Torch's optimizers, for example, load
-            `torch._dynamo` when the first one is made: more than a second for each rank.
+        script: the script that each rank runs.
+        world_size: the number of ranks.
+        folder: a folder in which the ranks may meet and write results. The output of rank r is there in `output-r`.
+        timeout_s: time limit of all ranks together, in seconds. Ranks that still run then are killed. Their output is shown,
+            with the stacks of all their threads.
+        killed: ranks that are expected to die of a signal.
+        preload: modules to load before the fork. They stay loaded for later calls. For example, the first optimizer of torch
+            loads `torch._dynamo`, which would take more than a second in each rank.
 
     Raises:
-        AssertionError: a rank ended otherwise than expected; the message is all that the ranks printed.
-        subprocess.TimeoutExpired: they took too long.
+        AssertionError: a rank did not end as expected. The message has the output of all ranks.
+        subprocess.TimeoutExpired: the ranks took too long.
     """
     outputs = [folder / f"output-{rank}" for rank in range(world_size)]
     job = {
@@ -61,7 +65,7 @@ def run_processes(
     }
     answer = _server.run(job)
     if answer["timed_out"]:
-        _server.kill()  # and what the ranks have started
+        _server.kill()  # ends also the processes that the ranks started
         print(_said(outputs), flush=True)
         raise subprocess.TimeoutExpired(str(script), timeout_s)
     statuses = answer["statuses"]
@@ -70,10 +74,10 @@ def run_processes(
 
 
 class _RankServer:
-    """The process that forks ranks, started when it is needed. It and all that comes of it is one group of processes.
+    """The process that forks ranks, started when it is needed. The server and its ranks are one process group.
 
-    One thread at a time has a job run. Whoever stops waiting for one, by a signal, an error or its own end, ends the server
-    with its ranks; a fork of this process leaves it alone.
+    Only one thread at a time can run a job. If that thread stops waiting, because of a signal, an error or the end of this
+    process, the server and its ranks are killed. A fork of this process does not touch the server.
     """
 
     def __init__(self) -> None:
@@ -82,7 +86,7 @@ class _RankServer:
         self._owner = os.getpid()
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The answer of `rank_server` to a job.
+        """Run a job, and return the answer of `rank_server`.
 
         Raises:
             AssertionError: the server ended.
@@ -95,7 +99,7 @@ class _RankServer:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                with suppress(BrokenPipeError):  # it says no word either
+                with suppress(BrokenPipeError):  # the server has ended: `readline` below then returns nothing
                     process.stdin.write(json.dumps(job) + "\n")
                     process.stdin.flush()
                 if line := process.stdout.readline():
@@ -106,7 +110,7 @@ class _RankServer:
                 raise
 
     def kill(self) -> None:
-        """End the server and all ranks, at once."""
+        """Kill the server and all ranks."""
         with self._lock:
             process, self._process = self._process, None
             if process is None or self._owner != os.getpid():
@@ -125,7 +129,7 @@ atexit.register(_server.kill)
 
 def _start() -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library starts its threads when it is loaded, and a fork would lose them
+    environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy's library starts threads when it is loaded, and a fork loses them
     return subprocess.Popen(
         [sys.executable, str(_SERVER)],
         stdin=subprocess.PIPE,

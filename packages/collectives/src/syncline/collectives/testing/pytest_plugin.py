@@ -4,15 +4,15 @@
 
     mpiexec -n 4 python -m pytest -m mpi -p syncline.collectives.testing.pytest_plugin -p no:cacheprovider FOLDER
 
-1. A test that fails on one rank fails on all. Rank 0 reports, with what each rank that failed has to say; the others
+1. A test that fails on one rank fails on all ranks. Rank 0 reports it, with the texts of all ranks that failed. The other ranks
    print nothing. All ranks end with the same exit status.
-2. A rank that fails while the others wait for it in a collective cannot agree with them: after `mpi_patience_s` it
+2. A rank may fail while the others wait for it in a collective, so that they cannot agree. Then after `mpi_patience_s` it
    prints its failure and ends the job.
-3. A test that takes longer than `mpi_limit_s` on any rank ends the job, with the stacks of that rank's threads.
+3. If a test takes longer than `mpi_limit_s` on any rank, the job ends, and that rank prints the stacks of its threads.
 4. Outside mpirun, tests marked `mpi` are skipped.
 
-Fixtures: `mpi_group`, a group over backend "mpi", the same for all tests until one fails; `world`, the same as the default
-group, connected for one test.
+Fixtures: `mpi_group` is a group over backend "mpi", which all tests share until one fails. `world` is the default group over
+backend "mpi", connected for one test.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _START_S = 120.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Time limits, as ini values; `-o mpi_limit_s=10` sets one for a run."""
+    """Add the time limits, as ini values. `-o mpi_limit_s=10` changes one for a single run."""
     parser.addini("mpi_limit_s", "seconds that one test may take on any rank", default="60")
     parser.addini("mpi_patience_s", "seconds that a rank that failed waits for the others", default="10")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Join the other ranks, if there are any; after the terminal reporter was made, which all but rank 0 silence."""
+    """Under mpirun, join the other ranks. This runs after the terminal reporter was made, so that ranks can silence it."""
     config.addinivalue_line("markers", "mpi: needs mpirun; runs under N ranks")
     if _mpi_launch() is None:
         return
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs mpirun where there is none."""
+    """Skip tests that need mpirun if this is not an MPI job."""
     if config.pluginmanager.has_plugin(_RANK_PLUGIN):
         return
     for item in items:
@@ -65,9 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
-    """A group of all ranks over backend "mpi", which is not the default group.
+    """Return a group of all ranks over backend "mpi", which is not the default group.
 
-    It lasts for the session; after a test that failed, the next gets a new one.
+    All tests of the session share it. After a test failed, the next one gets a new group.
     """
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):
@@ -77,7 +77,7 @@ def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Generator[ProcessGroup, None, None]:
-    """All ranks as the default group, over backend "mpi"; made for this test and destroyed after it."""
+    """Return the default group of all ranks over backend "mpi". It is made for this test and destroyed after it."""
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):
         pytest.fail("the fixture world needs mpirun; mark the test with pytest.mark.mpi")

@@ -1,4 +1,7 @@
-"""The part of the pytest plugin that lives only under mpirun: outcomes, silence, and the end of a hang."""
+"""The part of the pytest plugin that runs only under mpirun.
+
+Ranks agree on outcomes, all ranks but rank 0 print nothing, and a test that hangs ends the job.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TextIO, TypeVar
 
 import pytest
-from _pytest.terminal import TerminalReporter  # pytest exports it since 9 only
+from _pytest.terminal import TerminalReporter  # pytest exports it only since version 9
 
 from ..engine.cancel_scope import CancelScope
 from ..group import ProcessGroup
@@ -18,19 +21,18 @@ from .watchdog import Watchdog
 
 T = TypeVar("T")
 
-# A rank that waits for the others' outcomes gives them a little longer than they have themselves, so that the rank that
-# hangs speaks first.
+# A rank that waits for the others waits a little longer than their own limit, so that the rank that hangs reports first.
 _LONGER_S = 3.0
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one phase of a test went on one rank.
+    """The outcome of one phase of a test on one rank.
 
     Attributes:
-        place: which phase of which test.
+        place: the phase and the test.
         outcome: "passed", "failed" or "skipped".
-        text: what the rank has to say if it did not pass.
+        text: the rank's report if the phase did not pass.
     """
 
     place: str
@@ -39,10 +41,10 @@ class RankOutcome:
 
 
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
-    """The words with which a phase fails on every rank, or None if all ranks did the same and none failed. Pure.
+    """Return the message with which a phase fails on every rank. None if no rank failed and all outcomes are equal. Pure.
 
     Args:
-        rank_outcomes: of all ranks, by rank, at one place.
+        rank_outcomes: the outcomes of this phase on all ranks, in the order of the ranks.
     """
     outcomes = {rank_outcome.outcome for rank_outcome in rank_outcomes}
     if len(outcomes) == 1 and "failed" not in outcomes:
@@ -59,7 +61,7 @@ def combined(rank_outcomes: list[RankOutcome]) -> str | None:
 
 
 class RankPlugin:
-    """Registered on every rank of an MPI job."""
+    """The plugin object that is registered on every rank of an MPI job."""
 
     def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
         self._agreement = Agreement()
@@ -77,11 +79,11 @@ class RankPlugin:
 
     @property
     def collective_limit_s(self) -> float:
-        """Time limit of one collective in seconds: shorter than a test's, so that the error comes before the watchdog."""
+        """Time limit of one collective in seconds. Shorter than a test's, so that its error comes before the watchdog acts."""
         return self._limit_s / 2
 
     def group(self, connect: Callable[[], ProcessGroup]) -> ProcessGroup:
-        """The session's group; connected when there is none, or when a test has failed since."""
+        """Return the session's group. Connect a new one at first use, and after a test failed."""
         if self._group is None:
             self._group = connect()
         return self._group
@@ -89,7 +91,7 @@ class RankPlugin:
     # ---- hooks ----
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """All ranks must have collected the same tests."""
+        """Check that all ranks collected the same tests."""
         mine = (tuple(item.nodeid for item in session.items), session.testsfailed)
         everyone = self._exchange(mine, "collection", self._limit_s)
         if len(set(everyone)) > 1:
@@ -98,7 +100,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Watch each test."""
+        """Run each test under the watchdog."""
         self._watchdog.arm(item.nodeid, self._limit_s)
         try:
             return (yield)
@@ -107,7 +109,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Agree on each phase before pytest decides whether to go on to the next."""
+        """Agree on the outcome of each phase, before pytest decides whether the next one runs."""
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)
@@ -120,7 +122,7 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """All ranks end with the worst exit status of all."""
+        """Close the group, and give every rank the highest exit status of all ranks."""
         if self._group is not None:
             self._group.close()
         statuses = self._exchange(int(exitstatus), "the end of the session", self._patience_s)
@@ -130,7 +132,7 @@ class RankPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """A rank that exits with a failure ends the job, so all wait until rank 0 has printed its summary."""
+        """Wait until rank 0 has printed its summary: the first rank that exits with a failure ends the job."""
         self._exchange(None, "the exit", self._patience_s)
 
     # ---- agreeing ----
@@ -143,7 +145,7 @@ class RankPlugin:
         return rank_outcomes
 
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
-        """Give each rank the values of all; end the job if they do not come, or come from another place."""
+        """Return the values of all ranks. End the job if not all ranks call in time, or if they are at different places."""
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
         except TimeoutError:
@@ -165,20 +167,20 @@ class RankPlugin:
     # ---- helpers ----
 
     def _discard_group(self) -> None:
-        """After a failure, ranks may have left collectives of the group undone."""
+        """Abort the group after a failure, because ranks may have left collectives unfinished."""
         if self._group is not None:
             self._group.abort()
             self._group = None
 
     def _silence(self, config: pytest.Config) -> None:
-        """Replace the terminal reporter by one that writes to nowhere (some plugins want that there is one)."""
+        """Replace the terminal reporter by one that discards its output. Some plugins need a reporter."""
         config.pluginmanager.unregister(name="terminalreporter")
         self._silent_output = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the session
         config.pluginmanager.register(TerminalReporter(config, self._silent_output), "terminalreporter")
 
 
 def _text(report: pytest.TestReport) -> str:
-    """What pytest would print for a report: traceback, and captured output."""
+    """Return what pytest would print for a report: the traceback and the captured output."""
     if isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
         return f"{path}:{line}: {reason}"

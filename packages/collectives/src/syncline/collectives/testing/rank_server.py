@@ -1,9 +1,11 @@
-"""A process that has loaded torch, and forks ranks: loading torch takes each new process seconds. `run_processes` starts it.
+"""A process that loads torch once, and then forks ranks. A new process would need seconds to load torch.
 
-A line of its input is a job, as JSON; a line of its output says how the ranks of that job ended. It runs one job at a time, and
-ends with its input. It has one thread and runs no kernel, so nothing is lost in a fork: a rank runs its script as the main
-module, with the arguments, environment and folder of the job, and ends as any interpreter does. Two things differ from one that
-was started: ranks share the seed of `hash`, and torch and numpy have read their variables of the environment already.
+`run_processes` starts it. Each line of its input is a job, as JSON. For each job it writes one line that says how the ranks
+ended. It runs one job at a time, and ends when its input ends.
+
+It has one thread and runs no kernels, so a fork loses nothing. A rank runs its script as the main module, with the arguments,
+environment and folder of the job, and ends as any interpreter does. There are two differences to a new process: all ranks have
+the same seed of `hash`, and torch and numpy have read their environment variables before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch  # noqa: F401, for those that are forked
+import torch  # noqa: F401, the forked ranks use it
 
 _STACKS_S = 5.0
 _POLL_S = 0.01
@@ -28,12 +30,12 @@ _PARENT = os.getppid()
 
 
 def main() -> None:
-    """Run the jobs of standard input; a rank returns from here with its script run."""
+    """Run the jobs from standard input. In a forked rank this returns after the script has run."""
     for line in sys.stdin:
         job = json.loads(line)
         for module in job["preload"]:
             importlib.import_module(module)
-        gc.freeze()  # else the collector of each rank would search, and so copy, all that was loaded
+        gc.freeze()  # else each rank's garbage collector would visit all loaded objects, which copies their memory
         ranks = []
         for rank in range(job["world_size"]):
             if (process := os.fork()) == 0:
@@ -62,11 +64,11 @@ def _become_rank(rank: int, job: dict[str, Any]) -> None:
 
 
 def _wait(ranks: Sequence[int], timeout_s: float) -> tuple[list[int], bool]:
-    """Their statuses, as `subprocess` tells them, once all have ended, and whether any had to be killed for that."""
+    """Wait until all ranks have ended. Return their statuses as in `subprocess`, and whether any had to be killed."""
     statuses: dict[int, int] = {}
     _reap(ranks, statuses, timeout_s)
     left = [rank for rank in ranks if rank not in statuses]
-    for number in (signal.SIGABRT, signal.SIGKILL):  # at the first the fault handler prints the stack of every thread
+    for number in (signal.SIGABRT, signal.SIGKILL):  # at SIGABRT, faulthandler prints the stacks
         for rank in ranks:
             if rank not in statuses:
                 os.kill(rank, number)
@@ -75,7 +77,7 @@ def _wait(ranks: Sequence[int], timeout_s: float) -> tuple[list[int], bool]:
 
 
 def _reap(ranks: Sequence[int], statuses: dict[int, int], timeout_s: float) -> None:
-    """Wait for them. If this process's parent has died, nobody waits for the answer: end it all."""
+    """Wait until the ranks have ended, or the time is up. If this process's parent has died, kill the whole process group."""
     end_s = time.monotonic() + timeout_s
     while True:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Ranks as threads: one function, run once for each rank of a group in this process."""
+"""Runs ranks as threads: calls one function once for each rank of a group in this process."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from ..transports.threads import create_groups
 
 T = TypeVar("T")
 
-# How long the others may take to end after one rank has failed and the group was aborted.
+# After one rank has failed and the group was aborted, the others have this long to end.
 _GRACE_S = 5.0
 
 
 def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
-    """Run `body(group, *args)` on every rank of a new group, each rank in a thread of its own.
+    """Run `body(group, *args)` on every rank of a new group. Each rank has its own thread.
 
-    When one rank raises, the group is aborted, so that the others end too, and the error that came first is raised
-    here, with a note that names its rank. What the abort makes the others raise is dropped.
+    When one rank raises an error, the group is aborted, so that the other ranks end too. The first error is raised here, with
+    a note that names its rank. Errors that the abort causes on other ranks are dropped.
 
     Args:
-        world_size: number of ranks.
-        body: called with the rank's group, then `args`. All ranks share the process: give each its own tensors and
-            models.
-        args: the same objects for every rank.
-        timeout_s: seconds for the whole run. A collective may take nine tenths of it, so that one that not all ranks
-            call ends with an error that says which have not.
+        world_size: the number of ranks.
+        body: called with the rank's group, then `args`. All ranks share the process, so give each its own tensors and models.
+        args: more arguments of `body`; every rank gets the same objects.
+        timeout_s: time limit of the whole run, in seconds. The limit of one collective is nine tenths of it. So a collective
+            that some ranks do not call fails first, with an error that names these ranks.
 
     Returns:
-        What the body returned, by rank.
+        What the body returned, in the order of the ranks.
 
     Raises:
-        TimeoutError: a rank did not return in time; the message shows where it is. Its thread cannot be ended and
-            stays behind.
+        TimeoutError: a rank did not return in time. The message has its stack. Its thread cannot be ended and goes on.
     """
     groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
     ranks = _Ranks([_Rank(group, body, args) for group in groups])
@@ -48,7 +46,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
 
 
 class _Rank(Generic[T]):
-    """One rank: its group, its thread, and what came of it."""
+    """One rank: its group, its thread, and its result."""
 
     result: T
 
@@ -57,7 +55,7 @@ class _Rank(Generic[T]):
         self.name = f"rank {group.rank} of {group.size}"
         self._body = body
         self._args = args
-        # A daemon, so that a rank that hangs does not keep the interpreter from ending.
+        # A daemon thread, so that the interpreter can end although a rank hangs.
         self.thread = threading.Thread(target=self._run, name=f"{self.name} (run_ranks)", daemon=True)
         self.on_end: Callable[[_Rank[T], BaseException | None], None] | None = None
 
@@ -65,20 +63,20 @@ class _Rank(Generic[T]):
         error: BaseException | None = None
         try:
             self.result = self._body(self.group, *self._args)
-        except BaseException as raised:  # noqa: BLE001 - a skip or an exit is the caller's business too
+        except BaseException as raised:  # noqa: BLE001 - the caller gets also a skip or an exit
             error = raised
         assert self.on_end is not None
         self.on_end(self, error)
 
     def stack(self) -> str:
-        """Where the thread is now."""
+        """Return the present stack of the thread, as text."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else "  (it has just ended)\n"
         return f"{self.name} is at:\n{where}"
 
 
 class _Ranks(Generic[T]):
-    """All ranks; notices when they end, and which failed first."""
+    """All ranks. Notes when they end, and which one failed first."""
 
     def __init__(self, members: list[_Rank[T]]) -> None:
         self.members = members
@@ -105,7 +103,7 @@ class _Ranks(Generic[T]):
             self._condition.notify_all()
 
     def _end_the_others(self, timeout_s: float) -> None:
-        """Abort the group; if nobody has failed, the ranks still running have taken too long."""
+        """Abort the group. If no rank has failed, raise an error about the ranks that still run: they took too long."""
         with self._condition:
             late = sorted(self._running, key=lambda rank: rank.group.rank) if self._first_failure is None else []
         stacks = "".join(rank.stack() for rank in late)
@@ -133,7 +131,7 @@ def _names(ranks: Sequence[_Rank[T]]) -> str:
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:
-    """Attach a note; Python 3.10 has none, there it becomes the cause of the innermost cause."""
+    """Attach a note to an error. Python 3.10 has no notes: there the note becomes the cause of the innermost cause."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
         return error

@@ -1,15 +1,15 @@
-"""What every `Store` must do, as checks that run on any of them, third-party ones too.
+"""Checks of what every `Store` must do. They run on any store, also on those of other packages.
 
-Each check takes a function that opens one more handle on the same, at first empty, store::
+Each check takes a function that opens another handle on the same store. The store is empty at first::
 
     @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
     def test_my_store(check):
         server = MyServer()
         check(lambda: MyStore(server.address))
 
-A store whose handle is the table itself (threads of one process) returns the same object each time. A check fails with an
-AssertionError that says what was expected and what was found. Nothing is timed: a limit counts as honoured if what must
-happen before it did, and what it must end was ended.
+If the handle of a store is the table itself (for threads of one process), the function returns the same object each time. A
+check fails with an AssertionError that says what was expected and what was found. The checks measure no times: a time limit is
+right if what must happen before it has happened, and if it ended the call that it must end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONG_S = 30.0
 
 
 def values_are_bytes_and_the_last_one_counts(open_store: OpenStore) -> None:
-    """`set` replaces; bytes come back as they were, a str as UTF-8."""
+    """Check that `set` replaces a value. Bytes come back unchanged, a str comes back as UTF-8."""
     writer, reader = open_store(), open_store()
     every_byte = bytes(range(256)) * 3
     for value, expected in ((every_byte, every_byte), (b"", b""), ("grün", "grün".encode()), (b"last", b"last")):
@@ -44,7 +44,7 @@ def values_are_bytes_and_the_last_one_counts(open_store: OpenStore) -> None:
 
 
 def keys_are_any_text(open_store: OpenStore) -> None:
-    """Slashes, spaces, other alphabets, long keys: each its own key."""
+    """Check keys with slashes, spaces or other alphabets, and long keys. All are different keys."""
     writer, reader = open_store(), open_store()
     keys = ["a", "a/b", "a//b", "../a", "A", " a ", "schlüssel", "鍵", "k" * 1000]
     for key in keys:
@@ -54,14 +54,14 @@ def keys_are_any_text(open_store: OpenStore) -> None:
 
 
 def a_megabyte_fits(open_store: OpenStore) -> None:
-    """Values are not limited to what fits into one packet."""
+    """Check that a value may be larger than one packet."""
     value = bytes(i * i % 251 for i in range(2**20))
     open_store().set("large", value)
     _expect(open_store().get("large") == value, True, "a value of 1 MiB comes back as it was")
 
 
 def add_counts_in_decimal_text(open_store: OpenStore) -> None:
-    """From nothing, from what `set` wrote, below zero; `get` reads the number."""
+    """Check `add` to a missing key, to a number that `set` wrote, and below zero. `get` returns the number as text."""
     one, other = open_store(), open_store()
     _expect(one.add("count", 5), 5, "add to an absent key")
     _expect(other.add("count", -7), -2, "add through another handle")
@@ -73,7 +73,7 @@ def add_counts_in_decimal_text(open_store: OpenStore) -> None:
 
 
 def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
-    """A value that is no number raises, and stays."""
+    """Check that `add` to a value that is no number raises, and does not change the value."""
     store = open_store()
     store.set("text", "not a number")
     _expect_error(SynclineError, lambda: store.add("text", 1), "add to a text")
@@ -81,7 +81,7 @@ def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
 
 
 def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
-    """True only if every key is there; the limit of the handle is too long to have been waited for."""
+    """Check that `check` is true only if every key exists. It must not wait: the handle's time limit is very long."""
     store = open_store()
     store.set_timeout(3600)
     _expect(store.check(["a"]), False, "check of an absent key")
@@ -94,7 +94,7 @@ def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
 
 
 def compare_set_answers_as_torch_does(open_store: OpenStore) -> None:
-    """All five cases, and that only two of them store."""
+    """Check all five cases of `compare_set`. Only two of them store a value."""
     store, reader = open_store(), open_store()
     _expect(store.compare_set("key", "guess", "new"), b"guess", "absent key, some value expected: the expectation")
     _expect(reader.check(["key"]), False, "nothing was stored by that")
@@ -108,7 +108,7 @@ def compare_set_answers_as_torch_does(open_store: OpenStore) -> None:
 
 
 def delete_key_says_whether_it_was_there(open_store: OpenStore) -> None:
-    """Gone for every handle, may come again, and `num_keys` follows."""
+    """Check that a deleted key is gone for every handle, that it can be set again, and that `num_keys` is right."""
     store, other = open_store(), open_store()
     before = store.num_keys()
     store.set("a", "1")
@@ -125,7 +125,10 @@ def delete_key_says_whether_it_was_there(open_store: OpenStore) -> None:
 
 
 def a_key_that_never_comes_is_named(open_store: OpenStore) -> None:
-    """`get` and `wait` end with an error of both families that names the missing keys and the limit."""
+    """Check that `get` and `wait` end with an error that names the missing keys and the time limit.
+
+    The error is both a TimeoutError, as Python's, and a TransportError, as ours.
+    """
     store = open_store()
     store.set("here", "1")
     for limit in (SHORT_S, timedelta(seconds=SHORT_S)):
@@ -138,7 +141,7 @@ def a_key_that_never_comes_is_named(open_store: OpenStore) -> None:
 
 
 def the_limit_of_the_handle_is_honoured(open_store: OpenStore) -> None:
-    """`set_timeout` holds for `get` and `wait` of this handle, in seconds or as a timedelta."""
+    """Check that `set_timeout`, in seconds or as a timedelta, sets the limit of `get` and `wait` on this handle."""
     store = open_store()
     for limit in (SHORT_S, timedelta(seconds=SHORT_S)):
         store.set_timeout(limit)
@@ -153,7 +156,7 @@ def the_limit_of_the_handle_is_honoured(open_store: OpenStore) -> None:
 
 
 def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -> None:
-    """A call that may wait long outlives the handle's short limit, and the other way round."""
+    """Check that a call's own limit replaces the handle's limit, whether it is longer or shorter."""
     patient, hasty, writer = open_store(), open_store(), open_store()
     patient.set_timeout(SHORT_S)
     with ThreadPoolExecutor(2) as pool:
@@ -166,7 +169,7 @@ def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -
 
 
 def a_wait_ends_when_the_last_key_comes(open_store: OpenStore) -> None:
-    """And not before it, however many others come."""
+    """Check that a wait ends when the last key comes, and not before, however many other keys come."""
     waiter, writer = open_store(), open_store()
     log: list[str] = []
 
@@ -186,7 +189,7 @@ def a_wait_ends_when_the_last_key_comes(open_store: OpenStore) -> None:
 
 
 def one_that_waits_holds_up_nobody(open_store: OpenStore) -> None:
-    """Not other handles, and not other threads of the same handle."""
+    """Check that a waiting call blocks neither other handles, nor other threads that use the same handle."""
     store, other = open_store(), open_store()
     with ThreadPoolExecutor(THREADS) as pool:
         waiting = [pool.submit(store.get, f"gate {i}", LONG_S) for i in range(THREADS)]
@@ -200,7 +203,7 @@ def one_that_waits_holds_up_nobody(open_store: OpenStore) -> None:
 
 
 def every_add_counts_once(open_store: OpenStore) -> None:
-    """Threads that add at once see each sum exactly once."""
+    """Check that threads that add at the same time see each sum exactly once."""
 
     def count(_: int) -> list[int]:
         store = open_store()
@@ -211,7 +214,7 @@ def every_add_counts_once(open_store: OpenStore) -> None:
 
 
 def threads_may_share_a_handle(open_store: OpenStore) -> None:
-    """Changing and looking at once, through one object: nothing is counted twice, lost, or seen to go backwards."""
+    """Check that threads can read and write by one handle: no `add` is lost or counted twice, and no counter goes back."""
     store = open_store()
 
     def use(rank: int) -> list[int]:
@@ -228,7 +231,7 @@ def threads_may_share_a_handle(open_store: OpenStore) -> None:
 
 
 def compare_set_lets_one_win(open_store: OpenStore) -> None:
-    """A counter that is advanced by compare_set alone loses no step, and each step has one owner."""
+    """Check that a counter that only `compare_set` increases loses no step, and that one thread owns each step."""
 
     def advance(rank: int) -> list[int]:
         store = open_store()
@@ -247,7 +250,7 @@ def compare_set_lets_one_win(open_store: OpenStore) -> None:
 
 
 def all_meet_all(open_store: OpenStore) -> None:
-    """Each thread sets a key of its own and waits for everybody's, round after round."""
+    """Check several rounds in which each thread sets its own key and waits for the keys of all threads."""
 
     def meet(rank: int) -> list[list[bytes]]:
         store = open_store()
@@ -264,7 +267,7 @@ def all_meet_all(open_store: OpenStore) -> None:
 
 
 def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
-    """And the same keys."""
+    """Check that a clone has the same keys, and its own time limit."""
     store = open_store()
     clone = store.clone()
     before = store.timeout
@@ -277,7 +280,7 @@ def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
 
 
 def wrong_arguments_are_refused(open_store: OpenStore) -> None:
-    """A single key where a list is wanted, a value that is neither bytes nor str, a key that is no text."""
+    """Check that a single key in place of a list, a value that is neither bytes nor str, and a key that is no str raise."""
     store = open_store()
     _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")
     _expect_error(InvalidArgumentError, lambda: store.wait("abc", SHORT_S), "wait('abc')")
@@ -328,7 +331,7 @@ def _result(future: Future[Result]) -> Result:
 
 
 def _in_threads(body: Callable[[int], Result]) -> list[Result]:
-    """Run `body(rank)` in all threads, which start together."""
+    """Run `body(rank)` in all threads. The threads start together."""
     start = threading.Barrier(THREADS)
 
     def run(rank: int) -> Result:

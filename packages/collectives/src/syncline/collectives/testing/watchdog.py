@@ -1,4 +1,4 @@
-"""A test that hangs ends, and shows where every thread of this rank is."""
+"""Ends a test that hangs, and prints the stacks of all threads of this rank."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import threading
 from collections.abc import Callable
 
-# All ranks of a hang are due at once: leave them time to show their stacks before the first of them ends the job.
+# When a test hangs, time is up on all ranks at once. Wait so that all can print their stacks before the first ends the job.
 _OTHERS_S = 1.0
-# If a thread holds the interpreter's lock in C, no Python code runs; then faulthandler's own thread ends the process.
+# If C code never releases the GIL, the timer's thread cannot run. faulthandler's thread needs no GIL, and ends the process.
 _LAST_RESORT_S = 5.0
 
 
 class Watchdog:
-    """Ends the job when a time limit passes, after it has written which rank it is and all stacks.
+    """Ends the job when a time limit passes. First it writes the name of this rank and the stacks of all threads.
 
     Args:
-        who: names this rank.
-        stderr: file descriptor of the real standard error, which pytest does not capture.
+        who: the name of this rank, for messages.
+        stderr: a file descriptor of the true standard error, which pytest does not capture.
         end_job: ends all ranks.
     """
 
@@ -29,7 +29,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def arm(self, what: str, limit_s: float) -> None:
-        """Start the clock anew: `what` may take `limit_s` seconds."""
+        """Restart the clock: `what` may take `limit_s` seconds."""
         self.disarm()
         self._timer = threading.Timer(limit_s, self._on_time_up, (what, limit_s))
         self._timer.daemon = True

@@ -1,4 +1,4 @@
-"""What every process group must do, as checks that run on any backend; see `suite`."""
+"""Checks of what every process group must do. They run on any backend; see `suite`."""
 
 from .suite import CHECKS, Check, run_conformance
 

@@ -9,7 +9,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Laid, expect, va
 
 
 def every_dtype(group: ProcessGroup) -> None:
-    """Output number r holds rank r's values; the input is only read."""
+    """Check that output r holds rank r's values, and that the input does not change."""
     for dtype in MOVABLE_DTYPES:
         tensor = values((13,), group.rank, dtype)
         outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)]
@@ -20,7 +20,7 @@ def every_dtype(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Strided inputs and outputs; nothing between their elements is touched."""
+    """Check strided inputs and outputs. Memory between their elements must not change."""
     for layout in LAYOUTS:
         mine = Laid(layout, values(layout.shape, group.rank))
         outputs = [Laid(layout, values(layout.shape, group.size)) for _ in range(group.size)]
@@ -31,7 +31,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ(group: ProcessGroup) -> None:
-    """Between ranks, and between input and outputs."""
+    """Check layouts that differ between ranks, and between input and outputs."""
     laid = [Laid(layout, values(layout.shape, group.rank)) for layout in SAME_SHAPE]
     mine = laid[group.rank % len(laid)]
     outputs = [Laid(SAME_SHAPE[(group.rank + r) % len(laid)], values((4, 5), group.size)) for r in range(group.size)]
@@ -41,7 +41,7 @@ def layouts_differ(group: ProcessGroup) -> None:
 
 
 def into_rows_and_columns(group: ProcessGroup) -> None:
-    """The outputs may be slices of one tensor, also interleaved ones."""
+    """Check outputs that are slices of one tensor, also interleaved ones."""
     rows = torch.zeros(group.size, 7)
     group.all_gather(list(rows), values((7,), group.rank))
     columns = torch.zeros(7, group.size)
@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """The input may be the rank's own output, or any other: gathering into a view of itself is common."""
+    """Check an input that is the rank's own output, which is common, or another output."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]
@@ -63,7 +63,7 @@ def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """A million elements and one, all different."""
+    """Check a million and one elements, all different."""
     index = torch.arange(1_000_001, dtype=torch.int64)
     outputs = [torch.empty_like(index) for _ in range(group.size)]
     group.all_gather(outputs, index * group.size + group.rank)
@@ -72,7 +72,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """A conjugate arrives as such, whether the input or the output is only marked as one."""
+    """Check tensors that torch only marks as conjugate: the values must be right, whether input or output is marked."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     outputs = [torch.zeros(5, dtype=torch.complex64) for _ in range(group.size)]
     group.all_gather(outputs, mine.conj())

@@ -29,8 +29,8 @@ from .values import (
 
 _NUMEL = 15
 
-# What rank r puts at index i, as a Python number; the expected value is Python's own reduction over the ranks. Sums and
-# products of these are exact in every dtype for groups of up to eight ranks; integers wrap around beyond that.
+# The value of rank r at index i, as a Python number. The expected result is Python's own reduction over the ranks. With up to
+# eight ranks, sums and products are exact in every dtype. With more ranks, integers wrap around.
 _ELEMENT: dict[ReduceOp, Callable[[int, int], int]] = {
     ReduceOp.SUM: lambda rank, index: (rank + 1) * (1 + index % 5),
     ReduceOp.AVG: lambda rank, index: (rank + 1) * (1 + index % 5),
@@ -57,7 +57,7 @@ _FACTOR = 0.5
 
 
 def every_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Each cell of the table is computed right or refused by name; none is skipped."""
+    """Check every dtype with every reduction: the result must be right, or the call refused as the table says."""
     computed = set()
     for op in ReduceOp:
         for dtype in MOVABLE_DTYPES:
@@ -72,7 +72,7 @@ def every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduction(op: ReduceOp) -> Reduction:
-    """What to pass for an op: itself, or with the factor that it needs."""
+    """Return what to pass for an op: the op itself, or for PREMUL_SUM the op with a factor."""
     return premul_sum(_FACTOR) if op is ReduceOp.PREMUL_SUM else op
 
 
@@ -88,7 +88,7 @@ def _check_cell(group: ProcessGroup, op: ReduceOp, dtype: torch.dtype) -> None:
     if op is ReduceOp.PREMUL_SUM:
         expected = [total * _FACTOR for total in expected]
     what = f"{op.name} of {dtype}"
-    # Adding zero makes every zero positive: Python and torch sign those of complex products differently.
+    # Adding zero makes every zero positive. In complex products, Python and torch give zeros different signs.
     found = tensor + 0 if dtype in COMPLEX else tensor
     expect(found, _tensor(expected, dtype) + 0 if dtype in COMPLEX else _tensor(expected, dtype), what)
     if work.result()[0] is not tensor:
@@ -98,7 +98,7 @@ def _check_cell(group: ProcessGroup, op: ReduceOp, dtype: torch.dtype) -> None:
 def _element(op: ReduceOp, dtype: torch.dtype, rank: int, index: int) -> Any:
     number = _ELEMENT[op](rank, index)
     if dtype in BOOL:
-        # True on all ranks but one for some indices, on one rank for others: MIN, MAX and the bitwise ones all matter.
+        # Some indices are true on all ranks but one, others on one rank only. So MIN, MAX and bitwise results all differ.
         return (rank == index % 3) != (index % 2 == 0)
     if dtype in COMPLEX:
         return number * (1 + 2j) if op is not ReduceOp.PRODUCT else 2 * 1j ** ((rank + index) % 4)
@@ -112,7 +112,7 @@ def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Strided tensors are reduced in place, and nothing between their elements is touched."""
+    """Check that strided tensors are reduced in place. Memory between their elements must not change."""
     for layout in LAYOUTS:
         for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
             laid = Laid(layout, terms(layout.shape, group.rank, dtype))
@@ -121,7 +121,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ_between_ranks(group: ProcessGroup) -> None:
-    """The ranks agree on the shape; how the tensor lies in memory is each one's own affair."""
+    """Check that ranks with the same shape may have different memory layouts."""
     for shift in range(len(SAME_SHAPE)):
         layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
         laid = Laid(layout, terms(layout.shape, group.rank))
@@ -130,7 +130,7 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """A million elements and one, at which no split into equal parts comes out."""
+    """Check a million and one elements, which most numbers of ranks do not divide."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = terms((1_000_001,), group.rank, dtype)
         group.all_reduce(tensor)
@@ -138,7 +138,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def same_bits_everywhere(group: ProcessGroup) -> None:
-    """Random numbers, which no order of addition sums exactly: all ranks still end with the same bits."""
+    """Check that all ranks get the same bits for random numbers, whose sum depends on the order of additions."""
     generator = torch.Generator().manual_seed(4321 + group.rank)
     for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
         for dtype in sorted(FLOATS | COMPLEX, key=str):
@@ -160,7 +160,7 @@ def _expect_same_everywhere(group: ProcessGroup, tensor: torch.Tensor, what: str
 
 
 def halves_round_once(group: ProcessGroup) -> None:
-    """float16 and bfloat16 are added in float32: small terms do not vanish one by one, and AVG does not overflow."""
+    """Check that float16 and bfloat16 are added in float32, so that small terms are not lost and AVG does not overflow."""
     for dtype, big in ((torch.bfloat16, 256), (torch.float16, 2048)):
         tensor = torch.full((9,), big if group.rank == 0 else 1, dtype=dtype)
         group.all_reduce(tensor)
@@ -173,7 +173,7 @@ def halves_round_once(group: ProcessGroup) -> None:
 
 
 def infinities_and_nans(group: ProcessGroup) -> None:
-    """One rank's inf or nan reaches all ranks, so that all skip the same step."""
+    """Check that an inf or nan of one rank reaches all ranks, so that all skip the same training step."""
     last = group.size - 1
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         for dtype in sorted(FLOATS, key=str):
@@ -194,7 +194,7 @@ def infinities_and_nans(group: ProcessGroup) -> None:
 
 
 def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
-    """The mean of integers loses its fraction, on either side of zero."""
+    """Check that the mean of integers is rounded towards zero, for positive and negative numbers."""
     for dtype in (torch.int8, torch.int32, torch.int64):
         tensor = torch.tensor([7, -7, 3 * group.size], dtype=dtype) if group.rank == 0 else torch.zeros(3, dtype=dtype)
         group.all_reduce(tensor, ReduceOp.AVG)
@@ -203,7 +203,7 @@ def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
 
 
 def truth_values(group: ProcessGroup) -> None:
-    """The sum of truth values is their or, the product their and, as torch has it."""
+    """Check bool tensors: the sum is a logical or, the product a logical and, as in torch."""
     mine = torch.tensor([group.rank == 0, True, False])
     for op, expected in ((ReduceOp.SUM, [True, True, False]), (ReduceOp.PRODUCT, [group.size == 1, True, False])):
         tensor = mine.clone()
@@ -212,7 +212,7 @@ def truth_values(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Where torch only marks a tensor as conjugate or negative, the values count, not what lies in memory."""
+    """Check tensors that torch only marks as conjugate or negative: their values count, not the bytes in memory."""
     numbers = torch.complex(terms((6,), group.rank), terms((6,), group.rank + 1))
     tensor = numbers.clone().conj()
     group.all_reduce(tensor)
@@ -224,7 +224,7 @@ def lazily_conjugated(group: ProcessGroup) -> None:
 
 
 def parameters(group: ProcessGroup) -> None:
-    """A leaf that requires a gradient is reduced like any other tensor, outside autograd."""
+    """Check that a parameter is reduced like any other tensor, and that autograd does not record it."""
     parameter = torch.nn.Parameter(terms((7,), group.rank))
     group.all_reduce(parameter)
     expect(parameter.detach(), sum_of_terms((7,), group.size), "SUM of a parameter")

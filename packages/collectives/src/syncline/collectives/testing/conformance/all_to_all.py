@@ -12,12 +12,12 @@ from .values import MOVABLE_DTYPES, Check, expect, expect_raises, values
 
 
 def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What rank `src` sends to rank `dst`: another tensor for each pair."""
+    """Return what rank `src` sends to rank `dst`. Each pair has a different tensor."""
     return values(shape, 5 * src + dst, dtype)
 
 
 def lists(group: ProcessGroup) -> None:
-    """Output s on rank r is what rank s has for rank r."""
+    """Check that output s on rank r is input r of rank s."""
     for dtype in MOVABLE_DTYPES:
         inputs = [_parcel(group.rank, dst, (4, 3), dtype) for dst in range(group.size)]
         outputs = [torch.zeros(4, 3, dtype=dtype) for _ in range(group.size)]
@@ -27,7 +27,7 @@ def lists(group: ProcessGroup) -> None:
 
 
 def lists_of_different_shapes(group: ProcessGroup) -> None:
-    """Each pair has a size of its own, some of them 0; strided tensors on both sides."""
+    """Check a different size for each pair, some of them 0, with strided tensors on both sides."""
     inputs = [_parcel(group.rank, dst, (2 * group.rank + dst, 3)) for dst in range(group.size)]
     outputs = [torch.zeros(3, 2 * src + group.rank).t() for src in range(group.size)]
     group.all_to_all(outputs, [entry.t().contiguous().t() for entry in inputs])
@@ -36,7 +36,7 @@ def lists_of_different_shapes(group: ProcessGroup) -> None:
 
 
 def single_even(group: ProcessGroup) -> None:
-    """Without splits every rank gets the same number of rows."""
+    """Check that without splits every rank gets the same number of rows."""
     for dtype in MOVABLE_DTYPES:
         tensor = torch.cat([_parcel(group.rank, dst, (2, 3), dtype) for dst in range(group.size)])
         output = torch.zeros(2 * group.size, 3, dtype=dtype)
@@ -46,7 +46,7 @@ def single_even(group: ProcessGroup) -> None:
 
 
 def single_uneven(group: ProcessGroup) -> None:
-    """With splits; a rank may send nothing to another."""
+    """Check splits, some of them 0."""
     sent = [(group.rank + dst) % 3 for dst in range(group.size)]
     received = [(src + group.rank) % 3 for src in range(group.size)]
     tensor = torch.cat([_parcel(group.rank, dst, (rows, 4)) for dst, rows in enumerate(sent)])
@@ -57,7 +57,7 @@ def single_uneven(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """More than fits into any eager buffer."""
+    """Check tensors that are too large for any eager buffer of MPI."""
     tensor = torch.stack([_parcel(group.rank, dst, (300_001,)) for dst in range(group.size)])
     output = torch.zeros_like(tensor)
     group.all_to_all_single(output, tensor)
@@ -66,7 +66,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def refusals(group: ProcessGroup) -> None:
-    """Splits that do not add up, rows that do not match, overlapping memory."""
+    """Check that splits with a wrong sum, rows that do not match, and overlapping memory are refused."""
     tensor, single = torch.zeros(group.size, 3), group.all_to_all_single
     wrong = [*[1] * (group.size - 1), 2]
     for name, call, mentions in (

@@ -1,4 +1,4 @@
-"""barrier: nobody leaves before everybody has come."""
+"""barrier: no rank leaves before every rank has come."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 
 def waits_for_all(group: ProcessGroup) -> None:
-    """By the node's clock, the first to leave does so after the last has come. Only where all ranks are on one node."""
+    """Check that the first rank leaves after the last has come. It compares the node's clock, so it needs a single node."""
     jitter = random.Random(group.rank)
     stamps = []
     for round_number in range(20):
         if round_number % group.size == group.rank:
-            time.sleep(jitter.uniform(0.0, 0.005))  # somebody is late, each in turn
+            time.sleep(jitter.uniform(0.0, 0.005))  # in each round another rank is late
         came = time.monotonic()
         group.barrier(async_op=round_number % 2 == 0).wait()
         stamps.append((came, time.monotonic()))
@@ -35,7 +35,7 @@ def waits_for_all(group: ProcessGroup) -> None:
 
 
 def between_other_collectives(group: ProcessGroup) -> None:
-    """A barrier has no tensor; its result is empty."""
+    """Check a barrier between other collectives. It has no tensor, so its result is empty."""
     before, after = terms((3,), group.rank), terms((4,), group.rank)
     first = group.all_reduce(before, async_op=True)
     second = group.barrier(async_op=True)

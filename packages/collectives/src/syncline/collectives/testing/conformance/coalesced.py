@@ -1,4 +1,4 @@
-"""broadcast_coalesced: the same as a broadcast of each tensor, whatever the buffers."""
+"""broadcast_coalesced: with every buffer size, the result is the same as of a broadcast of each tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUFFER_SIZES_BYTES = (1, 40, 1000, 250 * 1024 * 1024)
 
 
 def every_buffer_size(group: ProcessGroup) -> None:
-    """From a buffer for each tensor to one for all; tensors larger than a buffer among them; every root."""
+    """Check every root and many buffer sizes, from one tensor per buffer to one buffer for all. Some tensors are larger."""
     shapes = [(3,), (), (0,), (500,), (7, 9), (1,), (2, 0, 3), (300,), (4, 4)]
     for root in range(group.size):
         for size_bytes in _BUFFER_SIZES_BYTES:
@@ -24,7 +24,7 @@ def every_buffer_size(group: ProcessGroup) -> None:
 
 
 def mixed_dtypes(group: ProcessGroup) -> None:
-    """Dtypes in turn, so that tensors of one buffer are not neighbours."""
+    """Check a list with alternating dtypes, so that tensors of one buffer are not neighbours in it."""
     root = group.size - 1
     dtypes = MOVABLE_DTYPES * 2
     for size_bytes in _BUFFER_SIZES_BYTES:
@@ -35,7 +35,7 @@ def mixed_dtypes(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Strided tensors are written through their strides."""
+    """Check that strided tensors are written by their strides."""
     root = group.size // 2
     laid = [Laid(layout, values(layout.shape, group.rank)) for layout in LAYOUTS]
     broadcast_coalesced([one.tensor for one in laid], group=group, root=root, buffer_size_bytes=100)
@@ -44,7 +44,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def nothing_to_send(group: ProcessGroup) -> None:
-    """No tensor at all; and a buffer size that cannot be."""
+    """Check an empty list, and an invalid buffer size."""
     broadcast_coalesced([], group=group)
     for size_bytes in (0, -1):
 
@@ -55,7 +55,7 @@ def nothing_to_send(group: ProcessGroup) -> None:
 
 
 def model_state(group: ProcessGroup) -> None:
-    """Parameters and buffers of a module: leaves that require gradients, and a counter."""
+    """Check parameters and buffers of a module: leaves that require gradients, and an integer counter."""
     torch_state = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     tensors = [*torch_state.parameters(), *torch_state.buffers()]
     with torch.no_grad():

@@ -13,7 +13,7 @@ from .values import Check, CheckError, expect, expect_equal, expect_raises, sum_
 
 
 def waited_for_backwards(group: ProcessGroup) -> None:
-    """Sixteen at once, of different sizes; the last is waited for first."""
+    """Check sixteen collectives of different sizes in flight, and wait for the last one first."""
     tensors = [terms((1 + 997 * number,), group.rank) + number for number in range(16)]
     works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
     for number in reversed(range(16)):
@@ -25,7 +25,7 @@ def waited_for_backwards(group: ProcessGroup) -> None:
 
 
 def of_all_kinds(group: ProcessGroup) -> None:
-    """Different collectives in flight together, and one that is waited for at once behind them."""
+    """Check different collectives in flight together, and then a blocking one."""
     root = group.size - 1
     summed, copied, flagged = (
         terms((5001,), group.rank),
@@ -50,7 +50,7 @@ def of_all_kinds(group: ProcessGroup) -> None:
 
 
 def futures(group: ProcessGroup) -> None:
-    """A future's value is the list of outputs; callbacks chain as torch's do, attached early or late."""
+    """Check that a future's value is the list of outputs, and that callbacks chain as in torch, attached early or late."""
     for async_op in (False, True):
         tensor = terms((11,), group.rank)
         work = group.all_reduce(tensor, async_op=async_op)
@@ -70,7 +70,7 @@ def futures(group: ProcessGroup) -> None:
 
 
 def no_truth_value(group: ProcessGroup) -> None:
-    """`if work:` asks nothing that has an answer."""
+    """Check that `if work:` raises, because a work is neither true nor false."""
     for work in (group.barrier(), group.barrier(async_op=True)):
         if not isinstance(work, Work):
             raise CheckError(f"expected a Work, found {type(work).__name__}")
@@ -79,7 +79,7 @@ def no_truth_value(group: ProcessGroup) -> None:
 
 
 def a_callback_that_raises(group: ProcessGroup) -> None:
-    """Its error is in the chained future only; the collective and the group are fine."""
+    """Check that the error of a callback is only in the chained future. The collective and the group stay usable."""
 
     def fail(_: torch.futures.Future[list[torch.Tensor]]) -> None:
         raise ValueError("the callback's own error")

@@ -1,4 +1,4 @@
-"""Object collectives: anything that pickles, of any length, and memory from the group."""
+"""Object collectives, with objects of any type and length, and memory that the group allocates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .values import expect as expect_tensor
 
 
 def gathered(group: ProcessGroup) -> None:
-    """Each rank's object, by rank; they may differ in type and length."""
+    """Check that each rank gets all objects, in the order of the ranks. They differ in type and length."""
     kinds = [{"rank": group.rank, "text": "ä" * 100 * group.rank}, None, list(range(1000 * group.rank))]
     for shift in range(len(kinds)):
         everyone = exchange_objects((group.rank, kinds[(group.rank + shift) % 3]), group=group)
@@ -21,14 +21,14 @@ def gathered(group: ProcessGroup) -> None:
 
 
 def gathered_bytes(group: ProcessGroup) -> None:
-    """Bytes keep their length, zeros at the end included, and may be none at all."""
+    """Check that bytes keep their length, also with zeros at the end, and that they may be empty."""
     for longest in (0, 1, 300):
         everyone = all_gather_bytes(bytes(longest * group.rank), group=group)
         expect_equal(everyone, [bytes(longest * rank) for rank in range(group.size)], "bytes of all ranks")
 
 
 def allocated_memory(group: ProcessGroup) -> None:
-    """`allocate` gives flat memory of the size and dtype asked for, and collectives work on it."""
+    """Check that `allocate` returns a flat tensor of the requested size and dtype, and that collectives work on it."""
     for numel in (0, 1, 1000):
         for dtype in MOVABLE_DTYPES:
             memory = group.allocate(numel, dtype)

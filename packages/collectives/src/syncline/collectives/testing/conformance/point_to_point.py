@@ -1,4 +1,4 @@
-"""send and recv: a ring, tags, any source, futures, no order among them; groups of one have nobody to talk to."""
+"""send and recv: a ring, tags, any source, and futures. Most checks do nothing in a group of one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, 
 
 
 def ring(group: ProcessGroup) -> None:
-    """Each rank receives from its left and sends to its right, every dtype and layout."""
+    """Check every dtype and layout in a ring: each rank receives from its left and sends to its right."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
@@ -32,7 +32,7 @@ def ring(group: ProcessGroup) -> None:
 
 
 def both_send_first(group: ProcessGroup) -> None:
-    """Two ranks that both start a large send before they receive do not block one another."""
+    """Check that two ranks do not block each other if both start a large send before they receive."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
@@ -44,7 +44,7 @@ def both_send_first(group: ProcessGroup) -> None:
 
 
 def tags(group: ProcessGroup) -> None:
-    """A message is received by its tag, not by its turn; between two ranks and of one tag, in order."""
+    """Check that a message is received by its tag. Messages between two ranks with the same tag arrive in order."""
     if group.rank == 0:
         for peer in range(1, group.size):
             second, first = torch.zeros(3), torch.zeros(3)
@@ -62,7 +62,7 @@ def tags(group: ProcessGroup) -> None:
 
 
 def any_source(group: ProcessGroup) -> None:
-    """Without a source, messages come from all ranks, each once, and the work says from which."""
+    """Check a receive without a source: the message of each rank comes once, and the work has its source rank."""
     if group.rank > 0:
         group.send(values((5,), group.rank), 0, tag=3)
         return
@@ -78,20 +78,20 @@ def any_source(group: ProcessGroup) -> None:
 
 
 def futures(group: ProcessGroup) -> None:
-    """The future of a receive completes without anybody waiting for the work."""
+    """Check that the future of a receive completes, although nobody waits for the work."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     tensor = torch.zeros(4)
     future = group.recv(tensor, left, tag=1, async_op=True).get_future().then(lambda done: done.value()[0].sum().item())
-    group.barrier()  # nobody has sent yet
+    group.barrier()  # no rank sends before all have started to receive
     sending = group.send(values((4,), group.rank), right, tag=1, async_op=True).get_future()
     expect_equal(future.wait(), values((4,), left).sum().item(), "what the callback saw")
     sending.wait()
 
 
 def refusals(group: ProcessGroup) -> None:
-    """Oneself, a rank outside the group, a tag below 0."""
+    """Check that the rank itself, a rank outside the group, and a tag below 0 are refused."""
     tensor = torch.zeros(2)
     for name, call in (
         ("send to oneself", partial(group.send, tensor, group.rank)),

@@ -1,4 +1,4 @@
-"""What no rank may pass is refused before anything is sent, and the group stays usable."""
+"""Wrong arguments are refused before anything is sent, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .values import Check, expect, expect_raises, sum_of_terms, terms
 
 
 def _refused(group: ProcessGroup, what: str, call: Callable[[], Work], mentions: str) -> None:
-    """All ranks are refused alike, the message says where, and the next collective works."""
+    """Check that the call is refused on all ranks, that the message has `mentions`, and that the next collective works."""
     expect_raises(InvalidArgumentError, call, what, mentions)
     expect_raises(InvalidArgumentError, call, what, f"rank {group.rank} of {group.size}")
     tensor = terms((5,), group.rank)
@@ -25,7 +25,7 @@ def _refused(group: ProcessGroup, what: str, call: Callable[[], Work], mentions:
 
 
 def overlapping_memory(group: ProcessGroup) -> None:
-    """A tensor with several elements in one place cannot be written."""
+    """Check that an output is refused if several of its elements share memory."""
     overlapping = {
         "an expanded tensor": torch.zeros(1, 4).expand(3, 4),
         "an expanded scalar": torch.zeros(()).expand(3),
@@ -44,7 +44,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """A block and a tensor that is a piece of it, but not this rank's part."""
+    """Check that a tensor is refused if it is a piece of the block, but not this rank's part."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -52,7 +52,7 @@ def overlapping_parts(group: ProcessGroup) -> None:
 
 
 def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
-    """As input only, it is fine; and so is one element expanded to one element."""
+    """Check that inputs with overlapping memory are allowed, and outputs of one element that was expanded to one."""
     outputs = [torch.empty(3, 4) for _ in range(group.size)]
     group.all_gather(outputs, torch.full((1, 4), float(group.rank)).expand(3, 4))
     for rank, output in enumerate(outputs):
@@ -63,7 +63,7 @@ def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
 
 
 def wrong_device(group: ProcessGroup) -> None:
-    """A tensor on a device that the group does not serve."""
+    """Check that a tensor on a device that the group does not serve is refused."""
     meta = torch.empty(3, device="meta")
     cpu = [torch.empty(3) for _ in range(group.size)]
     _refused(group, "all_reduce on meta", partial(group.all_reduce, meta), "meta")
@@ -73,14 +73,14 @@ def wrong_device(group: ProcessGroup) -> None:
 
 
 def wrong_layout(group: ProcessGroup) -> None:
-    """A sparse tensor."""
+    """Check that a sparse tensor is refused, except by a sum."""
     sparse = torch.eye(3).to_sparse()
     _refused(group, "MAX of a sparse tensor", partial(group.all_reduce, sparse, ReduceOp.MAX), "sparse")
     _refused(group, "broadcast of a sparse tensor", partial(group.broadcast, sparse), "sparse")
 
 
 def no_memory(group: ProcessGroup) -> None:
-    """A tensor that points to no memory, in every form of call, blocking or not."""
+    """Check that a tensor without memory is refused by every kind of call, blocking or not."""
     freed = torch.ones(6)
     freed.untyped_storage().resize_(0)
     transformed: list[torch.Tensor] = []
@@ -103,7 +103,7 @@ def no_memory(group: ProcessGroup) -> None:
 
 
 def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
-    """Each kind of call, with a tensor where it reads and where it writes."""
+    """Return every kind of call, with this tensor once as its input and once as its output."""
     size, plain = group.size, torch.ones(6)
     rows, same = [torch.ones(6) for _ in range(size)], [tensor] * size
     other = (group.rank + 1) % size
@@ -131,9 +131,9 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 
 
 def wrong_numbers(group: ProcessGroup) -> None:
-    """What is no whole number, or one that nobody can count to, where there has to be one."""
+    """Check that roots, counts and other numbers are refused if they are no integers, or too large."""
     size = group.size
-    unchecked: Any = group  # as a caller without types has it
+    unchecked: Any = group  # as in a caller's code without types
     for root in (0.5, "0", None):
         _refused(group, f"a root {root!r}", partial(unchecked.reduce, torch.zeros(3), root), f"0..{size - 1}, found {root!r}")
     splits = [6.0] + [0.0] * (size - 1)
@@ -153,7 +153,11 @@ def wrong_numbers(group: ProcessGroup) -> None:
 
 
 def tensors_that_stand_for_others(group: ProcessGroup) -> None:
-    """The result of a functional collective is waited for; a tensor without values ends the call, and nobody communicates."""
+    """Check tensors that stand for others.
+
+    A call waits for the result of a functional collective. A fake tensor has no values, so a call with it returns at once, and
+    nothing is sent.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -167,7 +171,7 @@ def tensors_that_stand_for_others(group: ProcessGroup) -> None:
         expect(row, terms((5,), rank), f"row {rank} of an all_gather into AsyncCollectiveTensors")
     with FakeTensorMode():
         fake = torch.ones(6)
-    if group.rank == 0:  # the others need not come
+    if group.rank == 0:  # the other ranks need not call
         for call in _calls_on(group, fake):
             if call.func.__name__ not in ("send", "recv"):
                 call().wait()
@@ -177,14 +181,14 @@ def tensors_that_stand_for_others(group: ProcessGroup) -> None:
 
 
 def wrong_root(group: ProcessGroup) -> None:
-    """A root outside the group."""
+    """Check that a root outside the group is refused."""
     for root in (-1, group.size, 1000):
         call = partial(group.broadcast, torch.zeros(3), root)
         _refused(group, f"broadcast from rank {root}", call, f"0..{group.size - 1}, found {root}")
 
 
 def wrong_outputs(group: ProcessGroup) -> None:
-    """all_gather with a wrong number, shape or dtype of outputs."""
+    """Check that all_gather refuses a wrong number, shape or dtype of outputs."""
     tensor = torch.zeros(3)
 
     def gather(outputs: list[torch.Tensor]) -> Callable[[], Work]:
@@ -199,7 +203,10 @@ def wrong_outputs(group: ProcessGroup) -> None:
 
 
 def after_close(group: ProcessGroup) -> None:
-    """Close finishes what is in flight; a second close does nothing; every collective is refused. Uses the group up."""
+    """Check `close`: it finishes collectives in flight, a second close does nothing, and every later collective is refused.
+
+    The group is closed afterwards.
+    """
     tensor = terms((1001,), group.rank)
     work = group.all_reduce(tensor, async_op=True)
     group.close()

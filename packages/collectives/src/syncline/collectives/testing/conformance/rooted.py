@@ -10,7 +10,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, 
 
 
 def reduce_every_root_and_dtype(group: ProcessGroup) -> None:
-    """The sum is on the root; nobody else's tensor is changed."""
+    """Check that the root gets the sum, and that the tensors of other ranks do not change."""
     reduced = set()
     for root in range(group.size):
         for dtype in sorted(DTYPES_OF[ReduceOp.SUM], key=str):
@@ -23,7 +23,7 @@ def reduce_every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def reduce_every_layout(group: ProcessGroup) -> None:
-    """Through strides, with nothing between the elements touched."""
+    """Check strided tensors. Memory between their elements must not change."""
     root = group.size - 1
     for layout in LAYOUTS:
         laid = Laid(layout, terms(layout.shape, group.rank))
@@ -32,7 +32,7 @@ def reduce_every_layout(group: ProcessGroup) -> None:
 
 
 def gather_every_root_and_dtype(group: ProcessGroup) -> None:
-    """The root's output number r holds rank r's values."""
+    """Check that the root's output r holds rank r's values."""
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
             outputs = [torch.zeros(13, dtype=dtype) for _ in range(group.size)] if group.rank == root else None
@@ -42,7 +42,7 @@ def gather_every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def gather_every_layout(group: ProcessGroup) -> None:
-    """Strided inputs and outputs."""
+    """Check strided inputs and outputs."""
     for layout in LAYOUTS:
         mine = Laid(layout, values(layout.shape, group.rank))
         outputs = [Laid(layout, values(layout.shape, group.size)) for _ in range(group.size)] if group.rank == 0 else []
@@ -53,7 +53,7 @@ def gather_every_layout(group: ProcessGroup) -> None:
 
 
 def scatter_every_root_and_dtype(group: ProcessGroup) -> None:
-    """Rank r gets entry r of the root's list, which depends on the root, too."""
+    """Check that rank r gets entry r of the root's list. The values also depend on the root."""
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
             entries = [values((13,), 2 * root + rank, dtype) for rank in range(group.size)]
@@ -63,7 +63,7 @@ def scatter_every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def scatter_every_layout(group: ProcessGroup) -> None:
-    """Strided inputs and outputs."""
+    """Check strided inputs and outputs."""
     root = group.size - 1
     for layout in LAYOUTS:
         entries = [Laid(layout, values(layout.shape, rank)) for rank in range(group.size)] if group.rank == root else []

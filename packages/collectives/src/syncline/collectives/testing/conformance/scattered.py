@@ -11,7 +11,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, 
 
 
 def into_tensor(group: ProcessGroup) -> None:
-    """Part r is rank r's, whether the output is flat or stacked, plain or strided."""
+    """Check that part r is rank r's tensor, with flat and stacked, plain and strided outputs."""
     for dtype in MOVABLE_DTYPES:
         output = torch.zeros(group.size * 3, 5, dtype=dtype)
         group.all_gather_into_tensor(output, values((3, 5), group.rank, dtype))
@@ -24,7 +24,7 @@ def into_tensor(group: ProcessGroup) -> None:
 
 
 def into_tensor_in_place(group: ProcessGroup) -> None:
-    """The input may be this rank's part of the output: FSDP gathers so."""
+    """Check an input that is this rank's part of the output. FSDP gathers in this way."""
     output = torch.zeros(group.size, 7)
     output[group.rank] = values((7,), group.rank)
     group.all_gather_into_tensor(output, output[group.rank])
@@ -33,7 +33,7 @@ def into_tensor_in_place(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Rank r gets the r-th result, as list and as tensor; each cell of the table."""
+    """Check that rank r gets the r-th result, for lists and tensors, with every dtype and reduction."""
     seen = set()
     for op in ReduceOp:
         for dtype in sorted(DTYPES_OF[op], key=str):
@@ -44,7 +44,7 @@ def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
             from_list, from_tensor = torch.zeros(6, dtype=dtype), torch.zeros(6, dtype=dtype)
             group.reduce_scatter(from_list, list(whole), reduction(op))
             group.reduce_scatter_tensor(from_tensor, whole, reduction(op))
-            if dtype.is_floating_point or dtype.is_complex:  # PRODUCT and the like round differently in another order
+            if dtype.is_floating_point or dtype.is_complex:  # PRODUCT and others round differently in another order
                 tolerance = 2e-2 if dtype in HALVES else 1e-5
                 torch.testing.assert_close(from_list, expected[group.rank], rtol=tolerance, atol=0, equal_nan=True)
             else:
@@ -56,7 +56,7 @@ def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_sum(group: ProcessGroup) -> None:
-    """A closed form, by layout; another one for each part."""
+    """Check the sum in every layout against its closed form, which differs between parts."""
     for layout in LAYOUTS:
         inputs = [Laid(layout, terms(layout.shape, group.rank) * (part + 1)) for part in range(group.size)]
         output = Laid(layout, values(layout.shape, group.size))
@@ -65,14 +65,14 @@ def reduce_scatter_sum(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_in_place(group: ProcessGroup) -> None:
-    """The output may be this rank's part of the input."""
+    """Check an output that is this rank's part of the input."""
     whole = torch.stack([terms((9,), group.rank) * (part + 1) for part in range(group.size)])
     group.reduce_scatter_tensor(whole[group.rank], whole)
     expect(whole[group.rank], sum_of_terms((9,), group.size) * (group.rank + 1), "reduce_scatter_tensor in place")
 
 
 def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
-    """The ranks' parts have 0, 3, 6, ... elements, and some more shapes; inputs are only read."""
+    """Check parts of 0, 3, 6, ... elements, and some other shapes. The inputs must not change."""
     for is_async in (False, True):
         inputs = [terms((part, 3), group.rank) * (part + 1) for part in range(group.size)]
         before = [entry.clone() for entry in inputs]

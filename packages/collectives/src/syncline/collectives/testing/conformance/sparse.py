@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors: different elements on each rank, shared ones, none at all, other shapes."""
+"""all_reduce of sparse tensors, whose elements are on one rank, on several, or on none, and tensors of other shapes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .values import Check, expect, expect_equal, expect_raises
 
 
 def _mine(rank: int, scale: float = 1.0) -> torch.Tensor:
-    """Rows 0 and rank + 1 of six; row 0 on every rank; rank 1 has row 0 in two pieces."""
+    """Return a sparse tensor with rows 0 and rank + 1. So all ranks have row 0. Rank 1 has it twice, uncoalesced."""
     rows = [0, rank + 1] + ([0] if rank == 1 else [])
     content = torch.tensor([[float(rank + 1), 2.0], [10.0 * rank, 3.0], [1.0, 1.0]])[: len(rows)] * scale
     return torch.sparse_coo_tensor(torch.tensor([rows]), content, (8, 2), check_invariants=True)
 
 
 def sums(group: ProcessGroup) -> None:
-    """SUM, AVG and PREMUL_SUM, against the sum of the dense tensors."""
+    """Check SUM, AVG and PREMUL_SUM against the sum of the dense tensors."""
     total = torch.stack([_mine(rank).to_dense() for rank in range(group.size)]).sum(0)
     for op, expected in (
         (ReduceOp.SUM, total),
@@ -36,7 +36,7 @@ def sums(group: ProcessGroup) -> None:
 
 
 def nothing_present(group: ProcessGroup) -> None:
-    """A rank, or every rank, without any element."""
+    """Check tensors without elements, on one rank and on every rank."""
     empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (8, 2), check_invariants=True)
     tensor = empty.clone()
     group.all_reduce(tensor)
@@ -47,7 +47,7 @@ def nothing_present(group: ProcessGroup) -> None:
 
 
 def other_shapes(group: ProcessGroup) -> None:
-    """Shapes that differ between ranks are an error on every rank that names them, and the group stays usable."""
+    """Check that shapes that differ between ranks raise an error on every rank, and that the group stays usable."""
     rows = 8 + group.rank
     for async_op in (False, True):
         tensor = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (rows, 2), check_invariants=True)

@@ -1,4 +1,4 @@
-"""split: groups of some ranks, in another order, within one another, and at work at the same time."""
+"""split: groups of some ranks, in another order, nested, and in use at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .values import Check, expect, expect_equal, expect_raises, values
 
 
 def by_color(group: ProcessGroup) -> None:
-    """Ranks of one color meet; their order is that of the keys; ranks map back to the parent's."""
+    """Check that ranks of one color form a group, in the order of their keys, and that it knows the parent's ranks."""
     part = group.split(group.rank % 2, -group.rank)
     assert part is not None
     members = [rank for rank in range(group.size) if rank % 2 == group.rank % 2][::-1]
@@ -25,7 +25,7 @@ def by_color(group: ProcessGroup) -> None:
 
 
 def without_color(group: ProcessGroup) -> None:
-    """A rank without a color joins no group, and the parent goes on."""
+    """Check that a rank without a color joins no group, and that the parent stays usable."""
     part = group.split(None if group.rank == 0 else 0)
     expect_equal(part is None, group.rank == 0, "who is in no group")
     if part is not None:
@@ -36,7 +36,7 @@ def without_color(group: ProcessGroup) -> None:
 
 
 def nested_and_together(group: ProcessGroup) -> None:
-    """A part of a part; parent and part each keep their own order while both have collectives in flight."""
+    """Check a part of a part. Parent and part each keep their own order while both have collectives in flight."""
     part = group.split(0, group.rank)
     assert part is not None
     inner = part.split(part.rank)

@@ -1,10 +1,10 @@
 """The conformance checks, and a function that runs them all.
 
-A backend's author gives `run_conformance` a way to make a group, on every rank at once::
+The author of a backend calls `run_conformance` on every rank, with a function that makes a group::
 
     run_conformance(lambda: load_backend("mine").connect(request))
 
-or gives each check its own test: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
+Or each check gets its own test: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from . import (
 from .values import Check as Check
 from .values import CheckError
 
-#: By name. Each is called on every rank with that rank's group, of any size, and raises if something is wrong. It
-#: leaves the group usable. The tensors are on torch's default device: for a group that serves GPUs, call a check inside
+#: All checks, by name. Call a check on every rank with that rank's group, of any size. It raises if something is wrong, and
+#: leaves the group usable. Its tensors are on torch's default device: for a group that serves GPUs, call it inside
 #: `with torch.device("cuda"):`.
 CHECKS: dict[str, Check] = {
     **all_reduce.CHECKS,
@@ -55,13 +55,13 @@ CHECKS: dict[str, Check] = {
 
 
 def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
-    """Run all checks, each on a group of its own, then close the group. Every rank calls it.
+    """Run all checks. Each gets a new group, which is closed after it. Every rank must call this.
 
     Args:
-        make_group: makes a new group of the same ranks each time; a collective.
+        make_group: makes a new group of the same ranks at each call. It is a collective.
 
     Raises:
-        CheckError: a check failed; the message names it, and the cause is what it raised. The group was aborted.
+        CheckError: a check failed. The message names the check, and the cause is the check's error. The group was aborted.
     """
     for name, check in {**CHECKS, "refuses calls after close": refusals.after_close}.items():
         group = make_group()

@@ -1,7 +1,7 @@
-"""The collectives of a group run in one order on all ranks, those issued from callbacks included.
+"""Collectives of a group run in the same order on all ranks, also those that callbacks issue.
 
-See Note [One total order] in `engine.queue`. Each collective here carries a label, and gathers the labels of all ranks: where
-the order differs, labels meet that are not the same (or, on some backends, the ranks hang or report a disagreement).
+See Note [One total order] in `engine.queue`. Each collective here gathers a label from all ranks. If the order differs between
+ranks, the labels differ. On some backends the ranks then hang, or report a disagreement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDS = 25
 
 
 class _LabelledCollectives:
-    """Labelled collectives of one rank, and the log of the order in which they finished here."""
+    """Labelled collectives of one rank, and a log of the order in which they finished on it."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -30,21 +30,21 @@ class _LabelledCollectives:
         self.log: list[str] = []
 
     def start(self, label: str, *, async_op: bool = True) -> Work:
-        """Issue a collective, now and then after a pause that differs between ranks."""
+        """Issue a collective. Sometimes pause before it; the pauses differ between ranks."""
         if self._jitter.random() < 0.2:
             time.sleep(self._jitter.uniform(0.0, 0.002))
         self._results[label] = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.size)]
         return self._group.all_gather(self._results[label], torch.tensor([_number(label)]), async_op=async_op)
 
     def run(self, label: str) -> None:
-        """Issue a collective that is finished when the call returns."""
+        """Run a blocking collective."""
         self.start(label, async_op=False)
         self.log.append(label)
 
     def expect_in_order(self, expected: list[str]) -> None:
-        """Every collective met itself on all ranks, and they finished here in this order."""
-        # The callbacks have waited, each on a stream of its own on CUDA, and their futures have no tensor whose stream the
-        # current one would be ordered after. After a barrier everything is over.
+        """Check that every collective had the same label on all ranks, and that they finished here in this order."""
+        # On CUDA, each callback waited on its own stream. Their futures have no tensors, so the current stream does not wait
+        # for those streams. After the barrier all has finished.
         self._group.barrier()
         for label, numbers in self._results.items():
             if {int(number) for number in numbers} != {_number(label)}:
@@ -64,12 +64,12 @@ def _wait_for_all(futures: list[torch.futures.Future[Any]]) -> None:
 
 
 def callbacks_that_wait(group: ProcessGroup) -> None:
-    """A callback issues a collective and waits for it; the next one from the main thread comes after."""
+    """Check a callback that issues a collective and waits for it. The main thread's next collective comes after it."""
     _callbacks_that_wait(_LabelledCollectives(group), lambda _collectives, _k: None)
 
 
 def callbacks_while_the_main_thread_issues(group: ProcessGroup) -> None:
-    """The main thread goes on issuing, and waiting, while callbacks do the same."""
+    """Check that the main thread can issue collectives and wait for them while callbacks do the same."""
     _callbacks_that_wait(
         _LabelledCollectives(group), lambda collectives, k: collectives.start(f"C{k}", async_op=k % 2 == 0).wait()
     )
@@ -90,7 +90,7 @@ def _callbacks_that_wait(collectives: _LabelledCollectives, meanwhile: Callable[
 
 
 def nested_callbacks(group: ProcessGroup) -> None:
-    """Callbacks of collectives that were issued in callbacks, two deep, waiting at each level."""
+    """Check callbacks within callbacks, two levels deep. Each level issues a collective and waits for it."""
     collectives = _LabelledCollectives(group)
     futures = []
     for k in range(_ROUNDS):
@@ -113,7 +113,7 @@ def nested_callbacks(group: ProcessGroup) -> None:
 
 
 def chains_that_do_not_wait(group: ProcessGroup) -> None:
-    """As in a PowerSGD hook: a callback returns the future of the next collective's callback without waiting for it."""
+    """Check callbacks that return the future of the next collective and do not wait for it, as in a PowerSGD hook."""
     collectives = _LabelledCollectives(group)
     last: list[torch.futures.Future[Any]] = []
     for k in range(_ROUNDS):
@@ -132,12 +132,12 @@ def chains_that_do_not_wait(group: ProcessGroup) -> None:
 
 
 def callbacks_attached_late(group: ProcessGroup) -> None:
-    """Attached after the collective has finished, a callback runs at once: the same place in the order."""
+    """Check a callback that is attached after the collective finished. It runs at once, at the same place in the order."""
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         work = collectives.start(f"A{k}")
         if k % group.size == group.rank:
-            work.wait()  # on this rank it has finished, on others perhaps not
+            work.wait()  # now it has finished on this rank, but maybe not on others
 
         def then(_: torch.futures.Future[Any], k: int = k) -> None:
             collectives.run(f"B{k}")
@@ -149,7 +149,7 @@ def callbacks_attached_late(group: ProcessGroup) -> None:
 
 
 def a_callback_waits_for_what_is_queued(group: ProcessGroup) -> None:
-    """A callback may wait for a collective that was issued after its own."""
+    """Check that a callback may wait for a collective that was issued after its own."""
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         later: list[Work] = []

@@ -1,4 +1,4 @@
-"""What the checks put in and expect: values that differ by rank and by index, and memory laid out in every way."""
+"""Inputs and expected results of the checks: values that differ between ranks and indices, in tensors of many layouts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...tensors.layout import bytes_of, in_plain_order
 
 Check: TypeAlias = Callable[[ProcessGroup], None]
 
-#: All dtypes that some reduction is defined for.
+#: All dtypes for which at least one reduction is defined.
 REDUCIBLE_DTYPES = sorted(BOOL | COMPLEX | FLOATS | INTEGERS, key=str)
-#: All dtypes that can be moved: those, and some that only travel.
+#: All dtypes that can be sent: those above, and some that cannot be reduced.
 MOVABLE_DTYPES = [
     *REDUCIBLE_DTYPES,
     torch.uint16,
@@ -32,11 +32,11 @@ _UNTOUCHED = 99  # lies between the elements of a tensor with gaps
 
 
 class CheckError(AssertionError):
-    """A process group does not do what the contract says."""
+    """A process group does not do what its contract says."""
 
 
 def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor whose elements depend on the rank and on the index, in numbers that every dtype holds (bool: parity)."""
+    """Return a tensor whose elements depend on rank and index. Every dtype can hold them; for bool, odd numbers are true."""
     numel = math.prod(shape)
     index = torch.arange(numel, dtype=torch.int64)
     numbers = (index * 7 + index // _MODULUS * 3 + (rank + 1) * 29) % _MODULUS
@@ -44,20 +44,20 @@ def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) 
 
 
 def terms(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a rank adds to a SUM: (rank + 1) (1 + index mod 5)."""
+    """Return a rank's term of a SUM: (rank + 1) (1 + index mod 5)."""
     index = torch.arange(math.prod(shape), dtype=torch.int64)
     return ((rank + 1) * (1 + index % 5)).reshape(tuple(shape)).to(dtype)
 
 
 def sum_of_terms(shape: Sequence[int], size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The SUM of all ranks' `terms`: size (size + 1) / 2 times (1 + index mod 5)."""
+    """Return the SUM of all ranks' `terms`: size (size + 1) / 2 times (1 + index mod 5)."""
     index = torch.arange(math.prod(shape), dtype=torch.int64)
     return (size * (size + 1) // 2 * (1 + index % 5)).reshape(tuple(shape)).to(dtype)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way for a tensor to lie in memory: a block, and a view of it."""
+    """A memory layout of a tensor: a block, and a view of it."""
 
     name: str
     block_shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the view."""
+        """Return the shape of the view."""
         return tuple(self.view(torch.empty(self.block_shape, device="meta")).shape)
 
 
@@ -86,7 +86,7 @@ LAYOUTS = (
     Layout("one element of many", (5, 5), lambda block: block[2, 3]),
     Layout("the middle, transposed", (6, 7), lambda block: block[1:4, 2:6].t()),
 )
-#: Pairs of layouts with one shape: the ranks must agree on the shape only.
+#: Layouts of the same shape. Ranks must agree on the shape, but not on the layout.
 SAME_SHAPE = (
     Layout("4 x 5", (4, 5)),
     Layout("4 x 5, transposed", (5, 4), lambda block: block.t()),
@@ -95,7 +95,7 @@ SAME_SHAPE = (
 
 
 class Laid:
-    """A tensor in some layout, in a block whose other elements must stay as they are."""
+    """A tensor in some layout, in a block whose other elements must not change."""
 
     def __init__(self, layout: Layout, content: torch.Tensor) -> None:
         self._layout = layout
@@ -105,7 +105,7 @@ class Laid:
         self.tensor.copy_(content)
 
     def expect(self, content: torch.Tensor) -> None:
-        """Compare the tensor with what it should hold, and the rest of the block with what it held."""
+        """Check that the tensor has this content, and that the rest of the block has not changed."""
         expect(self.tensor, content, self._layout.name)
         self.tensor.copy_(self._layout.view(self._untouched))
         expect(self._block, self._untouched, f"{self._layout.name}, elements that are not part of the tensor")
@@ -115,7 +115,7 @@ def expect(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Compare shape, dtype and every bit.
 
     Raises:
-        CheckError: they differ; the message shows the first place.
+        CheckError: they differ. The message shows the first difference.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise CheckError(f"{what}: expected {expected.dtype}{list(expected.shape)}, found {found.dtype}{list(found.shape)}")
@@ -139,15 +139,15 @@ def expect_equal(found: Any, expected: Any, what: str) -> None:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in the order of its elements."""
+    """Return the bytes of a tensor, in the order of its elements."""
     return bytes_of(in_plain_order(tensor.detach()))
 
 
 def expect_raises(kind: type[BaseException], call: Callable[[], Any], what: str, mentions: str = "") -> None:
-    """Call, and expect an error of that kind whose message mentions something.
+    """Check that the call raises an error of this kind, whose message contains `mentions`.
 
     Raises:
-        CheckError: there was none, or one without that text.
+        CheckError: it raised no such error, or one without that text.
     """
     try:
         call()
