@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from test_support.full_run import cases
+
 pytestmark = pytest.mark.launch
 
 EXAMPLES = Path(__file__).parent.parent / "packages" / "ddp" / "examples" / "horovod"
 
 
-@pytest.mark.parametrize("words", [[], ["--fp16-allreduce"], ["--use-adasum"], ["--gradient-predivide-factor", "2"]], ids=str)
+@pytest.mark.parametrize(
+    "words", cases([[]], in_full=[["--fp16-allreduce"], ["--use-adasum"], ["--gradient-predivide-factor", "2"]]), ids=str
+)
 def test_digits_are_learnt(run_job: Any, words: list[str]) -> None:
     finished = run_job(2, "", str(EXAMPLES / "digits.py"), "--epochs", "4", *words)
     assert finished.status == 0, finished.output
@@ -44,7 +48,7 @@ def run_elastic(python: list[str], folder: Path, ranks: int, *words: str) -> lis
     return [(job.returncode, output) for job, output in zip(jobs, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("killed", [None, 0, 2])
+@pytest.mark.parametrize("killed", cases([0], in_full=[None, 2]))
 def test_an_elastic_training_goes_on_without_a_rank_that_was_killed(
     python: list[str], tmp_path: Path, killed: int | None
 ) -> None:

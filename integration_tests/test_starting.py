@@ -14,6 +14,7 @@ import pytest
 
 import mpi_runtimes
 from commands import ToolError
+from test_support.full_run import cases
 from test_support.jobs import Finished, finished, ranks_logs
 
 pytestmark = pytest.mark.launch
@@ -44,12 +45,14 @@ def run_on(tmp_path: Path, preloaded: list[str]) -> RunOn:
 
 
 MPIS = ("mpich", "openmpi")
+# A rank of Open MPI loads torch anew: ten times as long as a fork.
+CASES = cases(["mpich"], in_full=["openmpi"])
 
 
 # ---- the first meeting ----
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", CASES)
 def test_a_rank_that_does_not_come_is_named_in_a_warning_and_then_in_an_error(run_on: RunOn, tmp_path: Path, mpi: str) -> None:
     """Rank 0 has started MPI, and serves data."""
     (tmp_path / "site.toml").write_text("stall_warning_s = 0.5")
@@ -148,7 +151,7 @@ def test_who_calls_again_goes_on_with_the_same_meeting(run_on: RunOn) -> None:
     assert job.output.splitlines() == ["[3.0, 30.0]"] * 2
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", CASES)
 def test_ranks_of_different_versions_are_named(run_on: RunOn, mpi: str) -> None:
     job = run_on(
         mpi,
@@ -170,7 +173,7 @@ def test_ranks_of_different_versions_are_named(run_on: RunOn, mpi: str) -> None:
     assert all("ranks 0, 2: " in line and "; rank 1: 0.0.9. Install the same on every node" in line for line in said)
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", CASES)
 def test_a_process_that_never_starts_mpi_is_no_wait_without_end(run_on: RunOn, mpi: str) -> None:
     job = run_on(
         mpi,
@@ -193,7 +196,7 @@ def test_a_process_that_never_starts_mpi_is_no_wait_without_end(run_on: RunOn, m
 # ---- a part of a job's ranks ----
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", CASES)
 def test_a_communicator_says_which_ranks_train(run_on: RunOn, mpi: str) -> None:
     """Rank 1 meanwhile serves data over MPI_COMM_WORLD. The ranks of the group count from 0."""
     job = run_on(
@@ -267,7 +270,7 @@ def test_gloo_and_several_communicators_one_after_the_other(run_on: RunOn) -> No
 # ---- the end of MPI ----
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", CASES)
 def test_a_program_that_ends_mpi_closes_its_groups_and_goes_on(run_on: RunOn, tmp_path: Path, mpi: str) -> None:
     """Also with groups made from others, and while threads that check now and then do so every few milliseconds."""
     (tmp_path / "site.toml").write_text("stall_warning_s = 0.05")
@@ -344,7 +347,7 @@ def test_exit_ends_the_job_with_its_status(run_on: RunOn) -> None:
 # ---- a child of a rank ----
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", CASES)
 def test_a_child_of_a_rank_is_told_what_to_do_and_its_parent_goes_on(run_on: RunOn, python: list[str], mpi: str) -> None:
     """MPICH would end the job, and Open MPI would wait for ever."""
     job = run_on(
