@@ -380,7 +380,7 @@ class ProcessGroup(ABC):
         return self._issue(Signature("barrier"), (), (), async_op)
 
     def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
-        """Make new groups of the ranks that give the same color. A collective of this group.
+        """Make new groups of the ranks that give the same color. Every rank of this group calls this.
 
         Args:
             color: 0 or above; None joins no group.
@@ -526,7 +526,9 @@ class ProcessGroup(ABC):
         )
 
     def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
-        """Make a new group of the surviving ranks, after a `TransportError`. A collective of the survivors; aborts this group.
+        """Make a new group of the surviving ranks, after a `TransportError`. This aborts the old group.
+
+        Every surviving rank must call this.
 
         All survivors get the same members, in the order of their ranks here, also if another rank dies meanwhile. Do not use
         this group, its sub-groups or its memory again. Calls that were in flight have finished on some ranks and are lost on

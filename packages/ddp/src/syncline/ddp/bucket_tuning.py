@@ -50,7 +50,7 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce: linear between two sizes and beyond the largest; never below that of the smallest."""
+        """Seconds of an all-reduce: linear between two sizes and beyond the largest; never below the smallest size's."""
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
@@ -66,7 +66,7 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Times for rising sizes, none above that of a larger size: a disturbance only makes a time longer. A pure function."""
+    """Times for rising sizes, none above a larger size's time: a disturbance only makes a time longer. A pure function."""
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 

@@ -1,4 +1,4 @@
-"""A dedicated group: a second group of the same ranks, for collectives without a fixed place among those of the first."""
+"""A dedicated group: a second group of the same ranks, for collectives without a fixed place in the first group's order."""
 
 from __future__ import annotations
 

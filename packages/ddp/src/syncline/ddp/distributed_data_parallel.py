@@ -445,12 +445,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
         """From now on average over the ranks of another group, in which ranks may be missing or new.
 
-        A collective of this group.
+        Every rank of the new group must call this.
 
-        Parameters and buffers are compared, and stay unchanged: first give a new rank the state of the others. The hook stays.
-            If the
-        hook's state holds the old group, register it again. The next backward counts as the first one: afterwards buckets are
-        rebuilt, and a static graph is learnt anew.
+        Parameters and buffers are compared, and stay unchanged: first give a new rank the state of the others. The
+        hook stays. If its state holds the old group, register the hook again. The next backward counts as the first one:
+        afterwards buckets are rebuilt, and a static graph is learnt anew.
 
         Args:
             process_group: as at construction.

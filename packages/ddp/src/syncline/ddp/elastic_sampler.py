@@ -33,7 +33,7 @@ class ElasticSampler(Sampler[list[int]]):
     Args:
         samples: the number of samples in the data set.
         batch_size: the largest number of samples that all ranks take together in one step.
-        shuffle: a new order in each epoch, the same on all ranks; False keeps that of the data set.
+        shuffle: a new order in each epoch, the same on all ranks; False keeps the order of the data set.
         seed: for the orders.
         drop_last: leave out samples that do not fill a batch of `batch_size`.
 
@@ -80,8 +80,8 @@ class ElasticSampler(Sampler[list[int]]):
     def weight(self) -> float:
         """Multiply the mean loss of this rank's share of the present batch by this weight.
 
-        All ranks' gradients have the same weight in the average. If shares differ by a sample, this weight makes the average
-        that of the whole batch. If shares are equal, it is 1.
+        All ranks' gradients have the same weight in the average. If shares differ by a sample, this weight makes the result
+        the average over the whole batch. If shares are equal, the weight is 1.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)

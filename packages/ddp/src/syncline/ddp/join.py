@@ -176,7 +176,7 @@ class Join:
             joinable._join = None
 
     def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
-        """Find out which ranks have inputs. A collective of all ranks, with or without inputs."""
+        """Find out which ranks have inputs. Every rank calls this, with or without inputs."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)
         self._group.all_reduce(roll, ReduceOp.MAX)

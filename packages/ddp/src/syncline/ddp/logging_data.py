@@ -80,7 +80,7 @@ def describe_error(reducer: Reducer) -> LoggingData:
 
 
 def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
-    """A communication hook's name, for a closure with that of the function around it; empty without a hook."""
+    """A communication hook's name; a closure's name includes the function around it. Empty without a hook."""
     if builtin is not None:
         return {"comm_hook": str(builtin)}
     return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers: lists of them, checks of them, and how all ranks get those of one rank."""
+"""A module's parameters and buffers: lists, checks, and how all ranks get the values of one rank."""
 
 from __future__ import annotations
 

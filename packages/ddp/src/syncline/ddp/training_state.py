@@ -1,4 +1,4 @@
-"""The state that ranks exchange when a group changes: that of the training, and that of a communication hook."""
+"""The state that ranks exchange when a group changes: the training's state, and a communication hook's."""
 
 from __future__ import annotations
 

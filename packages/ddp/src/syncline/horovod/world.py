@@ -108,7 +108,7 @@ def shutdown() -> None:
 
 
 def replace_world(group: ProcessGroup) -> None:
-    """From now on use the ranks of another group. A collective of this group.
+    """From now on use the ranks of another group. Every rank of the new group calls this.
 
     All process sets are removed, because their ranks have other numbers. (`elastic` calls this after a loss.)
     """

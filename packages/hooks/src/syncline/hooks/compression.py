@@ -135,7 +135,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
 
 def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The message, and the gradients it stands for: those that have at least one element."""
+    """The message, and the gradients that it stands for. Gradients without elements are left out."""
     named = zip(state.names.of(bucket), bucket.gradients(), strict=True)
     names, gradients = zip(*[(name, gradient) for name, gradient in named if gradient.numel() > 0], strict=True)
     if not state.use_error_feedback:

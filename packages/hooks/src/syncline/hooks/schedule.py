@@ -131,7 +131,7 @@ def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
     Returns:
         The future of the phase's hook.
 
-    Cost: that of the phase's hook.
+    Cost: the cost of the phase's hook.
 
     Raises:
         MisuseError: the state is not a ScheduleState.

@@ -1,4 +1,4 @@
-"""Seeds that are the same on all ranks: those of numpy's RandomState, without numpy."""
+"""Seeds that are the same on all ranks: the numbers of numpy's RandomState, without numpy."""
 
 from __future__ import annotations
 

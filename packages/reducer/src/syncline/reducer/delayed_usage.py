@@ -47,7 +47,7 @@ class DelayedUsage(UsageModel):
         self._usage.shadow_backward()
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """A delayed gradient is final when that of `until` has come.
+        """A delayed gradient is final when the gradient of `until` has come.
 
         `Readiness` refuses a delayed gradient that comes later.
         """

@@ -60,7 +60,7 @@ class GradientAliasing:
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Move gradients into the bucket's memory, where the reduced values are, except those at `untouched` positions.
+        """Move gradients, except at `untouched` positions, into the bucket's memory, which holds the reduced values.
 
         Returns:
             The positions of the gradients that lie in the bucket now, so that nothing must be copied to them.

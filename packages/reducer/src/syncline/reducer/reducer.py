@@ -106,7 +106,7 @@ class Reducer(Inherited):
         static_graph: every backward is like the first one. A parameter may be used several times in it, from re-entrant
             checkpoints too, or never. See `StaticUsage`. It has precedence over `find_unused_parameters`, as in torch.
 
-        delayed: names of parameters that get any number of gradients, or none, until that of `delayed_until` arrives or
+        delayed: names of parameters that get any number of gradients, or none, until the gradient of `delayed_until` arrives or
             backward ends; they are reduced last.
         delayed_until: the name of one parameter; None waits for the end of backward.
 

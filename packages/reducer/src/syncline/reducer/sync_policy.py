@@ -4,21 +4,25 @@ from __future__ import annotations
 
 
 class GradSyncPolicy:
-    """What the forwards so far say about the next backward.
+    """Decides from the forwards so far whether the next backward is reduced.
 
     Note [Which backward is reduced]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    The policy does not know which forward a backward belongs to. The first backward after a forward outside of `no_sync` is
-    reduced, wherever it runs. So after a forward outside and one inside, the backward that comes first is reduced, with all
-    accumulated gradients. A backward without a forward (a second one through one graph, one of the bare module) is reduced,
-    too, unless the latest forward was within `no_sync`, or the backward itself is. Every other backward adds to this rank's
-    gradients, until a later one is reduced.
+    The policy does not know which forward a backward belongs to. It follows these rules, wherever a backward runs:
 
-    Ranks pair their reduced backwards by count. If one rank alone runs a backward of the bare module, all its later ones pair
-    with the wrong ones of the other ranks. So the ranks compare, with the first bucket, the forward of a backward, and the
-    number of this backward since the forward (`mark`). A forward is counted when its backward is reduced. So a forward without
-    a backward, or several before one, are no mistake, and may happen on some ranks only. One case stays unnoticed: stray
-    backwards in a loop that never calls the wrapper's forward. There nothing distinguishes one backward from another.
+    * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A later forward inside
+      `no_sync` does not change this.
+    * A backward may have no forward: a second one through one graph, or one of the bare module. Such a backward is reduced,
+      too. Two exceptions: the latest forward was within `no_sync`, or the backward itself runs within `no_sync`.
+    * Every other backward adds to this rank's gradients, until a later backward is reduced.
+
+    Ranks pair their reduced backwards by count. If only one rank runs a backward of the bare module, each later backward of
+    this rank meets the wrong backward of the other ranks. So with the first bucket the ranks compare a text (`mark`). It holds
+    the number of the backward's forward, and the number of the backward since this forward.
+
+    A forward is counted when its backward is reduced. So a rank may run a forward without a backward, or several forwards
+    before one backward, even if other ranks do not. One case stays unnoticed: stray backwards in a loop that never calls the
+    wrapper's forward. In this loop nothing distinguishes one backward from another.
 
     Attributes:
         is_due: whether the next backward is reduced.

@@ -126,9 +126,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many users the memory of a tensor has: storage objects in Python, and tensors, arrays and others in all.
+    """The number of Python references to a tensor's storage, and of all its users: tensors, arrays and others.
 
-    The numbers have a meaning only in comparison: with those of a tensor whose users are known.
+    Neither number means anything alone. Compare both with the numbers of a tensor whose users are known.
     """
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)

@@ -66,7 +66,7 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
         options: names, as in the caller's signature, and values: numbers, strings, None, or sequences of these.
         group: the ranks.
 
-    Cost: that of `verify_same_parameters`.
+    Cost: the cost of `verify_same_parameters`.
 
     Raises:
         DisagreementError: on every rank; names the options that differ, and the values on both ranks. Or it says why a rank has

@@ -13,7 +13,7 @@ _MOST_BYTES = 1024
 
 
 def verify_request(group: ProcessGroup, request: str) -> None:
-    """Compare the requests of the ranks of a group. A collective of the group.
+    """Compare the requests of the ranks of a group. Every rank of the group calls this.
 
     Cost: an all_reduce of 16 bytes. Only if the requests differ, also two all-gathers of the first 1024 bytes of each. (A
     request may name all ranks. Without a limit, the gathered bytes would grow with the square of the number of ranks.)

@@ -1,1 +1,1 @@
-"""Groups that outlive some of their ranks: who is left is agreed, in a store or by a library, then those connect anew."""
+"""Groups that outlive some of their ranks. The other ranks agree on who is left, and connect anew."""

@@ -88,7 +88,7 @@ class StoreReconnector(Reconnector):
         return self._meet_again(silence_timeout_s, lambda: self.newcomers()[:limit])
 
     def _meet_again(self, silence_timeout_s: float, newcomers: Newcomers) -> Transport:
-        """Vote and connect, until it succeeds. Each round leaves out members that have died.
+        """Vote and connect in rounds, until the members are connected. Each round leaves out members that have died.
 
         A round takes `silence_timeout_s + CONNECT_S` at most.
         """

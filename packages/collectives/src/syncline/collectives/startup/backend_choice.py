@@ -40,7 +40,7 @@ def choose_backend(
         environ: the environment variables.
         launch: what the launcher says, or None.
         missing: maps a backend's name to what it lacks here, or to None.
-        scheme: that of the `init_method`; "mpi" is as good as the argument "mpi".
+        scheme: the scheme of the `init_method`; "mpi" means the same as the argument "mpi".
         rendezvous_given: whether the caller gave an `init_method` or a world size.
         settings: the site's settings.
 

@@ -83,7 +83,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Compare this rank's size and version with those of the first rank that came. If they differ, tell all ranks."""
+    """Compare this rank's size and version with the first rank's: the rank that came first. If they differ, tell all ranks."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:

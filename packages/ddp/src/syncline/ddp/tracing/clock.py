@@ -49,7 +49,7 @@ def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
 
 
 def measure_offset(group: ProcessGroup) -> ClockOffset:
-    """This rank's offset. A collective of the group.
+    """This rank's offset. Every rank of the group calls this.
 
     Rank 0 measures one rank after the other: `ROUNDS` round trips of 24 bytes with each rank, then one message with the result.
     """

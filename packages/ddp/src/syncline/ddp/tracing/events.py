@@ -83,7 +83,7 @@ class StepEvent:
         number: counted from 1.
         layout: the number of the rank's layout of buckets in this step.
         buckets: in the order of their start.
-        optimizers, calls: from the start of the step's forward to that of the next step.
+        optimizers, calls: from the start of the step's forward to the start of the next step's forward.
     """
 
     number: int

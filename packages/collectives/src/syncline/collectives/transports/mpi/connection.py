@@ -72,7 +72,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Connect the ranks of a communicator. `members` are their ranks in the job. A collective of the communicator."""
+    """Connect the ranks of a communicator, all of which call this. `members` are their ranks in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -91,7 +91,7 @@ def _transport(
 
 
 def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
-    """Whether MPI takes CUDA memory on every rank. A collective of the communicator."""
+    """Whether MPI takes CUDA memory on every rank. Every rank of the communicator calls this."""
     is_aware = device is not None and _cuda_awareness().is_aware
     return bool(communicator.allreduce(is_aware, MPI.LAND))
 

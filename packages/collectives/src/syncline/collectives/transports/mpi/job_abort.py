@@ -137,7 +137,7 @@ class ExitBarrier(Inherited):
 
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
-        """The barrier of a communicator with these ranks in this order, made at the first call. A collective of the ranks."""
+        """The barrier of the job's ranks in the job's order, made at the first call. Every rank of the job calls this."""
         same = (MPI.IDENT, MPI.CONGRUENT)
         for made in _made:
             if not made._has_met and MPI.Comm.Compare(job, made._communicator) in same:

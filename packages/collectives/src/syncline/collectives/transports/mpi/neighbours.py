@@ -42,7 +42,7 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
-    """Connect this rank with its neighbours, and return them. A collective of all ranks of the communicator.
+    """Connect this rank with its neighbours, and return them. Every rank of the communicator calls this.
 
     Cost: one empty message to each neighbour.
     """

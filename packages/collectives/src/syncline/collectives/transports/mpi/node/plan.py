@@ -247,7 +247,7 @@ class NodeMemory:
         return self._has_windows
 
     def allocate_segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make a segment with a part for each rank of a node; None on all ranks if this fails. A collective of the group."""
+        """Make a segment with a part for each rank of a node; None on all ranks if this fails. All ranks call this."""
         try:
             with mpi_errors():
                 run = lambda start: self._messages.run(call, start)  # noqa: E731

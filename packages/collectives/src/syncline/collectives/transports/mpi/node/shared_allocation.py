@@ -27,7 +27,7 @@ class SharedMemoryError(Exception):
 
 
 def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int, run: Run) -> Segment:
-    """Make memory with a part for each rank of a node. A collective of the group.
+    """Make memory with a part for each rank of a node. Every rank of the group calls this.
 
     Args:
         hierarchy: the group's hierarchy.
@@ -163,7 +163,7 @@ def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
 
 
 def probe_shared_memory() -> str:
-    """Test shared memory: each rank reads what the other ranks of its node wrote. A collective of the job.
+    """Test shared memory: each rank reads what the other ranks of its node wrote. Every rank of the job calls this.
 
     Returns:
         The result in words, the same on all ranks. It begins with "yes" or "no", or with "nothing" if every rank is alone.
