@@ -177,7 +177,7 @@ EXPECTED = "files rank-*.json (what ranks wrote when something failed), there or
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the option that shows stacks."""
     parser.add_argument(
-        "--stacks", type=int, metavar="RANK", help="also show the stacks of this rank's threads, as a failure found them"
+        "--stacks", type=int, metavar="RANK", help="also show where the threads of this rank were when it wrote its report"
     )
 
 

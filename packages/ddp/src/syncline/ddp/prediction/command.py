@@ -32,11 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         required=True,
         metavar="BENCH.json|latency_us=..,bandwidth_gbps=..",
-        help="the network between nodes: a file of `syncline bench --json` with one rank on each, or microseconds and Gbit/s",
+        help="the network between nodes: a file of `syncline bench --json` with one rank on each node, or the two numbers",
     )
-    parser.add_argument("--backend", help="which backend of BENCH.json (default: the first backend that is not a baseline)")
     parser.add_argument(
-        "--ranks", default="2..1024", metavar="FROM..TO", help="the powers of two from FROM to TO, or a list such as 2,6,12"
+        "--backend", help="the backend in BENCH.json to use (default: the first backend that is not a baseline)"
+    )
+    parser.add_argument(
+        "--ranks",
+        default="2..1024",
+        metavar="FROM..TO",
+        help="numbers of ranks: FROM, TO and the powers of two between, or a list such as 2,6,12",
     )
     parser.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks on each node")
     parser.add_argument(
@@ -46,14 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ring-bytes",
         type=int,
         default=AlgorithmThresholds.ring_bytes,
-        help="from this size on (bytes for each node) nodes reduce in a ring; 0: always, as Gloo and NCCL mostly do",
+        help="nodes reduce in a ring if the tensor has at least this many bytes for each node; 0: always, as Gloo and NCCL "
+        "mostly do",
     )
     parser.add_argument(
         "--speed",
         action="append",
         default=[],
         metavar="HOOK=GB_PER_S",
-        help="how fast a hook (bf16, powersgd-4) compresses, in 10**9 bytes of gradients a second (default: measured here)",
+        help="speed of a hook (bf16, powersgd-4) in 10**9 bytes of gradients a second (default: measured on this machine)",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots (needs the extra [report])")
 

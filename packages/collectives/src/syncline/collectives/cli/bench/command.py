@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(KINDS),
         metavar="NAME",
         default=["all_reduce"],
-        help=f"what to measure, of {', '.join(sorted(KINDS))}",
+        help=f"collectives to measure: {', '.join(sorted(KINDS))}",
     )
     parser.add_argument(
         "--sizes",
@@ -54,15 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of the collective's larger side (default: from 4 to 64M, and 25M, the size of a bucket of DDP)",
     )
     parser.add_argument("--factor", type=int, default=4, help="ratio between two successive sizes")
-    parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["float32"], help="such as float32 bfloat16")
+    parser.add_argument(
+        "--dtypes", nargs="+", metavar="NAME", default=["float32"], help="dtypes to measure, such as float32 bfloat16"
+    )
     parser.add_argument(
         "--backends",
         nargs="+",
         metavar="NAME",
-        help="backends, baselines and limits. mpi-in-window is mpi on memory that the group allocates; raw-mpi is mpi4py's "
-        "blocking calls; torch-gloo is torch's own group; floor is what the memory allows. Ratios are to the first",
+        help="backends to compare, and baselines. mpi-in-window is mpi on memory that the group allocates; raw-mpi is mpi4py's "
+        "blocking calls; torch-gloo is torch's own group; floor is the limit of the memory's bandwidth. Ratios compare each "
+        "backend with the first one",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors lie (default: cpu)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
     parser.add_argument("--seconds", type=_seconds, default=0.3, help="seconds for each size on each backend")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this file (needs the extra [bench])")

@@ -31,7 +31,7 @@ td:first-child, th:first-child {{ text-align: left; }}</style>
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the folder, the file of the page, and the options of the readers."""
     parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE or an error names")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that needs no other file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page, complete in one file")
     for reader in load_readers():
         reader.add_arguments(parser)
 

@@ -30,9 +30,9 @@ from .ranks import Job
 logger = logging.getLogger("syncline.collectives")
 
 BACKENDS = {
-    "auto": "gloo and mpi are ours where MPI is there, nccl is torch's",
-    "mpi": "gloo, mpi and nccl are ours: CPU tensors go over MPI",
-    "keep": "what the script names; its ranks still meet without an open port",
+    "auto": "groups gloo and mpi are Syncline's if there is an MPI; nccl is torch's",
+    "mpi": "groups gloo, mpi and nccl are Syncline's; CPU tensors go over MPI",
+    "keep": "groups are as the script names them; the ranks still meet without an open port",
 }
 DDP_ENTRY_POINTS = "syncline.ddp"
 # Private names of torch. If a later torch lacks one of them, the script runs with torch's own groups.
@@ -194,7 +194,7 @@ class Answers:
 
 
 def unknown_names(c10d: object, rendezvous: object) -> list[str]:
-    """Return those of the names to change that these modules of torch.distributed lack."""
+    """Return the names to change that these modules of torch.distributed lack."""
     asked = [(c10d, name) for name in _OF_C10D] + [(rendezvous, name) for name in _OF_RENDEZVOUS]
     return [name for module, name in asked if not hasattr(module, name)]
 

@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=_seconds, metavar="S", help="time limit of a collective in seconds, if the script gives none")
     add("--trace", metavar="FOLDER", help="trace the steps of Syncline's DistributedDataParallel into this folder")
     add("--report-dir", metavar="FOLDER", help="where the ranks write reports when something fails")
-    add("--tag-output", action="store_true", help="put the rank before each line")
-    add("--quiet-others", action="store_true", help="show the standard output of rank 0 only")
-    add("script", help="a file, or with -m a module")
+    add("--tag-output", action="store_true", help="print the rank before each line of output")
+    add("--quiet-others", action="store_true", help="show only the standard output of rank 0")
+    add("script", help="the file to run; with -m, the module to run")
     add(
         "arguments",
         nargs=argparse.REMAINDER,
