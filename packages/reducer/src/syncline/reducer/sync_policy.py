@@ -10,8 +10,8 @@ class GradSyncPolicy:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The policy does not know which forward a backward belongs to. It follows these rules, wherever a backward runs:
 
-    * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A later forward inside
-      `no_sync` does not change this.
+    * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A later forward
+      inside `no_sync` does not change this.
     * A backward may have no forward: a second one through one graph, or one of the bare module. Such a backward is reduced,
       too. Two exceptions: the latest forward was within `no_sync`, or the backward itself runs within `no_sync`.
     * Every other backward adds to this rank's gradients, until a later backward is reduced.

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         required=True,
         metavar="BENCH.json|latency_us=..,bandwidth_gbps=..",
-        help="the network between nodes: a file of `syncline bench --json` with one rank on each node, or the two numbers",
+        help="the network between nodes: a file of `syncline bench --json` with one rank on each node, or "
+        "microseconds and Gbit/s",
     )
     parser.add_argument(
         "--backend", help="the backend in BENCH.json to use (default: the first backend that is not a baseline)"

@@ -30,9 +30,9 @@ from .ranks import Job
 logger = logging.getLogger("syncline.collectives")
 
 BACKENDS = {
-    "auto": "groups gloo and mpi are Syncline's if there is an MPI; nccl is torch's",
-    "mpi": "groups gloo, mpi and nccl are Syncline's; CPU tensors go over MPI",
-    "keep": "groups are as the script names them; the ranks still meet without an open port",
+    "auto": "groups gloo and mpi are Syncline's if there is an MPI, nccl is torch's",
+    "mpi": "groups gloo, mpi and nccl are Syncline's, CPU tensors go over MPI",
+    "keep": "groups are as the script names them, the ranks still meet without an open port",
 }
 DDP_ENTRY_POINTS = "syncline.ddp"
 # Private names of torch. If a later torch lacks one of them, the script runs with torch's own groups.
