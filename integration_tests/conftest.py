@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import pytest
 
 from syncline.collectives.startup.launch import detect_launch
 from test_support.fixtures import preloaded, preloaded_python, pytest_collection_finish, python
-from test_support.jobs import Finished, finished, ranks_logs
+from test_support.jobs import Finished, finished, mpiexec_of_tests, ranks_logs, skip_without_mpiexec
 from test_support.preloaded import OPTIMIZERS
 
 PLUGIN = "syncline.collectives.testing.pytest_plugin"
@@ -53,9 +52,8 @@ def run_job(tmp_path: Path, preloaded: list[str]) -> RunJob:
     """
     if detect_launch(os.environ) is not None:
         pytest.skip("starts jobs itself: run it without mpirun")
-    mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
-    if not Path(mpiexec[0]).exists():
-        pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
+    mpiexec = mpiexec_of_tests()
+    skip_without_mpiexec(mpiexec)
 
     def run(
         ranks: int | None, script: str, *arguments: str, timeout_s: float = 60.0, plain: bool = False, **variables: str

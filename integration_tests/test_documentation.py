@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from mktestdocs import check_md_file
+
+from test_support.jobs import mpiexec_of_tests, run_within, skip_without_mpiexec
 
 ROOT = Path(__file__).parent.parent
 READMES = sorted((ROOT / "packages").glob("*/README.md"))
@@ -45,10 +44,8 @@ def test_most_pages_have_examples() -> None:
 @pytest.fixture(scope="module")
 def printed_by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The output of two jobs that run all programs one after the other, so that a rank loads torch only once."""
-    bin_folder = Path(sys.executable).parent
-    mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(bin_folder / "mpiexec")))
-    if not Path(mpiexec[0]).exists():
-        pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
+    mpiexec = mpiexec_of_tests()
+    skip_without_mpiexec(mpiexec)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     folder = tmp_path_factory.mktemp("programs")
     return "\n".join(
@@ -66,22 +63,8 @@ def those(pages: Iterable[Path], *, under_torchrun: bool) -> list[Path]:
 
 def output_of(command: list[str], folder: Path) -> str:
     """The output of a job. If the programs of a page fail or hang, the page is missing in it."""
-    variables = {"OMP_NUM_THREADS": "1", "SYNCLINE_TIMEOUT_S": "30"}
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        return f"{(error.stdout or b'').decode(errors='replace')}\nthe job did not end within {LIMIT_S:g} s"
-    return done.stdout
+    job, is_late = run_within(command, folder, LIMIT_S, {"OMP_NUM_THREADS": "1", "SYNCLINE_TIMEOUT_S": "30"})
+    return f"{job.output}\nthe job did not end within {LIMIT_S:g} s" if is_late else job.output
 
 
 @pytest.mark.parametrize("page", ON_TWO_RANKS, ids=lambda path: f"{path.parent.name}/{path.name}")

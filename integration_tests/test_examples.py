@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -17,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from test_support.full_run import FULL, cases
+from test_support.fixtures import is_installed, python_that_has_loaded
+from test_support.full_run import cases
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
 # The first test waits until everything that the scripts load was loaded once.
@@ -62,10 +62,6 @@ CASES = {
 IN_FULL = "small_gpt, bf16"
 
 
-def is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
-
-
 def skip_without_what_it_needs(script: str) -> None:
     for package in NEEDS.get(script, ()):
         if not is_installed(package):
@@ -75,10 +71,7 @@ def skip_without_what_it_needs(script: str) -> None:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython | None]:
     """A Python that has loaded the scripts' modules; None in a full run, and if it cannot be started."""
-    if FULL or not hasattr(os, "pidfd_open"):
-        yield None
-        return
-    with PreloadedPython(tmp_path_factory.mktemp("loaded"), (*OPTIMIZERS, *filter(is_installed, LOADED))) as server:
+    with python_that_has_loaded((*OPTIMIZERS, *filter(is_installed, LOADED)), tmp_path_factory) as server:
         yield server
 
 

@@ -5,7 +5,6 @@ The page "Moving from torchrun" lists the results; each of its cells is checked 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -19,7 +18,8 @@ import torch
 
 from commands import ToolError
 from mpi_runtimes import find
-from test_support.full_run import FULL, cases
+from test_support.fixtures import is_installed, python_that_has_loaded
+from test_support.full_run import cases
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
 # The first test waits until everything that the programs load was loaded once.
@@ -58,18 +58,10 @@ LIMIT_S = 100.0
 PATIENCE_S = 5.0
 
 
-def is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
-
-
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedPython | None]:
     """A Python that has loaded the programs' modules; None in a full run, and if it cannot be started."""
-    if FULL or not hasattr(os, "pidfd_open"):
-        yield None
-        return
-    modules = (*OPTIMIZERS, *filter(is_installed, NEEDS.values()))
-    with PreloadedPython(tmp_path_factory.mktemp("loaded"), modules) as server:
+    with python_that_has_loaded((*OPTIMIZERS, *filter(is_installed, NEEDS.values())), tmp_path_factory) as server:
         yield server
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from test_support.fixtures import is_installed
 from test_support.full_run import cases
 
 pytestmark = pytest.mark.launch
@@ -26,7 +26,7 @@ PROGRAMS = {
 
 
 def skip_without(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         pytest.skip(f"{package} is not installed; tools/requirements.txt lists it")
 
 

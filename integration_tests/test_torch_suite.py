@@ -8,7 +8,6 @@ SYNCLINE_TEST_RANKS is the number of ranks (2), SYNCLINE_TEST_MPIEXEC the mpiexe
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from expectations import NOT_PASSING, chosen_for
 from variants import PLAYED, VARIANTS
 
 from test_support.full_run import FULL
+from test_support.jobs import mpiexec_of_tests, skip_without_mpiexec
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(900)]  # many tests in one job
 
@@ -44,9 +44,9 @@ def surprises(outcomes: dict[str, Outcome], expected: dict[str, str]) -> list[st
 def test_as_the_table_says(variant: str, tmp_path: Path, preloaded: list[str]) -> None:
     if variant.endswith(PLAYED) and not PLAYS_GPUS:
         pytest.skip("takes minutes: dev.py torch-suite")
-    mpiexec = shlex.split(os.environ.get("SYNCLINE_TEST_MPIEXEC", str(Path(sys.executable).parent / "mpiexec")))
-    if VARIANTS[variant].needs_mpi and not Path(mpiexec[0]).exists():
-        pytest.skip(f"there is no {mpiexec[0]}; install the extra [mpich], or set SYNCLINE_TEST_MPIEXEC")
+    mpiexec = mpiexec_of_tests()
+    if VARIANTS[variant].needs_mpi:
+        skip_without_mpiexec(mpiexec)
     tests = chosen_for(variant, everything=FULL)
     outcomes = run_tests(variant, tests, RANKS, tmp_path, mpiexec, python=preloaded)
     if RANKS != 2:  # with more ranks torch skips some

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -35,11 +37,25 @@ def preloaded_python(
     tmp_path_factory: pytest.TempPathFactory, preloaded_modules: Sequence[str]
 ) -> Iterator[PreloadedPython | None]:
     """A Python that has loaded torch; None in a full run, and if it cannot be started."""
+    with python_that_has_loaded(preloaded_modules, tmp_path_factory) as server:
+        yield server
+
+
+@contextmanager
+def python_that_has_loaded(
+    modules: Iterable[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PreloadedPython | None]:
+    """A Python that has loaded torch and these modules; None in a full run, and if it cannot be started."""
     if FULL or not hasattr(os, "pidfd_open"):
         yield None
         return
-    with PreloadedPython(tmp_path_factory.mktemp("preloaded"), preloaded_modules) as server:
+    with PreloadedPython(tmp_path_factory.mktemp("preloaded"), tuple(modules)) as server:
         yield server
+
+
+def is_installed(module: str) -> bool:
+    """Whether the package of a module is installed."""
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 @pytest.fixture(scope="session")
