@@ -66,14 +66,18 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
 )
 
 
+def _distributed() -> Any:
+    """The module behind torch.distributed. Whoever has a group has loaded it; without `torch.distributed` it is not there."""
+    return sys.modules["torch.distributed.distributed_c10d"]
+
+
 def group_named(name: str) -> object:
     """The group of torch.distributed that torch's operators find by this name.
 
     Raises:
         RuntimeError: torch knows no group of this name.
     """
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
-    return module._resolve_process_group(name)
+    return _distributed()._resolve_process_group(name)
 
 
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
@@ -87,8 +91,7 @@ def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> No
 
 def set_group_store(group: object, name: str, store: object) -> None:
     """Tell torch which backend and which store belong to a group, as torch itself does for the groups that it makes."""
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
-    module._world.pg_map[group] = (name, store)
+    _distributed()._world.pg_map[group] = (name, store)
 
 
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
@@ -96,7 +99,7 @@ def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
 
     A second call does nothing, nor does a call with a torch that lacks the private function.
     """
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    module = _distributed()
     theirs = getattr(module, "_shutdown_backend", None)
     if theirs is None or theirs.__module__ == __name__:
         return
@@ -110,8 +113,7 @@ def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
 
 def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
     """The options of torch's Gloo group."""
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
-    options = module.ProcessGroupGloo._Options()
+    options = _distributed().ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = list(devices)
     return options
@@ -119,8 +121,7 @@ def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
 
 def registered_creator(name: str) -> Callable[..., Any] | None:
     """The function that makes groups of a backend registered with torch.distributed; None if the name is not registered."""
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
-    plugin = module.Backend._plugins.get(name.upper())
+    plugin = _distributed().Backend._plugins.get(name.upper())
     return None if plugin is None else plugin.creator_fn
 
 

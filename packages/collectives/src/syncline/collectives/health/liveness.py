@@ -124,7 +124,12 @@ class Run:
 
     def who(self) -> str:
         """This rank with host and process id, for messages."""
-        return f"rank {self.rank} of {self.size} (host {socket.gethostname()}, pid {self.pid})"
+        return rank_here(self.rank, self.size, self.pid)
+
+
+def rank_here(rank: int, size: int, pid: int) -> str:
+    """A rank on this host, for messages that it prints itself: "rank 1 of 4 (host node7, pid 4242)"."""
+    return f"rank {rank} of {size} (host {socket.gethostname()}, pid {pid})"
 
 
 _run: Run | None = None

@@ -108,21 +108,16 @@ class _OncePerNode:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         run = current_run()
-        is_ours = self._previous is sys.__excepthook__
-        if run is not None:
-            if is_ours:
-                sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
-            else:
-                self._previous(kind, error, trace)
-            return
-        words = "".join(traceback.format_exception_only(kind, error))
-        asks = self._has_siblings and not self._is_connected()
-        if asks and not is_first(f"{os.getppid()} {crc32(words.encode()):08x}", started_s()):
-            return
-        if is_ours:
+        if run is None and self._has_siblings and not self._is_connected():
+            words = "".join(traceback.format_exception_only(kind, error))
+            if not is_first(f"{os.getppid()} {crc32(words.encode()):08x}", started_s()):
+                return
+        if self._previous is not sys.__excepthook__:
+            self._previous(kind, error, trace)
+        elif run is None:
             sys.stderr.write(in_text(error, trace))
         else:
-            self._previous(kind, error, trace)
+            sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
 
 
 @dataclass(frozen=True)

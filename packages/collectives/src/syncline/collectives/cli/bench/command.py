@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from ...api.placement import placement_of
 from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
 from ...reduce_op import BOOL, DTYPES_OF, ReduceOp
+from ..options import seconds
 from .kinds import CPU, KINDS
 from .measure import Case, measure
 from .plot import require_matplotlib, save_plot
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "backend with the first one",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
-    parser.add_argument("--seconds", type=_seconds, default=0.3, help="seconds for each size on each backend")
+    parser.add_argument("--seconds", type=seconds, default=0.3, help="seconds for each size on each backend")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this file (needs the extra [bench])")
 
@@ -106,16 +106,6 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
             subject.close()
         destroy_process_group()
     return 0
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, found {text!r}")
-    return found
 
 
 def _say_progress(case: Case, number: int, of: int) -> None:

@@ -13,6 +13,7 @@ from zlib import crc32
 from ...errors import InvalidArgumentError, LaunchError, SynclineError
 from ...startup.launch import process_manager, take_launch
 from ...startup.uncaught_errors import is_first, started_s
+from ..options import seconds
 from .answers import BACKENDS, DDP_ENTRY_POINTS, Answers
 from .ending import Ending
 from .ranks import Job, core_quota, find_job, set_variables, threads_for
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="torch|syncline",
         help="which DistributedDataParallel the script gets (default: torch)",
     )
-    add("--timeout", type=_seconds, metavar="S", help="time limit of a collective in seconds, if the script gives none")
+    add("--timeout", type=seconds, metavar="S", help="time limit of a collective in seconds, if the script gives none")
     add("--trace", metavar="FOLDER", help="trace the steps of Syncline's DistributedDataParallel into this folder")
     add("--report-dir", metavar="FOLDER", help="where the ranks write reports when something fails")
     add("--tag-output", action="store_true", help="print the rank before each line of output")
@@ -207,13 +208,3 @@ def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {text!r}")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, found {text!r}")
-    return found

@@ -16,6 +16,7 @@ from zlib import crc32
 from ...engine.cancel_scope import CancelScope
 from ...errors import LaunchError, SynclineError
 from ...health.connecting import Connecting
+from ...health.liveness import rank_here
 from ...startup.addresses import (
     LOOPBACK,
     Doors,
@@ -118,7 +119,7 @@ class Job:
 
     def who(self) -> str:
         """Describe this process in words."""
-        return f"[syncline] rank {self.rank} of {self.size} (host {socket.gethostname()}, pid {self.pid})"
+        return f"[syncline] {rank_here(self.rank, self.size, self.pid)}"
 
 
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:

@@ -31,7 +31,6 @@ import gc
 import io
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -47,7 +46,7 @@ from ...errors import RankLostError, SynclineError
 from ...forks import Inherited, generation, tell_in_forks
 from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
-from ...health.liveness import Liveness, own_identity
+from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
 from ...startup.uncaught_errors import are_handled_elsewhere, last_words
 from .fault_tolerance import failed_ranks, is_fault_tolerant
@@ -243,7 +242,7 @@ def _abort(status: int) -> None:
 
 def _who() -> str:
     world = MPI.COMM_WORLD
-    return f"[syncline] rank {world.Get_rank()} of {world.Get_size()} (host {socket.gethostname()}, pid {os.getpid()})"
+    return f"[syncline] {rank_here(world.Get_rank(), world.Get_size(), os.getpid())}"
 
 
 def _say(text: str) -> None:

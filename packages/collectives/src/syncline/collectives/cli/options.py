@@ -1,0 +1,21 @@
+"""Types of the commands' options, for argparse. Loads no torch, because `syncline run` must not."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def seconds(text: str) -> float:
+    """A finite number of seconds above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no such number.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, found {text!r}")
+    return found
