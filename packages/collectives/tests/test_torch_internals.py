@@ -141,6 +141,23 @@ def test_without_foreach_copy_each_tensor_is_copied(monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, sources, destinations))
 
 
+def test_copies_of_unusual_types_are_not_left_to_foreach_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA it refuses them."""
+
+    def as_on_cuda(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if any(tensor.dtype == torch.uint16 for tensor in destinations):
+            raise NotImplementedError("\"foreach_tensor_copy\" not implemented for 'UInt16'")
+        for destination, source in zip(destinations, sources, strict=True):
+            destination.copy_(source)
+
+    monkeypatch.setattr(torch_internals, "_foreach_copy", as_on_cuda)
+    for dtype in (torch.float32, torch.uint16):
+        sources = [torch.full((3,), 7, dtype=dtype), torch.full((2, 2), 9, dtype=dtype)]
+        destinations = [torch.zeros(3, dtype=dtype), torch.zeros(2, 2, dtype=dtype)]
+        copy_each(sources, destinations)
+        assert all(map(torch.equal, sources, destinations))
+
+
 class Received:
     """A receive of torch.distributed that is over, in a torch that does not say who sent."""
 

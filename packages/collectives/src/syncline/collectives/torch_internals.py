@@ -19,6 +19,7 @@ private to torch                    without it
 ``_disable_current_modes``          a tool's mode sees the internal operators of such a collective
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
+``_cuda_getCurrentRawStream``       a collective on CUDA tensors costs some microseconds more of the CPU's time
 works that only C++ holds           the group holds each work until it is waited for (torch 2.6)
 ``dist.Store.clone``                a clone of a store of torch's shares its connection (torch 2.6)
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
@@ -217,13 +218,30 @@ def _skip(function: Any) -> None:
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
+# On CUDA, torch's call for many copies refuses all other dtypes, such as uint16.
+_COPIED_TOGETHER = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
+
+
 def copy_each(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Copy each source to the destination with the same index, in one call of torch if it has such a call."""
-    if _foreach_copy is not None:
+    if _foreach_copy is not None and _COPIED_TOGETHER.issuperset(tensor.dtype for tensor in destinations):
         _foreach_copy(destinations, sources)
         return
     for source, destination in zip(sources, destinations, strict=True):
         destination.copy_(source)
+
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def handle_of_current_stream(device: torch.device) -> int:
+    """The handle (a `cudaStream_t`) of the calling thread's current stream on a CUDA device."""
+    if _raw_stream is None or device.index is None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(_raw_stream(device.index))
 
 
 def source_rank(torch_work: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch.autograd.graph import increment_version
@@ -16,6 +17,14 @@ def untracked() -> torch.inference_mode:
     belongs to a thread. A collective may run on another thread than the caller's.
     """
     return torch.inference_mode()
+
+
+def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which this tensor may be written, and new tensors may outlive it.
+
+    Prefer it to `untracked` for sparse tensors: CUDA's sparse operators fail in inference mode.
+    """
+    return untracked() if tensor.is_inference() else torch.no_grad()
 
 
 def mark_written(tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from ..errors import InvalidArgumentError
 from ..health.statements import Statements, different_calls
 from ..reduce_op import PremulSum, ReduceOp, Reduction, divide
 from ..work import FutureWork, TensorsFuture, Work, devices_of, fail_future, new_future
-from .layout import untracked
+from .layout import writing
 
 _SIGNATURE_BYTES = 512
 
@@ -66,7 +66,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         # Every rank sees the same digests, so either all ranks take this branch or none does.
         if len(set(digests)) > 1:
             raise different_calls(Statements.of(_gather_signatures(group, signature, tensor.device)))
-        with untracked():
+        with writing(tensor):
             tensor.copy_(_total(group, mine, list(counts), op))
 
     future = new_future([tensor])

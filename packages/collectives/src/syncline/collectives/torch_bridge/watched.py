@@ -32,7 +32,7 @@ from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
 from ..tensors import checks
 from ..tensors.checks import resolved
-from ..tensors.layout import untracked
+from ..tensors.layout import writing
 from ..torch_internals import group_named, is_traced, jit_trace, modes_switched_off
 from ..work import AnyFuture, FinishedWork, TensorsFuture, Work
 
@@ -188,5 +188,5 @@ class SeenWork(Work):
             for result, output in zip(results, self._outputs, strict=False):  # empty if another thread has copied
                 # This lets a tracer record the wait, and the operators release the work.
                 there = torch.ops._c10d_functional.wait_tensor(result).view(output.shape)
-                with untracked() if output.is_inference() else torch.no_grad():
+                with writing(output):
                     output.copy_(there)
