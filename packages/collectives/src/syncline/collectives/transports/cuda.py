@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from ..engine.device import DeviceRuntime, Event, Stream
+from ..torch_internals import handle_of_current_stream
 from ..work import TensorsFuture
 
 _HIGH_PRIORITY = -1
@@ -31,7 +32,7 @@ class CudaEvent(Event):
 
     @override
     def order_current_stream(self) -> None:
-        self._event.wait(torch.cuda.current_stream(self._device))
+        self._event.wait(_current_stream(self._device))
 
     def order(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for this event."""
@@ -40,6 +41,45 @@ class CudaEvent(Event):
     @override
     def is_over(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+# The current streams seen so far, by device and handle. A handle stands for one stream, whichever object torch makes for it.
+_seen: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    """As `torch.cuda.current_stream`, which needs several microseconds to make a new object."""
+    key = device, handle_of_current_stream(device)
+    stream = _seen.get(key)
+    if stream is None:
+        stream = _seen[key] = torch.cuda.current_stream(device)
+    return stream
+
+
+class _Current:
+    """As `torch.cuda.stream`, but cheaper where the stream is on the current device, as it is in nearly all programs."""
+
+    __slots__ = ("_before", "_stream", "_usual")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._before: torch.cuda.Stream | None = None
+        self._usual: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        device = self._stream.device
+        if torch.cuda.current_device() != device.index:
+            self._usual = torch.cuda.stream(self._stream)
+            self._usual.__enter__()
+            return
+        self._before = _current_stream(device)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._usual is not None:
+            self._usual.__exit__(*error)
+        elif self._before is not None:
+            torch.cuda.set_stream(self._before)
 
 
 class CudaStream(Stream):
@@ -61,7 +101,7 @@ class CudaStream(Stream):
 
     @override
     def current(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+        return _Current(self._stream)
 
     @override
     def record(self) -> CudaEvent:
@@ -103,11 +143,11 @@ class CudaRuntime(DeviceRuntime):
 
     @override
     def now(self, device: torch.device) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream(device))
+        return CudaEvent(_current_stream(device))
 
     @override
     def current_stream(self, device: torch.device) -> int:
-        return int(torch.cuda.current_stream(device).cuda_stream)
+        return handle_of_current_stream(device)
 
     @override
     def is_capturing(self) -> bool:

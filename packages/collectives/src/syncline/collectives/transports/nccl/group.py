@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from typing_extensions import override
@@ -22,7 +22,7 @@ from ...errors import DisagreementError, InvalidArgumentError, MisuseError, Sync
 from ...group import ProcessGroup
 from ...health.agreement import History
 from ...health.monitor import call_now_and_then
-from ...tensors.layout import untracked
+from ...tensors.layout import is_tracked, untracked
 from ...work import FinishedWork, PendingWork, Work
 from .communicator import version_in_words
 from .connections import Connections, Connector, StreamCommunicator
@@ -216,8 +216,11 @@ class NcclGroup(EngineGroup):
         if not captured:  # captured calls run only when the program replays the graph
             self._in_flight.watch(work.launch)
 
+        # As in `HostGroup`: most tensors need no context, and the question costs less.
+        tracked = any(is_tracked(issue.reads) or is_tracked(issue.writes) for issue in issues)
+
         def body() -> None:
-            with untracked():
+            with untracked() if tracked else nullcontext():
                 put(connected.communicator, issues)
 
         try:

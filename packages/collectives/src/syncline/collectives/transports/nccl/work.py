@@ -79,10 +79,9 @@ class StreamWork(Work):
         self._stream: Stream | None = None
         self._event: Event | None = None
         self._held: list[torch.Tensor] = []
-        self._issued = threading.Event()
-        self._failed = threading.Event()
+        self._changed = threading.Condition(threading.Lock())  # notified when the call is issued, and when it has failed
+        self._is_issued = False
         self._failure: Failure | None = None
-        self._lock = threading.Lock()
         self._future: TensorsFuture | None = None
         self._is_settled = False
 
@@ -105,13 +104,13 @@ class StreamWork(Work):
     def fail(self, failure: Failure) -> None:
         """Wake every waiter with an error. The first failure counts. Runs callbacks, as `settle` does."""
         self._failure = self._failure or failure
-        self._failed.set()
         self.settle()
 
     def settle(self) -> None:
         """Wake threads that wait for the issue, and complete the future if it was asked for. Callbacks run here."""
-        with self._lock:
-            self._issued.set()
+        with self._changed:
+            self._is_issued = True
+            self._changed.notify_all()
             future = self._due()
         if future is not None:
             self._complete(future)
@@ -123,10 +122,11 @@ class StreamWork(Work):
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
-        if not self._issued.is_set() and self._batch is not None and self._batch.is_here():
-            raise MisuseError(f"{describe()}: its batch is still open, so it would never come; wait after `coalescing`")
-        if not self._issued.wait(min(scope.remaining_s(), threading.TIMEOUT_MAX)):
-            raise self._not_in_time(scope)
+        if not self._is_issued:
+            if self._batch is not None and self._batch.is_here():
+                raise MisuseError(f"{describe()}: its batch is still open, so it would never come; wait after `coalescing`")
+            if not self._until(lambda: self._is_issued, scope.remaining_s()):
+                raise self._not_in_time(scope)
         self._raise_failure()
         capturing = self._runtime.is_capturing()
         blocks = self._blocks or timeout_s is not None
@@ -168,7 +168,7 @@ class StreamWork(Work):
         exceptions: for a transfer whose peer is not connected yet, and for a batch that is still open, the callback runs later,
         on the thread that issues the call.
         """
-        with self._lock:
+        with self._changed:
             if self._future is None:
                 self._future = self._runtime.future(self._device)
             asked, due = self._future, self._due()
@@ -179,9 +179,9 @@ class StreamWork(Work):
     def _due(self) -> TensorsFuture | None:
         """The future, if the caller must complete it now: it was asked for, the call is issued, and no other thread does it.
 
-        The caller holds the lock.
+        The caller holds `_changed`.
         """
-        if self._future is None or self._is_settled or not self._issued.is_set():
+        if self._future is None or self._is_settled or not self._is_issued:
             return None
         self._is_settled = True
         return self._future
@@ -210,9 +210,14 @@ class StreamWork(Work):
             if scope.is_over():
                 self._raise_failure()
                 raise self._not_in_time(scope)
-            self._failed.wait(min(pause_s, scope.remaining_s()))
+            self._until(lambda: self._failure is not None, min(pause_s, scope.remaining_s()))
             self._raise_failure()
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until `is_so`, or for so many seconds; returns whether it is so."""
+        with self._changed:
+            return self._changed.wait_for(is_so, min(limit_s, threading.TIMEOUT_MAX))
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
