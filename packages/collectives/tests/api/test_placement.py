@@ -86,7 +86,7 @@ class Ranks:
         self._me = threading.local()
         monkeypatch.setattr(placement, "host_identity", lambda: self._me.host)
         monkeypatch.setattr(device_module, "host_identity", lambda: self._me.host)
-        monkeypatch.setattr(device_module, "_visible_devices", lambda: self._me.devices)
+        monkeypatch.setattr(device_module, "visible_devices", lambda: self._me.devices)
 
     def run(self, body, hosts: list[HostIdentity], devices: list[list[str]]) -> list:
         results: list = [None] * len(hosts)

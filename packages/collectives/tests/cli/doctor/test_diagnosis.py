@@ -216,6 +216,12 @@ ROWS = {
         "signal 11",
         "pinned host memory",
     ),
+    "two ranks on one GPU": (
+        lambda: d.gpus([replace(GPU, gpu_ids=("a",)), replace(GPU, gpu_ids=("a",))]),
+        Status.WARN,
+        "the 2 ranks on a see 1 together",
+        "start at most 1 rank(s) there",
+    ),
     "no CuPy": (lambda: d.gpus([replace(GPU, cupy=None)]), Status.WARN, "CuPy is not installed", "[nccl-cuda12]"),
     "no NCCL": (lambda: d.gpus([replace(GPU, nccl=None)]), Status.WARN, "CuPy 14.0 finds no NCCL", "nvidia-nccl"),
     "no backend": (lambda: d.backend(None, BACKENDS), Status.WRONG, "none could be chosen", "the line about the connection"),

@@ -27,7 +27,7 @@ def default_device(group: ProcessGroup | None = None) -> torch.device:
         LaunchError: a node has fewer devices than ranks, or some ranks see no device. Every rank of the node raises it.
     """
     chosen = resolve_group(group)
-    seen = exchange_objects((host_identity(), _visible_devices()), group=chosen)
+    seen = exchange_objects((host_identity(), visible_devices()), group=chosen)
     placement = place(chosen.rank, [identity for identity, _ in seen])
     local_ranks = placement.ranks_on_node(placement.node)
     indices = assign_devices({rank: seen[rank][1] for rank in local_ranks}, placement.hostnames[chosen.rank])
@@ -72,7 +72,7 @@ def _no_device_left(rank: int, devices: Sequence[str], visible: dict[int, Sequen
     )
 
 
-def _visible_devices() -> list[str]:
+def visible_devices() -> list[str]:
     """The ids of the CUDA devices that this process sees. A device has the same id in every process of the node."""
     if not torch.cuda.is_available():
         return []

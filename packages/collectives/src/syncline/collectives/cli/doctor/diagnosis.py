@@ -127,8 +127,11 @@ def gpus(ranks: Observations) -> list[Finding]:
     if not any(rank.gpus for rank in ranks):
         return [ok("GPUs", "none visible to torch")]
     first = next(rank for rank in ranks if rank.gpus)
+    placement = place(0, [rank.host for rank in ranks])
+    found = f"{len(first.gpus)} visible to rank {list(ranks).index(first)}: {', '.join(sorted(set(first.gpus)))}"
+    members = (placement.ranks_on_node(node) for node in range(placement.nodes))
     return [
-        ok("GPUs", f"{len(first.gpus)} visible to rank {list(ranks).index(first)}: {', '.join(sorted(set(first.gpus)))}"),
+        worst([_gpus_of_node([ranks[rank] for rank in node], found) for node in members]),
         _cuda_awareness([rank.cuda_aware for rank in ranks]),
         _nccl(first),
     ]
@@ -233,6 +236,18 @@ def _too_few_cores(shares: str, ranks: int, usable: int, node_cores: int) -> Fin
     return Finding(
         "cores", Status.WARN, shares, f"start at most {usable} rank(s) there, or expect them to wait for one another"
     )
+
+
+def _gpus_of_node(ranks: Observations, found: str) -> Finding:
+    seen = {gpu for rank in ranks for gpu in rank.gpu_ids}
+    if not seen or len(seen) >= len(ranks):
+        return ok("GPUs", found)
+    remedy = (
+        f"NCCL needs a GPU for each rank: start at most {len(seen)} rank(s) there, or show the others their own "
+        "(srun --gpus-per-task=1)"
+    )
+    shared = f"the {len(ranks)} ranks on {ranks[0].host.hostname} see {len(seen)} together ({found})"
+    return Finding("GPUs", Status.WARN, shared, remedy)
 
 
 def _cuda_awareness(results: Sequence[str | None]) -> Finding:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ...api.default_device import visible_devices
 from ...errors import LaunchError, SynclineError
 from ...startup.launch import Launch, detect_launch, tolerates_faults
 from ...startup.nodes import HostIdentity, host_identity
@@ -63,6 +64,7 @@ class Observation:
         memory_limits: the memory limits of this process.
         sharing: whether this rank could share memory with the other ranks of the node, in words; None if it was not tried.
         gpus: the names of the visible CUDA devices.
+        gpu_ids: their UUIDs, by which ranks know whether they see the same device.
         cupy, nccl: the versions of CuPy and of the NCCL that CuPy finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
         tolerates_faults: whether mpirun was told not to end the other ranks when one is lost (`--with-ft ulfm`).
@@ -85,6 +87,7 @@ class Observation:
     memory_limits: tuple[Limit, ...] = ()
     sharing: str | None = None
     gpus: tuple[str, ...] = ()
+    gpu_ids: tuple[str, ...] = ()
     cupy: str | None = None
     nccl: str | None = None
     cuda_aware: str | None = None
@@ -119,6 +122,7 @@ def observe(
         memory_limits=tuple(memory_limits()),
         sharing=sharing,
         gpus=_gpus(),
+        gpu_ids=tuple(visible_devices()),
         cupy=cupy,
         nccl=nccl,
         cuda_aware=cuda_aware,
