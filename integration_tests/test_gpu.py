@@ -12,7 +12,16 @@ from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.transports.nccl import backend
 
 MISSING = backend.missing()
-PARTS = ("ddp", "ddp_by_device", "hooks", "sync_batch_norm", "native_ddp_over_ours", "a_captured_step")
+PARTS = (
+    "ddp",
+    "ddp_by_device",
+    "hooks",
+    "sync_batch_norm",
+    "native_ddp_over_ours",
+    "a_captured_step",
+    "a_step_does_not_wait_for_the_gpu",
+    "forward_on_another_stream",
+)
 SCRIPT = Path(__file__).with_name("gpu_training.py")
 pytestmark = pytest.mark.launch
 

@@ -1,7 +1,7 @@
 """Everything that needs a GPU: tests with this mark and the benchmark, in parts, with this machine's Python, torch and CuPy.
 
-Nothing is installed: the packages run from the source tree, so it works without a network. Backends are found by entry points,
-which belong to an installed distribution; a folder with a list of them stands in for it.
+Nothing is installed: the packages run from the source tree, so it works without a network. Backends and commands are found by
+entry points, which belong to an installed distribution; a folder with a list of them stands in for it.
 
 A machine with a GPU is often lent for some minutes, and shows only the end of a long output. So all parts together have a time
 limit, and their output goes to a folder. The printed output is short: the summary comes last, and says what was not run.
@@ -203,11 +203,11 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def entry_points(pyproject: str) -> str:
-    """The backends of a pyproject.toml, in the form of a distribution's metadata. (Python 3.10 cannot read TOML.)"""
-    section = re.search(r'\[project\.entry-points\."(syncline\.backends)"\]\n(.*?)(?:\n\n|\n\[|\Z)', pyproject, re.DOTALL)
-    if section is None:
+    """The backends and commands of a pyproject.toml, in the form of a distribution's metadata. (Python 3.10 cannot read TOML.)"""
+    sections = re.findall(r'\[project\.entry-points\."([\w.]+)"\]\n(.*?)(?:\n\n|\n\[|\Z)', pyproject, re.DOTALL)
+    if "syncline.backends" not in dict(sections):
         raise ToolError("packages/collectives/pyproject.toml lists no backends")
-    return f"[{section[1]}]\n" + section[2].replace('"', "") + "\n"
+    return "".join(f"[{name}]\n" + lines.replace('"', "") + "\n" for name, lines in sections)
 
 
 def pytest_words(path: Path, select: str = "") -> list[str | Path]:

@@ -29,7 +29,9 @@ from syncline.ddp import DistributedDataParallel
 from test_support.gpu_ranks import choose_gpu, connect
 
 WARM_UP = 10
-ALL_REDUCE_BYTES = 25 << 20
+# With the small batch, the CPU is busy for longer than the GPU; with the large one, the GPU is.
+BATCHES = (8, 64)
+ALL_REDUCE_BYTES = {"4 B": 4, "1 MiB": 1 << 20, "25 MiB": 25 << 20, "256 MiB": 256 << 20}
 
 
 def transformer() -> torch.nn.Module:
@@ -61,20 +63,20 @@ def slowest(taken_ms: dict[str, list[float]], size: int) -> dict[str, list[float
     return {name: [max(values) for values in zip(*(entry[name] for entry in everyone), strict=True)] for name in taken_ms}
 
 
-def all_reduces(group: ProcessGroup, device: torch.device) -> dict[str, Callable[[], object]]:
-    """25 MiB of float32."""
-    tensor = torch.ones(ALL_REDUCE_BYTES // 4, device=device)
+def all_reduces(group: ProcessGroup, device: torch.device, number_of_bytes: int) -> dict[str, Callable[[], object]]:
+    """An average of float32."""
+    tensor = torch.ones(number_of_bytes // 4, device=device)
     return {
         "ours": lambda: group.all_reduce(tensor, ReduceOp.AVG, async_op=True).wait(),
         "torch": lambda: dist.all_reduce(tensor, dist.ReduceOp.AVG),
     }
 
 
-def steps(group: ProcessGroup, device: torch.device) -> dict[str, Callable[[], object]]:
+def steps(group: ProcessGroup, device: torch.device, batch: int) -> dict[str, Callable[[], object]]:
     """A training step: forward, backward, optimizer."""
     torch.manual_seed(0)
     model = transformer().to(device)
-    data = torch.randn(8, 128, 512, device=device)
+    data = torch.randn(batch, 128, 512, device=device)
     modules: dict[str, torch.nn.Module] = {
         "ours": DistributedDataParallel(copy.deepcopy(model), process_group=group, gradient_as_bucket_view=True),
         "torch": torch.nn.parallel.DistributedDataParallel(
@@ -135,11 +137,19 @@ def measure(rank: int, size: int, folder: Path, rounds: int, trace: Path | None)
     device = choose_gpu(rank, size)
     dist.init_process_group("nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=size)
     group = connect("nccl", rank, size, folder)
-    rows = [row("all_reduce, 25 MiB", slowest(timed(all_reduces(group, device), rounds), size))]
-    contenders = steps(group, device)
-    rows.append(row("step, transformer 6 x 512", slowest(timed(contenders, rounds), size)))
-    traces = {"ours": trace if rank == 0 else None, "torch": None}
-    rows[-1]["hidden"] = {name: round(hidden_share(contenders[name], path), 3) for name, path in traces.items()}
+    rows = []
+    for name, number_of_bytes in ALL_REDUCE_BYTES.items():
+        taken_ms = slowest(timed(all_reduces(group, device, number_of_bytes), rounds), size)
+        rows.append(row(f"all_reduce, {name}", taken_ms))
+        if size > 1:
+            moved = number_of_bytes * 2 * (size - 1) / size
+            bandwidths = {which: moved / statistics.median(values) / 1e6 for which, values in taken_ms.items()}
+            rows[-1]["bus_gb_per_s"] = {which: round(value, 3) for which, value in bandwidths.items()}
+    for batch in BATCHES:
+        contenders = steps(group, device, batch)
+        rows.append(row(f"step, transformer 6 x 512, batch {batch}", slowest(timed(contenders, rounds), size)))
+        traces = {"ours": trace if rank == 0 else None, "torch": None}
+        rows[-1]["hidden"] = {name: round(hidden_share(contenders[name], path), 3) for name, path in traces.items()}
     destroy_process_group()
     dist.destroy_process_group()
     return rows

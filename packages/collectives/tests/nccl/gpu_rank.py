@@ -28,6 +28,7 @@ from test_support.gpu_ranks import choose_gpu, connect
 NOT_OVER_NCCL = ("point_to_point_tags", "point_to_point_any_source", "point_to_point_futures")
 LONG_CYCLES = 400_000_000
 ACCIDENT = "two_ranks_on_one_gpu_by_accident"
+LOSS = "the_others_go_on"
 
 
 def conformance(group: ProcessGroup, device: torch.device) -> None:
@@ -209,9 +210,27 @@ def a_peer_that_is_killed(group: ProcessGroup, device: torch.device) -> None:
     os._exit(0)
 
 
+def the_others_go_on(group: ProcessGroup, device: torch.device) -> None:
+    """The last of three ranks is killed. The others make a smaller group, over the host and the GPUs."""
+    group.all_reduce(torch.ones(5, device=device))
+    torch.cuda.synchronize()
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError):
+        group.all_reduce(torch.ones(5, device=device), async_op=True).wait(60)
+    smaller = group.shrink()
+    assert smaller.size == 2
+    tensor = torch.full((1000,), smaller.rank + 1.0, device=device)
+    smaller.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full_like(tensor, 3.0))
+    smaller.close()
+    print(f"rank {group.rank}: the_others_go_on passed", flush=True)
+    os._exit(0)  # as in `a_peer_that_is_killed`
+
+
 def a_rank_that_does_not_come(group: ProcessGroup, device: torch.device) -> None:
     """The last part: it uses the group up. Rank 0 ends with the collective's name."""
-    part = group.split(0, timeout_s=3.0)
+    part = group.split(0, timeout_s=10.0)
     assert part is not None
     part.barrier()
     if group.rank == 0 and group.size > 1:
@@ -232,7 +251,10 @@ def main(rank: int, size: int, folder: Path) -> None:
     else:
         device = choose_gpu(rank, size)
     torch.cuda.set_device(device)
-    group = connect("nccl", rank, size, folder)
+    if LOSS in names:
+        group = connect("cpu:gloo,cuda:nccl", rank, size, folder, timeout_s=15.0)
+    else:
+        group = connect("nccl", rank, size, folder)
     for name in names:
         globals()[name](group, device)
         print(f"rank {rank}: {name} passed", flush=True)

@@ -60,6 +60,12 @@ def test_a_peer_that_is_killed(tmp_path: Path) -> None:
 
 
 @on_gpu
+def test_the_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "parts").write_text("the_others_go_on")
+    run_processes(SCRIPT, 3, tmp_path, timeout_s=300.0, killed=frozenset({2}))
+
+
+@on_gpu
 def test_two_ranks_on_one_gpu_by_accident(tmp_path: Path) -> None:
     (tmp_path / "parts").write_text("two_ranks_on_one_gpu_by_accident")
     run_processes(SCRIPT, 2, tmp_path, timeout_s=300.0)
