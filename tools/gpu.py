@@ -203,7 +203,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def entry_points(pyproject: str) -> str:
-    """The backends and commands of a pyproject.toml, in the form of a distribution's metadata. (Python 3.10 cannot read TOML.)"""
+    """The backends and commands of a pyproject.toml, as a distribution's metadata lists them. (Python 3.10 reads no TOML.)"""
     sections = re.findall(r'\[project\.entry-points\."([\w.]+)"\]\n(.*?)(?:\n\n|\n\[|\Z)', pyproject, re.DOTALL)
     if "syncline.backends" not in dict(sections):
         raise ToolError("packages/collectives/pyproject.toml lists no backends")

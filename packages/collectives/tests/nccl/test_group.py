@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError
 from syncline.collectives.engine.device import Event
-from syncline.collectives.transports.nccl.connections import Connector, warn_unverified
+from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
 from test_support.fake_device import FakeDevice, FakeEvent, FakeStream
@@ -29,31 +29,6 @@ pytestmark = pytest.mark.ranks
 def alone(device: FakeDevice | None = None, timeout_s: float = 10.0) -> NcclGroup:
     connector = Connector(FakeNccl(), device or FakeDevice(), StoreRendezvous(dist.HashStore()), [0], 0, "alone")
     return NcclGroupOnFakes(connector, timeout_s=timeout_s)
-
-
-def test_the_first_connection_warns_once_and_on_rank_0_that_no_gpu_was_seen(caplog: pytest.LogCaptureFixture) -> None:
-    def warnings() -> list[str]:
-        said = [record for record in caplog.records if "has not been verified on a GPU" in record.getMessage()]
-        assert all((record.levelname, record.name) == ("WARNING", "syncline.collectives") for record in said)
-        return [record.getMessage() for record in said]
-
-    def without_rank_0(group: NcclGroup) -> None:
-        part = group.split(None if group.rank == 0 else 0)
-        if part is not None:
-            part.all_reduce(torch.ones(1))
-            part.close()
-
-    def all_ranks(group: NcclGroup) -> None:
-        group.all_reduce(torch.ones(1))
-
-    warn_unverified.cache_clear()
-    run_on_fakes(3, lambda group: None)
-    assert warnings() == []  # nothing was connected
-    run_on_fakes(3, without_rank_0)
-    assert warnings() == []
-    for _ in range(2):
-        run_on_fakes(3, all_ranks)
-        assert len(warnings()) == 1
 
 
 def test_all_may_ask_for_futures_of_transfers_first() -> None:

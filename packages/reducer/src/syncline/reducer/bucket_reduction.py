@@ -105,8 +105,8 @@ class CollectiveReduction(PendingReduction):
     def __init__(self, bucket: AnyBucket, times: BucketTimes, work: Work) -> None:
         super().__init__(bucket, times)
         self._work = work
-        # On CUDA a callback needs a stream, an event and a pickle. It also runs when the call is issued, not when it is over. So
-        # on CUDA `_wait` notes the end.
+        # On CUDA a callback needs a stream, an event and a pickle. It also runs when the call is issued, not when it is over.
+        # So on CUDA `_wait` notes the end.
         if bucket.buffer.is_cuda:
             return
         if work.is_completed():

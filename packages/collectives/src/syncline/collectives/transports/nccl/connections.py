@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import socket
 from collections import deque
@@ -31,22 +29,11 @@ Direction: TypeAlias = tuple[int, int]
 # How long `close` waits for CUDA graphs, which the program may never delete.
 _GRAPHS_S = 30.0
 
-logger = logging.getLogger("syncline.collectives")
-
 #: For tests: set it to a different text on each rank, and several ranks can share one GPU. NCCL then takes them for ranks of
 #: different hosts, which talk over sockets. This is slow, and not for training.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 #: Set it to 1 on each rank, and ranks of one host can share a GPU, with at least this version of NCCL.
 MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
-
-
-@functools.cache  # once in each process
-def warn_unverified() -> None:
-    """Log that the backend has been tested only with fakes. Remove this when it has run on a GPU."""
-    logger.warning(
-        "NCCL is in use: this version has not been verified on a GPU. Its tests use fakes of NCCL and the GPU; compare the "
-        "first steps of a training with those on one GPU before you rely on it"
-    )
 
 
 @dataclass(frozen=True)
@@ -122,8 +109,6 @@ class Connector:
         stream = self.runtime.stream(device, is_own=True)
         unique_id, rank = bytes.fromhex(decision["unique_id"]), list(members).index(self.rank)
         made = self.within(scope, device, lambda: Communicator.connect(self.nccl, unique_id, rank, len(members), stream.handle))
-        if self.ranks[self.rank] == 0:  # one rank of the job speaks for all
-            warn_unverified()
         return StreamCommunicator(made, stream)
 
     def split(
