@@ -9,9 +9,11 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from test_support.full_run import cases
 from test_support.preloaded import OPTIMIZERS, PreloadedPython
 
 # The first test waits until everything that the programs load was loaded once.
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]
 
 PAGE = Path(__file__).parent.parent / "docs" / "moving" / "from-torchrun.md"
 PROGRAMS = Path(__file__).parent / "torchrun_programs"
@@ -54,7 +56,7 @@ NEEDS = {
     "with_torchmetrics.py": "torchmetrics",
     "with_transformers.py": "transformers.trainer",
 }
-LIMIT_S = 100.0
+LIMIT_S = 60.0
 PATIENCE_S = 5.0
 
 
@@ -69,12 +71,14 @@ def command_line(launcher: Sequence[str], program: str) -> list[str]:
     return [*launcher, *WORDS.get(program, (program,))]
 
 
-def start(launcher: Sequence[str], program: str, **variables: str) -> subprocess.Popen[bytes]:
+def start(
+    launcher: Sequence[str], program: str, stderr: int | IO[bytes] = subprocess.PIPE, **variables: str
+) -> subprocess.Popen[bytes]:
     folder = PROGRAMS / program if program.endswith("/") else PROGRAMS
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     words = command_line(launcher, program)
     pipe = subprocess.PIPE
-    return subprocess.Popen(words, cwd=folder, env=environ, stdin=pipe, stdout=pipe, stderr=pipe)
+    return subprocess.Popen(words, cwd=folder, env=environ, stdin=pipe, stdout=pipe, stderr=stderr)
 
 
 def losses(output: bytes) -> list[str]:
@@ -83,8 +87,17 @@ def losses(output: bytes) -> list[str]:
 
 
 def under_torchrun(launcher: Sequence[str], program: str, wanted: int) -> list[str]:
-    """The output of a program under torchrun with Gloo, which sometimes does not end after the last line."""
-    with start(launcher, program) as process:
+    """The losses that a program prints under torchrun with Gloo, where it sometimes hangs: then it is started once more."""
+    for _ in range(2):
+        found = once_under_torchrun(launcher, program, wanted)
+        if len(found) >= wanted:
+            return found
+    pytest.fail(f"torchrun printed {len(found)} of {wanted} losses in {LIMIT_S:g} s, twice:\n{found}")
+
+
+def once_under_torchrun(launcher: Sequence[str], program: str, wanted: int) -> list[str]:
+    """As `under_torchrun`, but possibly without the last losses. It may also hang after the last loss; that does no harm."""
+    with tempfile.TemporaryFile() as problems, start(launcher, program, problems) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(STDIN.get(program, b""))
@@ -102,9 +115,10 @@ def under_torchrun(launcher: Sequence[str], program: str, wanted: int) -> list[s
         said.append(process.stdout.read())
         more.cancel()
         process.terminate()
-        problems = b"" if process.stderr is None else process.stderr.read()
-    found = losses(b"".join(said))
-    assert found, problems.decode()
+        process.wait()
+        problems.seek(0)
+        found = losses(b"".join(said))
+        assert found, problems.read().decode()
     return found
 
 
