@@ -22,10 +22,14 @@ from syncline.collectives import (
     destroy_process_group,
     exchange_objects,
     get_default_group,
+    get_local_rank,
+    get_local_size,
+    get_node_rank,
     get_rank,
     get_world_size,
     init_process_group,
     is_initialized,
+    placement_of,
 )
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.startup.backend import ConnectRequest
@@ -100,6 +104,20 @@ def test_init_and_destroy_again_and_again(backend: str | None, monkeypatch: pyte
         assert not is_initialized()
         with pytest.raises(NotInitializedError, match="init_process_group"):
             all_reduce(tensor)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_one_rank_alone_may_ask_where_it_is(backend: str) -> None:
+    """The ranks have told each other their hosts when they connected; a call of one rank would wait for the others."""
+    group = init_process_group(backend, timeout=30)
+    part = group.split(0, -group.rank)
+    assert part is not None
+    if group.rank == 0:
+        assert (get_local_rank(), get_local_size(), get_node_rank()) == (0, group.size, 0)
+        assert get_local_rank(part) == group.size - 1
+        assert placement_of(part).nodes == 1
+    part.close()
+    destroy_process_group()
 
 
 def test_backend_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,20 @@ def test_every_rank_hears_every_other(size: int) -> None:
     run_ranks(size, body)
 
 
+def test_all_texts_are_told_where_that_is_asked_for() -> None:
+    size = 24  # on 12 hosts; in an error message at most 8 different texts are told
+    shared_state = SharedState(size)
+
+    def body(outer: ProcessGroup) -> None:
+        carrier = MessageCarrier(InProcessTransport(shared_state, outer.rank), outer.rank, size)
+        told = carrier.statements(f"host {outer.rank // 2 * 2}", CancelScope(10), most_told=None)
+        assert {text: sorted(ranks) for text, ranks in told.ranks.items()} == {
+            f"host {rank}": [rank, rank + 1] for rank in range(0, size, 2)
+        }
+
+    run_ranks(size, body)
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     shared_state = SharedState(2)
 

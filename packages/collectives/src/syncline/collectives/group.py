@@ -22,6 +22,8 @@ from .work import Work
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from .startup.nodes import HostIdentity
+
 DEFAULT_SILENCE_TIMEOUT_S = 30.0
 """How long survivors wait for a silent rank, in seconds, unless told otherwise."""
 
@@ -56,9 +58,11 @@ class ProcessGroup(ABC):
         timeout_s: how long one collective may take, in seconds.
         torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
             that a program passes a torch group, a new object of this class is made: compare `torch_group` to recognise it.
+        hosts: for each rank of the default group its host; None if the ranks did not tell each other when they connected.
     """
 
     torch_group: Any = None
+    hosts: Sequence[HostIdentity] | None = None
 
     def __init__(
         self, rank: int, size: int, *, name: str = "default", timeout_s: float, ranks: Sequence[int] | None = None
@@ -394,7 +398,10 @@ class ProcessGroup(ABC):
             self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
         if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
             self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
-        return self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
+        made = self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
+        if made is not None:
+            made.hosts = self.hosts
+        return made
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
         """Make a new group of some ranks of this one. All members call it, with the same arguments; other ranks do not.
@@ -415,7 +422,16 @@ class ProcessGroup(ABC):
             or self.rank not in members
         ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
-        return self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
+        made = self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
+        made.hosts = self.hosts
+        return made
+
+    def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for those who can
+        """Each rank's text, by rank. All ranks call it, directly after they have connected.
+
+        It is no call of the group: it has no number, and uses no GPU. None if the group cannot do this.
+        """
+        return None
 
     # ---- memory ----
 

@@ -19,6 +19,7 @@ from ..group import ProcessGroup
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, launch_by, take_launch
+from ..startup.nodes import from_words, host_identity, in_words
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
 from ..startup.uncaught_errors import print_failure_once, print_failures_of_the_run
@@ -140,7 +141,10 @@ def init_process_group(
                     f"SYNCLINE_JOIN=1 says that this process joins a job that runs, and backend '{choice.name}' cannot "
                     "let it in; use backend 'gloo' with init_method='file:///shared/folder'"
                 )
-            _default = chosen.connect(request)
+            connected = chosen.connect(request)
+            if not joins:
+                _learn_hosts(connected)
+            _default = connected
     except Exception:
         # An error before the launcher is known may be the launcher's fault, so assume that other ranks fail, too.
         print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
@@ -158,6 +162,15 @@ def init_process_group(
     if _default.rank == 0:
         logger.info("%d rank(s) over %s (%s)", _default.size, _default.describe(), choice.reason)
     return _default
+
+
+def _learn_hosts(group: ProcessGroup) -> None:
+    try:
+        said = group.exchange_texts(in_words(host_identity()))
+    except BaseException:
+        group.abort()
+        raise
+    group.hosts = None if said is None else list(map(from_words, said))
 
 
 def _check_arguments(world_size: int, rank: int, init_method: str | None, store: object) -> None:

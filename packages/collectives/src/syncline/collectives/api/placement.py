@@ -1,7 +1,7 @@
 """Find out which ranks of a group share a node.
 
-The ranks ask each other, and do not read variables such as LOCAL_RANK. These are the launcher's view of the whole job; a group
-may be a part of the job, may mix launchers, or may have no launcher.
+The ranks tell each other their hosts in `init_process_group`. They do not read variables such as LOCAL_RANK, which are the
+launcher's view of the whole job: a group may be a part of the job, may mix launchers, or may have no launcher.
 """
 
 from __future__ import annotations
@@ -13,56 +13,57 @@ from ..startup.nodes import Placement, host_identity, place
 from .default_group import resolve_group
 from .object_exchange import exchange_objects
 
+_placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKeyDictionary()
+
 
 def placement_of(group: ProcessGroup | None = None) -> Placement:
-    """Find out which ranks of a group share a node. A collective: every rank of the group calls it.
+    """Which ranks of a group share a node.
 
-    Cost: an `exchange_objects` of a few hundred bytes at each call. Keep the result if you need it again.
+    It does not communicate for the default group and groups that were made from it. For a group of torch.distributed, and after
+    a loss or an admission of ranks, it is a collective at the first call for a group: every rank of the group calls it.
 
     Args:
         group: the default group if None.
     """
     chosen = resolve_group(group)
-    return place(chosen.rank, exchange_objects(host_identity(), group=chosen))
+    found = _placements.get(chosen)
+    if found is None:
+        found = _placements[chosen] = _find(chosen)
+    return found
+
+
+def _find(group: ProcessGroup) -> Placement:
+    if group.size == 1:
+        return place(0, [host_identity()])
+    if group.hosts is None:
+        return place(group.rank, exchange_objects(host_identity(), group=group))
+    return place(group.rank, [group.hosts[rank] for rank in group.ranks])
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
-    """This process's number among the ranks of the group on its node, from 0.
-
-    The first call for a group is a collective: every rank of the group calls it. Later calls return the remembered number.
+    """This process's number among the ranks of the group on its node, from 0. Communicates as rarely as `placement_of`.
 
     Args:
         group: the default group if None.
     """
-    return _remembered(group).local_rank
+    return placement_of(group).local_rank
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """How many ranks of the group are on this process's node. A collective at the first call, as `get_local_rank`.
+    """How many ranks of the group are on this process's node. Communicates as rarely as `placement_of`.
 
     Args:
         group: the default group if None.
     """
-    return _remembered(group).local_world_size
+    return placement_of(group).local_world_size
 
 
 def get_node_rank(group: ProcessGroup | None = None) -> int:
     """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
 
-    The first call for a group, of this function or of `get_local_rank`, is a collective: every rank of the group calls it.
+    Communicates as rarely as `placement_of`.
 
     Args:
         group: the default group if None.
     """
-    return _remembered(group).node
-
-
-_placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKeyDictionary()
-
-
-def _remembered(group: ProcessGroup | None) -> Placement:
-    chosen = resolve_group(group)
-    found = _placements.get(chosen)
-    if found is None:
-        found = _placements[chosen] = placement_of(chosen)
-    return found
+    return placement_of(group).node

@@ -63,6 +63,10 @@ class DelegatingGroup(ProcessGroup):
             group.abort()
 
     @override
+    def exchange_texts(self, text: str) -> list[str] | None:
+        return self._all[0].exchange_texts(text)
+
+    @override
     def expect_losses(self, are_expected: bool) -> None:
         for group in self._all:
             group.expect_losses(are_expected)

@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from typing_extensions import override
 
-from ..errors import DisagreementError, GroupClosedError, MisuseError, SynclineError, TransportError
+from ..errors import CollectiveTimeout, DisagreementError, GroupClosedError, MisuseError, SynclineError, TransportError
 from ..forks import Inherited, not_the_rank, tell_in_forks
 from ..group import ProcessGroup
 from ..health.agreement import Agreement, Carrier, MessageCarrier, different_splits
@@ -146,6 +146,16 @@ class EngineGroup(ProcessGroup, Inherited):
         self.report_to(reporter)
         report_on_signal(reporter)
         note_run(reporter.job, self.rank, self.size)
+
+    @override
+    def exchange_texts(self, text: str) -> list[str]:
+        try:
+            said = self._carrier.statements(text, CancelScope(self.timeout_s), most_told=None)
+        except TimeoutError as error:
+            raise CollectiveTimeout(
+                f"{self.place()} has connected, but not all ranks told each other their hosts: {error}"
+            ) from error
+        return [text for _, text in sorted((rank, text) for text, ranks in said.ranks.items() for rank in ranks)]
 
     def report_to(self, reporter: Reporter | None) -> None:
         """Report the first failure of this group, and of groups made from it later. None switches reports off."""

@@ -34,7 +34,7 @@ from ..engine.tags import CONTROL
 from ..engine.transport import Transport
 from ..errors import CollectiveTimeout, DisagreementError, TransportError, with_details
 from .recorder import Recorder, find_divergence
-from .statements import Statements
+from .statements import MOST_TOLD, Statements
 
 COMPARE_EVERY_CALLS = 1000
 # How many of its last calls, and how many bytes, a rank sends to the others when the calls differ.
@@ -62,8 +62,11 @@ class Carrier(ABC):
         """
 
     @abstractmethod
-    def statements(self, text: str, scope: CancelScope) -> Statements:
-        """The text of each rank, for error messages. Raises the errors of `maximum`."""
+    def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
+        """The text of each rank, for error messages. Raises the errors of `maximum`.
+
+        With many ranks the messages would be long, so they have at most `most_told` different texts; None: all texts.
+        """
 
 
 class MessageCarrier(Carrier):
@@ -91,12 +94,12 @@ class MessageCarrier(Carrier):
             mine = torch.maximum(mine, theirs)
         return [int(number) for number in mine.tolist()]
 
-    def statements(self, text: str, scope: CancelScope) -> Statements:
+    def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
         """As `Carrier.statements`. Each message contains everything that its sender has heard; see `Statements.packed`."""
         said = Statements()
         said.add(text, [self._rank])
         for before, after in rounds(self._rank, self._size):
-            mine = torch.frombuffer(bytearray(said.packed().encode()), dtype=torch.uint8)
+            mine = torch.frombuffer(bytearray(said.packed(most_told).encode()), dtype=torch.uint8)
             length = torch.empty(1, dtype=torch.int64, device="cpu")
             self._exchange(torch.tensor([mine.numel()], device="cpu"), after, length, before, scope)
             theirs = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")

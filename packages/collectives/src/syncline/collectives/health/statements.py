@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import DisagreementError, with_details
 
-_MOST_TOLD = 8  # the number of different texts in a message
+MOST_TOLD = 8  # the number of different texts in a message
 _LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
@@ -41,11 +41,11 @@ class Statements:
             self.untold.difference_update(new)
             self.ranks.setdefault(text, []).extend(new)
 
-    def packed(self) -> str:
-        """The most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`."""
+    def packed(self, most_told: int | None = MOST_TOLD) -> str:
+        """The most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`. None: all texts."""
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
-        told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:_MOST_TOLD]]
-        rest = self.untold.union(*(self.ranks[text] for text in texts[_MOST_TOLD:]))
+        told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]
+        rest = self.untold.union(*(self.ranks[text] for text in texts[len(told) :]))
         return json.dumps({"told": told, "untold": runs(sorted(rest))})
 
     def add_packed(self, text: str) -> None:

@@ -61,6 +61,17 @@ def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
     )
 
 
+def in_words(host: HostIdentity) -> str:
+    """The identity as one text, for `from_words`."""
+    return f"{host.boot_id} {host.hostname}"
+
+
+def from_words(text: str) -> HostIdentity:
+    """The identity of which `in_words` made this text."""
+    boot_id, hostname = text.split(" ", 1)
+    return HostIdentity(hostname, boot_id)
+
+
 def host_identity() -> HostIdentity:
     """The identity of the host that this process runs on."""
     return HostIdentity(socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "")

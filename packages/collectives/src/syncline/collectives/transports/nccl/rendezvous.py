@@ -22,7 +22,7 @@ from ...engine.tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
 from ...errors import RankLostError, TransportError
 from ...group import ProcessGroup
 from ...health.agreement import Carrier
-from ...health.statements import Statements
+from ...health.statements import MOST_TOLD, Statements
 from ...tensors.layout import contents
 
 Payload: TypeAlias = dict[str, Any]
@@ -285,11 +285,11 @@ class RendezvousCarrier(Carrier):
 
         return list(self._agree(self._topic(), {"numbers": list(numbers)}, largest, scope)["numbers"])
 
-    def statements(self, text: str, scope: CancelScope) -> Statements:
+    def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
         """As `Carrier.statements`."""
 
         def together(said: list[Payload]) -> Payload:
-            return {"packed": Statements.of([entry["text"] for entry in said]).packed()}
+            return {"packed": Statements.of([entry["text"] for entry in said]).packed(most_told)}
 
         said = Statements()
         said.add_packed(self._agree(self._topic(), {"text": text}, together, scope)["packed"])
