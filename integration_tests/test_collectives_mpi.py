@@ -204,6 +204,18 @@ def test_cuda_tensors(mpi_group: ProcessGroup) -> None:
     assert gathered.view(-1, 3)[:, 0].tolist() == list(range(mpi_group.size))
 
 
+def test_errors_name_the_call_that_the_program_has_written(mpi_group: ProcessGroup) -> None:
+    """reduce_scatter of different sizes is a reduce for each rank."""
+    request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, check_calls=True)
+    group = load_backend("mpi").connect(request)
+    if group.size > 1:
+        inputs = [torch.ones(2 + rank) for rank in range(group.size)]
+        with pytest.raises(DisagreementError, match=r"reduce\(float32\[2\], op=SUM, root=0, in reduce_scatter\)"):
+            group.reduce_scatter(torch.empty(2), inputs) if group.rank == 0 else group.barrier()
+    mpi_group.barrier()
+    group.abort()
+
+
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
 def test_small_calls_are_compared_where_asked_for(mpi_group: ProcessGroup, backend: str) -> None:
     request = ConnectRequest(detect_launch(os.environ), None, None, None, timeout_s=30.0, check_calls=True)

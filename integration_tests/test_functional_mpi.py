@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import syncline.collectives as sc
 from syncline.collectives import InvalidArgumentError, MisuseError, NonMember, ProcessGroup
 from syncline.collectives.health.statements import ranks_in_words
+from syncline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm
+from syncline.hooks import PeriodicModelAverager
 
 pytestmark = pytest.mark.mpi
 
@@ -123,6 +126,15 @@ def test_new_group(world: ProcessGroup) -> None:
             sc.all_reduce(tensor, group=group)  # type: ignore[arg-type]
         with pytest.raises(MisuseError, match="is not in group"):
             group.all_reduce(tensor)
+        made: list[Callable[[], object]] = [
+            lambda: DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group),
+            lambda: convert_sync_batchnorm(torch.nn.BatchNorm1d(2), group),
+            lambda: SyncBatchNorm(2, process_group=group),
+            lambda: PeriodicModelAverager(2, process_group=group).average_parameters([]),
+        ]
+        for make in made:
+            with pytest.raises(MisuseError, match=f"rank {world.rank} is not in group"):
+                make()
         return
     assert isinstance(group, ProcessGroup)
     assert group.ranks == tuple(members)

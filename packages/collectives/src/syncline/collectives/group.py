@@ -22,8 +22,6 @@ from .work import Work
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .startup.nodes import HostIdentity
-
 DEFAULT_SILENCE_TIMEOUT_S = 30.0
 """How long survivors wait for a silent rank, in seconds, unless told otherwise."""
 
@@ -58,11 +56,12 @@ class ProcessGroup(ABC):
         timeout_s: how long one collective may take, in seconds.
         torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
             that a program passes a torch group, a new object of this class is made: compare `torch_group` to recognise it.
-        hosts: for each rank of the default group its host; None if the ranks did not tell each other when they connected.
+        hosts: for each rank of the default group its host, as `startup.nodes.in_words` writes it; None if the ranks did not
+            tell each other when they connected.
     """
 
     torch_group: Any = None
-    hosts: Sequence[HostIdentity] | None = None
+    hosts: Sequence[str] | None = None
 
     def __init__(
         self, rank: int, size: int, *, name: str = "default", timeout_s: float, ranks: Sequence[int] | None = None

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from syncline.collectives import (
     InvalidArgumentError,
+    NonMember,
     ProcessGroup,
     as_process_group,
     get_default_group,
@@ -27,6 +28,7 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 
     Raises:
         InvalidArgumentError: both were given, the mesh has more dimensions, or the group is something else.
+        MisuseError: this rank is not in the group.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -41,6 +43,7 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
         return choose_default_group()
     if isinstance(process_group, ProcessGroup | dist.ProcessGroup):
         return process_group
+    NonMember.refuse(process_group)
     raise InvalidArgumentError(
         f"expected a process group of syncline.collectives or of torch.distributed, found {type(process_group).__name__}"
         + (": this rank is not a member of that group" if process_group is dist.GroupMember.NON_GROUP_MEMBER else "")

@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
+from syncline.collectives import (
+    DisagreementError,
+    InvalidArgumentError,
+    MisuseError,
+    NonMember,
+    ProcessGroup,
+    exchange_objects,
+)
 from syncline.collectives.internal import disable_dynamo
 
 from .batch_normalization import BatchNormalization
@@ -67,6 +74,7 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
+        NonMember.refuse(process_group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
@@ -87,8 +95,9 @@ class SyncBatchNorm(BatchNorm):
 
         Raises:
             MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own, which would be
-                lost.
+                lost; or this rank is not in the group.
         """
+        NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
         for name, layer in module.named_modules():
             if isinstance(layer, BatchNorm):

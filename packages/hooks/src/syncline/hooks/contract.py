@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import MisuseError, ProcessGroup, as_process_group
+from syncline.collectives import MisuseError, NonMember, ProcessGroup, as_process_group
 from syncline.collectives.internal import future_for_torch
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
         return state
     if isinstance(state, dist.ProcessGroup):
         return as_process_group(state)
+    NonMember.refuse(state)
     if state is not None:
         raise MisuseError(
             f"expected the hook's state to be a process group (syncline's or torch's) or None, found {type(state).__name__}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, as_process_group
+from syncline.collectives import InvalidArgumentError, MisuseError, NonMember, ProcessGroup, ReduceOp, as_process_group
 
 
 class ModelAverager(ABC):
@@ -141,6 +141,7 @@ def group_of_ranks(process_group: Any) -> ProcessGroup:
     """
     if isinstance(process_group, ProcessGroup):
         return process_group
+    NonMember.refuse(process_group)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise MisuseError(f"expected a process group (syncline's or torch's) or None, found {type(process_group).__name__}")
     return as_process_group(process_group)

@@ -19,7 +19,7 @@ from ..group import ProcessGroup
 from ..startup.backend import Backend, ConnectRequest
 from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, launch_by, take_launch
-from ..startup.nodes import from_words, host_identity, in_words
+from ..startup.nodes import host_identity, in_words
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
 from ..startup.uncaught_errors import print_failure_once, print_failures_of_the_run
@@ -166,11 +166,10 @@ def init_process_group(
 
 def _learn_hosts(group: ProcessGroup) -> None:
     try:
-        said = group.exchange_texts(in_words(host_identity()))
+        group.hosts = group.exchange_texts(in_words(host_identity()))
     except BaseException:
         group.abort()
         raise
-    group.hosts = None if said is None else list(map(from_words, said))
 
 
 def _check_arguments(world_size: int, rank: int, init_method: str | None, store: object) -> None:

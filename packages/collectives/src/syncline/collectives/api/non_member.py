@@ -23,6 +23,16 @@ class NonMember:
             "on those ranks (get_rank(group) is -1 elsewhere)"
         )
 
+    @staticmethod
+    def refuse(group: object) -> None:
+        """Raise if this is a `NonMember`.
+
+        Raises:
+            MisuseError: it says which ranks the group has.
+        """
+        if isinstance(group, NonMember):
+            raise MisuseError(group.error_message())
+
     def __getattr__(self, attribute: str) -> NoReturn:
         if attribute.startswith("__"):  # Python itself asks for these, to copy or pickle, say
             raise AttributeError(attribute)

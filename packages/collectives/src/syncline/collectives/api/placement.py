@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 
 from ..group import ProcessGroup
-from ..startup.nodes import Placement, host_identity, place
+from ..startup.nodes import Placement, from_words, host_identity, place
 from .default_group import resolve_group
 from .object_exchange import exchange_objects
 
@@ -37,7 +37,7 @@ def _find(group: ProcessGroup) -> Placement:
         return place(0, [host_identity()])
     if group.hosts is None:
         return place(group.rank, exchange_objects(host_identity(), group=group))
-    return place(group.rank, [group.hosts[rank] for rank in group.ranks])
+    return place(group.rank, [from_words(group.hosts[rank]) for rank in group.ranks])
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -21,6 +22,9 @@ class Reducing(Protocol):
 
     def place(self) -> str:
         """Where an error happened, in words."""
+
+    def marked(self, mark: str) -> AbstractContextManager[None]:
+        """See `ProcessGroup.marked`."""
 
     def reduce(self, tensor: torch.Tensor, root: int = 0, op: Reduction = ..., *, async_op: bool = False) -> Work:
         """See `ProcessGroup.reduce`."""
@@ -49,7 +53,10 @@ def reduce_scatter(
     with untracked():
         output.copy_(inputs[group.rank])
     terms = [output if rank == group.rank else entry for rank, entry in enumerate(inputs)]
-    works = [group.reduce(term, root, op, async_op=async_op) for root, term in enumerate(terms)]
+    works = []
+    for root, term in enumerate(terms):
+        with group.marked("in reduce_scatter"):  # the program has written reduce_scatter, and errors say so
+            works.append(group.reduce(term, root, op, async_op=async_op))
     if not async_op:
         return FinishedWork([output])
 
