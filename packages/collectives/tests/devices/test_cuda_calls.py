@@ -21,6 +21,7 @@ class Recorded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
+        self.current_device = DEVICE.index
         recorded = self
 
         class Stream:
@@ -45,6 +46,11 @@ class Recorded:
         monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream(device, f"own {handle}", handle))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", entered)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current_device)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: recorded.log.append(f"enter {stream.name}"))
+        monkeypatch.setattr(cuda, "handle_of_current_stream", lambda device: 0)
+        monkeypatch.setattr(cuda, "_seen", {(DEVICE, 0): Stream(DEVICE, "the caller's")})
+        self.log.clear()
         monkeypatch.setattr(cuda, "_own_streams", StreamPool(lambda device: OWN))
 
 
@@ -69,7 +75,17 @@ def test_nccl_has_a_stream_of_its_own(recorded: Recorded) -> None:
     after = cuda.CudaEvent(recorded.stream(DEVICE, "the caller's"))
     recorded.log.clear()
     stream.run(lambda: recorded.log.append("body"), after)
-    assert recorded.log == ["own 77 waits for the caller's", "enter own 77", "body"]
+    assert recorded.log == ["own 77 waits for the caller's", "enter own 77", "body", "enter the caller's"]
+
+
+def test_a_stream_of_another_device_is_left_to_torch(recorded: Recorded) -> None:
+    """It sets the device, too, and sets both back."""
+    stream = cuda.CudaStream(DEVICE, is_own=True)
+    recorded.current_device = 0
+    recorded.log.clear()
+    with stream.current():
+        recorded.log.append("body")
+    assert recorded.log == ["enter own 77", "body"]
 
 
 def test_a_group_of_the_host_shares_a_stream_of_torchs(recorded: Recorded) -> None:

@@ -64,7 +64,7 @@ class _Current:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._before: torch.cuda.Stream | None = None
-        self._usual: AbstractContextManager[object] | None = None
+        self._usual: Any = None  # torch's context, which has no types
 
     def __enter__(self) -> None:
         device = self._stream.device
