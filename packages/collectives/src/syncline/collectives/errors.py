@@ -155,4 +155,4 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreAuthenticationError(StoreError):
-    """The client and the server of a store hold different secrets."""
+    """The client and the server of a store do not hold the same secret."""

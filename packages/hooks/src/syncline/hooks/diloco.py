@@ -136,7 +136,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, then finish and start the averages that are due. Every rank calls it the same number of times."""
+        """Step the inner optimizer, then finish and start averages that are due. All ranks call it the same number of times."""
         loss = self.optim.step(closure)
         self.steps += 1
         # Finish everything that is due before anything starts: a fragment must not start again before its outer step.

@@ -77,7 +77,8 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages often over small groups, less often over larger groups, and least often over all ranks.
 
-    In each step, the largest period that divides the step's number decides which group averages. Steps are counted from 0, so step 0 averages over
+    In each step, the largest period that divides the step's number decides which group averages. Steps are counted from 0, so
+    step 0 averages over
     all ranks if there is no warm-up.
 
     Args:

@@ -142,7 +142,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), statistics.stage("decompress"):
         _unpack(wire, qs)
-        # A single NaN or infinity makes the sum not finite. All ranks decide alike, because `wire` has the same bits everywhere.
+        # A single NaN or infinity makes the sum not finite. All ranks decide alike: they have the same bits in `wire`.
         is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
         for batch, p, q in zip(batches, ps, qs, strict=True):
             batch.replace(p, q)

@@ -101,7 +101,7 @@ class Int4(_Symmetric):
 
 
 def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor:
-    # If all numbers are 0, any divisor will do. If the scale is not finite, any divisor will do as well: the receiver multiplies
+    # If all numbers are 0, any divisor will do. If the scale is not finite, any divisor will do, too: the receiver multiplies
     # by the scale, so the result is not finite.
     divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1).unsqueeze(1)
     # int8 has no NaN, so a NaN travels in the scale: it makes the scale NaN, and the scale makes the received numbers NaN.

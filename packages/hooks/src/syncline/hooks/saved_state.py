@@ -1,7 +1,8 @@
 """Saved states: plain dictionaries of numbers, texts and tensors (they load under `weights_only=True`).
 
 The errors of error feedback differ between ranks; everything else in a state is the same on all ranks. So a saved state
-contains its rank and the number of ranks, and fits only a job with this number of ranks. For another number, `merge_states` makes one state that fits
+contains its rank and the number of ranks, and fits only a job with this number of ranks. For another number, `merge_states`
+makes one state that fits
 all ranks. It holds the mean of all ranks' errors, because training depends only on this mean.
 """
 

@@ -68,8 +68,8 @@ class ScheduleState:
         """The phase of this bucket's step; the hook calls it with every bucket."""
         phase = self.current
         for other in self.phases:
-            # Parameters without names get their numbers in the first step of a run. So every phase's state numbers them now, even a
-            # phase that begins later: a resumed run must find the same numbers.
+            # Parameters without names get numbers in the first step of a run. So every phase's state numbers them now, even
+            # if the phase begins later: a resumed run must find the same numbers.
             names = getattr(other.state, "names", None)
             if isinstance(names, ParameterNames):
                 names.of(bucket)

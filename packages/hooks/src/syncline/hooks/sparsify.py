@@ -56,7 +56,7 @@ class TopK(Compressor):
 
 
 class RandomK(LinearCompressor):
-    """Numbers at random places of each tensor. The places are the same on every rank, so an all_reduce without indices is enough.
+    """Numbers at random places of each tensor. The places are the same on every rank, so an all_reduce without indices does.
 
     Source: Stich et al., "Sparsified SGD with memory", 2018. It needs error feedback.
 

@@ -3,7 +3,8 @@
 Note [Stages]
 ~~~~~~~~~~~~~
 A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this work
-has finished, and at last returns the reduced bucket. Every rank must issue the same collectives in the same order, also when several
+has finished, and at last returns the reduced bucket. Every rank must issue the same collectives in the same order, also when
+several
 buckets are in flight and ranks are scheduled differently. So the group decides who resumes a generator:
 
 1. Most of our groups have one total order (`has_total_order`): a collective that a callback issues comes before every later
@@ -55,7 +56,7 @@ class Pipeline:
         if group.has_total_order:
             _chained(stages, next(stages), future)
             return future
-        # Indices rise within a backward. If they do not, a new backward has begun, and the old one did not reach its last bucket.
+        # Indices rise within a backward. If not, a new backward has begun, and the old one did not reach its last bucket.
         if bucket.index() <= self._latest:
             self._drop_stale()
         self._latest = bucket.index()
@@ -63,8 +64,8 @@ class Pipeline:
         for entry in self._pending:
             entry.advance()
         self._pending.append(_Pending(stages, next(stages), future))
-        # After the last bucket nobody else resumes the generators. All buckets move on stage by stage, so that every rank issues
-        # their collectives in the same order.
+        # After the last bucket, nothing else resumes the generators. All buckets move on stage by stage, so that every rank
+        # issues their collectives in the same order.
         while bucket.is_last() and self._pending:
             for entry in self._pending:
                 entry.advance()
