@@ -43,9 +43,9 @@ def with_details(headline: str, *details: str) -> str:
 
 
 def fitted(text: str) -> str:
-    """As it is printed: the first line has `HEADLINE_CHARACTERS` at most, the rest of it becomes the second. A pure function.
+    """The text as it is printed: a first line that is too long is broken after `HEADLINE_CHARACTERS` at most. A pure function.
 
-    Names, calls and paths in an error have any length. The first line ends with a sentence if it can, else with a word.
+    Names, calls and paths in an error have any length. The break is at the end of a sentence if possible, else after a word.
     """
     first, newline, rest = text.partition("\n")
     if len(first) <= HEADLINE_CHARACTERS:
@@ -68,7 +68,7 @@ class SynclineError(RuntimeError):
     def reworded(self, message: str) -> Self:
         """A copy of the error with another message: the same type, attributes and cause."""
         made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # an OSError has another layout in memory
-        other: Self = made_by.__new__(type(self), message)  # not __init__: a third party's may take other arguments
+        other: Self = made_by.__new__(type(self), message)  # not __init__: a subclass may take other arguments
         other.args = (message,)
         other.__dict__.update(self.__dict__)
         other.__cause__ = self.__cause__
@@ -88,7 +88,7 @@ class InvalidTypeError(InvalidArgumentError, TypeError):
 
 
 class NotInitializedError(MisuseError):
-    """A call needs the default process group before `init_process_group` or after `destroy_process_group`."""
+    """There is no default process group: the call came before `init_process_group` or after `destroy_process_group`."""
 
 
 class GroupClosedError(MisuseError):

@@ -51,13 +51,14 @@ class ProcessGroup(ABC):
     Attributes:
         rank: this process's rank in the group.
         size: the number of ranks.
-        ranks: for each rank of this group its rank in the default group.
-        name: how messages call the group.
+        ranks: the rank in the default group, for each rank of this group.
+        name: the group's name in messages.
         timeout_s: how long one collective may take, in seconds.
         torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
-            that a program passes a torch group, a new object of this class is made: compare `torch_group` to recognise it.
-        hosts: for each rank of the default group its host, as `startup.nodes.in_words` writes it; None if the ranks did not
-            tell each other when they connected.
+            a program passes a torch group, Syncline makes a new object of this class. To see whether two objects stand for
+            one torch group, compare their `torch_group`.
+        hosts: the host of each rank of the default group, as `startup.nodes.in_words` writes it; None if the ranks did not
+            exchange their hosts when they connected.
     """
 
     torch_group: Any = None
@@ -122,7 +123,7 @@ class ProcessGroup(ABC):
         Raises:
             InvalidArgumentError: `op` is not defined for the dtype.
         """
-        # Most tensors are plain, and one question lets them through. Every other check is behind it.
+        # Most tensors are plain and pass this one quick check. Only the others need the slower checks.
         if not checks.is_plain(tensor, self.device_types):
             if getattr(tensor, "layout", None) is torch.sparse_coo:
                 op = checked_reduction(op, tensor.dtype)
@@ -166,7 +167,7 @@ class ProcessGroup(ABC):
         """Give every rank the tensors of all ranks.
 
         Args:
-            outputs: `size` tensors with the shape and dtype of `tensor`; number r is overwritten with rank r's.
+            outputs: `size` tensors with the shape and dtype of `tensor`; number r is overwritten with rank r's tensor.
             tensor: any shape and dtype, the same on every rank. Only read; may be one of the outputs.
             async_op: return at once, before the collective has finished.
 
@@ -290,11 +291,12 @@ class ProcessGroup(ABC):
         """Send `inputs[r]` to rank r and receive `outputs[r]` from it.
 
         Args:
-            outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r as large as `inputs[r]` on rank s.
-            inputs: `size` tensors of that dtype. Only read.
+            outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r has as
+                many elements as `inputs[r]` on rank s.
+            inputs: `size` tensors of the outputs' dtype. Only read.
             async_op: return at once, before the collective has finished.
 
-        Extra memory: a copy of the inputs and one of the outputs.
+        Extra memory: a copy of the inputs and a copy of the outputs.
         """
         self._refuse_if("all_to_all", checks.no_tensors({"outputs": outputs, "inputs": inputs}))
         self._check_tensors("all_to_all", reads=inputs, writes=outputs)
@@ -324,8 +326,8 @@ class ProcessGroup(ABC):
         Args:
             output: rows like those of `tensor`, same dtype. Overwritten.
             tensor: at least one dimension. Only read.
-            output_split_sizes: how many rows come from each rank; None: the same from each.
-            input_split_sizes: how many rows go to each rank; None: the same to each.
+            output_split_sizes: how many rows come from each rank; None: the same number from each.
+            input_split_sizes: how many rows go to each rank; None: the same number to each.
             async_op: return at once, before the collective has finished.
         """
         name = "all_to_all_single"
@@ -425,10 +427,11 @@ class ProcessGroup(ABC):
         made.hosts = self.hosts
         return made
 
-    def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for those who can
-        """Each rank's text, by rank. All ranks call it, directly after they have connected.
+    def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for subclasses that can
+        """Return each rank's text, by rank; None if the group cannot exchange texts.
 
-        It is no call of the group: it has no number, and uses no GPU. None if the group cannot do this.
+        All ranks call this directly after they have connected. The exchange does not count as a call of the group: it has no
+        number, and it uses no GPU.
         """
         return None
 
@@ -468,7 +471,8 @@ class ProcessGroup(ABC):
     def marked(self, mark: str) -> Iterator[None]:
         """A context that adds a mark, such as "backward 1 since forward 12", to the first call that this thread issues.
 
-        The mark must be the same on every rank. Where the ranks compare calls, they compare the marks, too; errors show marks.
+        The mark must be the same on every rank. Where the ranks compare calls, they also compare the marks. Errors show the
+        marks.
 
         Only the first call gets the mark: a call that a callback issues may run on this thread on one rank, and on another
         thread on another rank.
@@ -485,19 +489,18 @@ class ProcessGroup(ABC):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that this rank uses for a collective on tensors like this one.
 
-        Calls with another reduction or root may use another algorithm. The answer is for the kind of call whose plan was made
-        last.
+        Calls with another reduction or root may use another algorithm. The answer is for the call whose plan was made last.
 
         Args:
             name: the method's name, such as "all_reduce".
-            tensor: a tensor of the dtype and shape in question.
+            tensor: a tensor of the dtype and shape that you ask about.
 
         Returns:
             A word or two for logs, such as "window" or "MPI"; None if there was no such call, or the backend does not say.
         """
         return None
 
-    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for those who can
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for subclasses that can
         """Compare with the other ranks which collectives were called since the group was made. A collective.
 
         There is nothing to compare if the group compares each call before it runs, or does not remember its calls.
@@ -510,7 +513,7 @@ class ProcessGroup(ABC):
         """
         return None
 
-    def verify_calls(self, *, async_op: bool = False) -> NoReturn:  # noqa: ARG002 - as it was
+    def verify_calls(self, *, async_op: bool = False) -> NoReturn:  # noqa: ARG002 - the older signature
         """The older name of `agree_on_calls`.
 
         Raises:
@@ -518,7 +521,7 @@ class ProcessGroup(ABC):
         """
         raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
-    def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for those who can
+    def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
         """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
 
         Groups made of other groups, and groups of torch, do nothing here: their companions end with the process.
@@ -531,7 +534,7 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Choose whether the group skips the report when a rank is lost, because its user goes on without that rank."""
+        """Choose whether the group skips the report when a rank is lost: a program that goes on without the rank needs none."""
 
     def missing_for_shrink(self) -> str | None:
         """Why the survivors of this group cannot make a new one, with the remedy, in one sentence; None if they can."""
@@ -545,17 +548,17 @@ class ProcessGroup(ABC):
 
         Every surviving rank must call this.
 
-        All survivors get the same members, in the order of their ranks here, also if another rank dies meanwhile. Do not use
+        All survivors get the same members, in the order of their ranks here, even if another rank dies meanwhile. Do not use
         this group, its sub-groups or its memory again. Calls that were in flight have finished on some ranks and are lost on
         others: agree in the new group on where to go on.
 
         Args:
-            silence_timeout_s: how long to wait for a rank that does not call and is not known to have ended, in seconds.
+            silence_timeout_s: how long, in seconds, to wait for a rank that does not call and is not known to have ended.
                 After this time the survivors give the rank up: if it comes back, its `shrink` raises `RankGivenUpError`. MPI
                 cannot give up a rank that lives: over MPI, `shrink` fails after this time, and may be called again.
 
         Returns:
-            The new group, with the name and the time limit of this one, in which ranks count from 0.
+            The new group, with the name and the time limit of this one. Its ranks count from 0.
 
         Raises:
             BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
@@ -568,12 +571,12 @@ class ProcessGroup(ABC):
             raise BackendUnavailableError(f"shrink on {self.place()}: {lack}")
         return self._shrink(silence_timeout_s)
 
-    def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for those who do
+    def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
         """Whether the ranks of this group meet through the group `host`, so that `beside` can connect them again."""
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a new group like this one, of the ranks of `host`, which meet through `host`. Abort this group before."""
+        """Make a new group like this one from the ranks of `host`. They meet through `host`. Abort this group first."""
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
@@ -587,7 +590,7 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """For each rank a number; its process keeps the number in all groups that `shrink` and `admit` make of this one."""
+        """A number for each rank. Its process keeps the number in all groups that `shrink` and `admit` make from this one."""
         return tuple(range(self.size))
 
     @property
@@ -600,17 +603,19 @@ class ProcessGroup(ABC):
         return 0
 
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
-        """Make a new group of the members of this one and of the waiting processes. A collective; aborts this group.
+        """Make a new group from the members of this one and the waiting processes. A collective, which aborts this group.
 
         A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). It calls `admit` on that
         group to be let in. All ranks get the same members; newcomers come after the others. A member that dies meanwhile is
-        left out, as in `shrink`; the survivors agree, even if some call `shrink` and others `admit`. Wait for all calls before
-        you call `admit`; do not use this group, its sub-groups or its memory afterwards.
+        left out, as in `shrink`. The survivors agree on the members, even if some call `shrink` and others `admit`.
+
+        Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups or its
+        memory afterwards.
 
         Args:
-            silence_timeout_s: for members as in `shrink`; for a newcomer how long it waits to be let in, in seconds.
-            limit: let in at most this many processes, in the order in which they came; the rest goes on waiting. None lets all
-                in.
+            silence_timeout_s: for members as in `shrink`; for a newcomer how long, in seconds, it waits to be let in.
+            limit: let in at most this many processes, in the order in which they came; the others go on waiting. None lets
+                all in.
 
         Returns:
             The new group, with the name and the time limit of this one.
@@ -648,7 +653,8 @@ class ProcessGroup(ABC):
         Args:
             signature: which collective.
             reads: tensors that are only read: the input if the output is another tensor, or one input for each rank.
-            writes: tensors that are written. For a gather, the root passes one for each rank, and the other ranks pass none.
+            writes: tensors that are written. For a gather, the root passes one tensor for each rank, and the other
+                ranks pass none.
             async_op: return at once.
         """
 
@@ -670,7 +676,7 @@ class ProcessGroup(ABC):
     def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
         raise NotImplementedError  # only called if `missing_for_admit` gives None
 
-    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for those who can
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:  # noqa: ARG002 - for subclasses that can
         raise InvalidArgumentError(
             f"subset on {self.place()}: backend '{self.backend_name}' makes groups with all ranks together only; call split "
             "on every rank"

@@ -18,9 +18,9 @@ class ReduceOp(enum.Enum):
     """How the tensors of all ranks are combined, element by element.
 
     =========== ====================================================================
-    SUM         sum over the ranks; of bool the logical or
+    SUM         sum over the ranks; for bool the logical or
     AVG         sum divided by the number of ranks, integers rounded towards zero; not for bool
-    PRODUCT     product over the ranks; of bool the logical and
+    PRODUCT     product over the ranks; for bool the logical and
     MIN, MAX    smallest, largest value; not for complex numbers
     BAND        bitwise and (logical and for bool); integers and bool only
     BOR         bitwise or; integers and bool only
@@ -60,7 +60,7 @@ Reduction: TypeAlias = ReduceOp | PremulSum
 
 
 def premul_sum(factor: float) -> PremulSum:
-    """The reduction sum(factor * tensor) over the ranks; floating point and complex only.
+    """The reduction sum(factor * tensor) over the ranks; for floating-point and complex dtypes only.
 
     Raises:
         InvalidArgumentError: the factor is not a finite number.
@@ -96,8 +96,8 @@ EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
 # The sum and the product of bools. They are replaced here, so that no backend has to know about them.
 _ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 
-# For each reduction without a factor, and each of its dtypes, the reduction that a backend carries out. It answers most calls
-# with a single look-up.
+# The reduction that a backend carries out, for each reduction without a factor and each of its dtypes. Most calls need only one
+# look-up in this table.
 _CARRIED_OUT: dict[tuple[ReduceOp, torch.dtype], Reduction] = {
     (op, dtype): _ON_BOOL.get(op, op) if dtype in BOOL else op
     for op, dtypes in DTYPES_OF.items()
@@ -136,8 +136,8 @@ def divide(total: torch.Tensor, count: int) -> None:
     if total.dtype in EXACTLY_HALVED and count & (count - 1) == 0:
         total.mul_(1 / count)
     elif total.is_complex() and not total.is_conj():
-        # torch 2.6 divides complex numbers such that an element's bits depend on its place in memory. Dividing the real view
-        # gives the same bits everywhere.
+        # When torch 2.6 divides complex numbers, an element's bits depend on its place in memory. Division of the real view
+        # gives the same bits at every place.
         torch.view_as_real(total).div_(count)
     else:
         total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)
@@ -153,10 +153,10 @@ _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_availab
 
 
 def from_torch(op: Any) -> Reduction | None:
-    """Our reduction for one of torch.distributed; None if `op` is not one."""
+    """Our reduction for a reduction of torch.distributed; None if `op` is not one."""
     if not _OURS:  # a torch without torch.distributed
         return None
-    # An instance of `dist.ReduceOp` equals the constant, but has another hash; its attribute `op` is the constant.
+    # An instance of `dist.ReduceOp` equals torch's constant, but has another hash. Its attribute `op` is the constant.
     ours = _OURS.get(getattr(op, "op", op))
     if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
         factor = premul_factor(op)
@@ -165,7 +165,7 @@ def from_torch(op: Any) -> Reduction | None:
 
 
 def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """The reduction that a backend carries out for `op`, which is ours or torch's. For bool, SUM is BOR and PRODUCT is BAND.
+    """The reduction that a backend carries out for `op` (ours or torch's). For bool, SUM becomes BOR and PRODUCT becomes BAND.
 
     Raises:
         InvalidArgumentError: `op` is not a reduction, or is not defined for `dtype`; see `check_reduction`.

@@ -25,8 +25,9 @@ else:
 Devices: TypeAlias = list[int | str | torch.device] | None
 
 
-#: A thread calls each of these functions before it blocks, with a function that tells whether the wait is over. Each does the
-#: work that only this thread can do to end the wait, such as running the queue whose callback it is in.
+#: A thread calls each of these functions before it blocks. The argument is a function that tells whether the wait is over. Each
+#: function does the work that only this thread can do to end the wait: for example, the thread is in a callback of a queue, and
+#: must run this queue.
 before_blocking: list[Callable[[Callable[[], bool]], object]] = []
 
 
@@ -65,7 +66,7 @@ class GroupFuture(AnyFuture):
         def run(done: Any) -> None:
             try:
                 following.set_result(callback(done))
-            except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets the error
                 fail_future(following, error, self._devices)
 
         self.add_done_callback(run)
@@ -110,7 +111,7 @@ def _can_be_pickled(error: Exception) -> bool:
 
 
 def _wait_as_torch_does(future: Any) -> None:
-    """Wait for a future that is done, without `wait` of our own class: that notes that the program has waited."""
+    """Wait for a future that is done, by torch's own `wait`. The `wait` of our classes notes that the program has waited."""
     (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
@@ -128,7 +129,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
             for future in futures:
                 # The future is done, so this does not block. On CUDA it orders the current stream after the collective.
                 _wait_as_torch_does(future)
-        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+        except Exception as error:  # noqa: BLE001 - whoever waits for the future gets the error
             fail_future(joined, error, devices_of(tensors))
         else:
             joined.set_result(tensors)
@@ -149,7 +150,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
 
 
 def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyFuture:
-    """Make a future with the outcome of another one, for torch's C++ code. There, too, an error of `future` is an error.
+    """Make a future with the outcome of another one, for torch's C++ code, which then sees the error of a future that failed.
 
     Note [Futures that fail]
     ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -161,12 +162,13 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     Our own futures keep the exception itself, because our callers catch it by its class. So we exchange the future where it
     goes to torch: in the works of our groups that torch gets, and in the future that our hooks return to torch's DDP.
 
-    A callback that asks a work for its future gets our future, and may wait for it (see `GroupFuture.wait`). If the callback
-    raises the error, the exchanged future that it was attached to fails. A callback must not wait for any other exchanged
-    future: it waits for the work instead.
+    A callback that asks a work for its future gets our future, and may wait for our future (see `GroupFuture.wait`). If the
+    callback raises the error, the exchanged future to which the callback was attached fails. A callback must not wait for any
+    other exchanged future: it waits for the work instead.
 
-    Callbacks that are attached to the new future before it is done run inside the callback of `future` that is attached here.
-    So the group knows that they are callbacks of its collective (see Note [Late callbacks] in `engine.queue`).
+    This function attaches a callback to `future`. If callbacks are attached to the new future before it is done, they run
+    inside that callback. So the group knows that they are callbacks of its collective (see Note [Late callbacks] in
+    `engine.queue`).
 
     Args:
         future: a future of ours or of torch.
@@ -184,7 +186,7 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
-    """The CUDA devices of tensors, which a future of torch must be given when it is made; None if there are none."""
+    """The CUDA devices of tensors; None if there are none. A future of torch must get them when it is made."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
     return devices or None
 
@@ -192,7 +194,7 @@ def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
 class Work(ABC):
     """One collective that was issued and may still be running.
 
-    The tensors that were handed to the collective belong to it until `wait` returns: do not read or write them before.
+    The tensors that were handed to the collective belong to it until `wait` returns: do not read or write them earlier.
     A Work has no truth value, because "did it finish?" and "is there one?" are different questions.
     """
 
@@ -281,7 +283,7 @@ class PendingWork(Work):
         self._tensors = tensors
         self._describe = describe
         self._is_done = False
-        self._waiting: threading.Event | None = None  # made by the first thread that has to block: most find it done
+        self._waiting: threading.Event | None = None  # made by the first thread that must block; most need not
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
@@ -303,14 +305,14 @@ class PendingWork(Work):
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Set the outcome. The first call counts: an abort may come before the thread that runs the call is back."""
+        """Set the outcome. The first call counts: an abort may come while another thread still runs the collective."""
         with self._lock:
             if self._is_done:
                 return
             self._error = error
             self._is_done = True
             future, waiting = self._future, self._waiting
-        # Outside of the lock, because callbacks run here, and a callback may ask this work for its future.
+        # Outside of the lock: callbacks run here, and a callback may ask this work for its future, which takes the lock.
         if waiting is not None:
             waiting.set()
         if future is not None:
@@ -336,7 +338,7 @@ class PendingWork(Work):
 
     def _wait_until_done(self, timeout_s: float | None) -> bool:
         with self._lock:
-            if self._is_done:  # it finished after the caller looked: nobody would set the event any more
+            if self._is_done:  # finished after the caller looked: nobody would set the event now
                 return True
             if self._waiting is None:
                 self._waiting = threading.Event()
@@ -407,7 +409,7 @@ class FutureWork(Work):
             return None
         try:
             self._future.wait()
-        except Exception as error:  # noqa: BLE001 - it is the caller's to judge
+        except Exception as error:  # noqa: BLE001 - the caller judges the error
             return error
         return None
 

@@ -14,8 +14,9 @@ from .stages import finished
 def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Combine the gradients of all ranks by Adasum, for each parameter separately.
 
-    Orthogonal gradients are added up, equal ones are averaged. So the learning rate of one process fits any number of ranks: do
-    not multiply it by their number. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.)
+    Orthogonal gradients are added up, equal ones are averaged. So a learning rate for one process fits any number of ranks: do
+    not multiply it. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys
+    2021.)
 
     Args:
         process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.

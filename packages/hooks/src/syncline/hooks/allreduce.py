@@ -1,4 +1,4 @@
-"""A plain average, as without a hook; and a hook that does not communicate."""
+"""A plain average, which DDP also takes without a hook; and a hook that does not communicate."""
 
 from __future__ import annotations
 

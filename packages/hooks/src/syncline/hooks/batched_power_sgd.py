@@ -18,7 +18,7 @@ from .stages import Stages
 
 @communication_hook
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately, as one square matrix that is filled up with zeros.
+    """Average the bucket approximately, as one square matrix; zeros fill up the square.
 
     It works like `powerSGD_hook`, but the rows of the matrix do not follow the rows of the parameters. So the approximation is
     worse: use `powerSGD_hook` unless it takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have no

@@ -12,11 +12,11 @@ from .sites import Sites
 
 @communication_hook
 def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
-    """Average the bucket: inside each site in its own dtype, between sites as bfloat16 that is added in float32.
+    """Average the bucket: in its own dtype inside each site, as bfloat16 between sites. Sums are float32.
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
-    `bf16_compress_hook` rounds the gradients of each rank, and their sums cross between nodes as float32, because sums are
-    rounded only once. This hook rounds only the mean of each site, and the mean of all sites.
+    `bf16_compress_hook` rounds the gradients of each rank. It rounds sums only once, so the sums travel between nodes as
+    float32. This hook rounds only the mean of each site and the mean of all sites, and sends bfloat16 between sites.
 
     Args:
         sites: the ranks that train together.
@@ -39,5 +39,5 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
         sites.inside.broadcast(buffer, 0)
         return buffer
 
-    # The callback runs before the next call on the group inside. So all ranks broadcast at the same place of its order.
+    # The callback runs before the next call on `sites.inside`. So all its ranks broadcast at the same place in its order.
     return sites.inside.all_reduce(buffer, ReduceOp.SUM, async_op=True).get_future().then(cross)

@@ -16,8 +16,8 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket in float16, and cast the result back.
 
-    Sums are accumulated in float32, and are divided before they are rounded. So a sum beyond float16's 65,504 does no harm, but
-    a single gradient beyond it becomes infinite.
+    Sums are accumulated in float32, and are divided before they are rounded. So a sum beyond float16's limit of 65,504 does no
+    harm, but a single gradient beyond this limit becomes infinite.
 
     Args:
         process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
@@ -50,8 +50,8 @@ def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     return _average_as(torch.bfloat16, process_group, bucket)
 
 
-# Without NCCL, torch's register_comm_hook refuses a hook of this name. Our hook needs no NCCL, so it gets another one. (pickle
-# uses __qualname__, which stays.)
+# Without NCCL, torch's register_comm_hook refuses a hook that has the name of torch's own. Our hook needs no NCCL, so it gets
+# another `__name__`. (pickle uses `__qualname__`, which stays.)
 bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
@@ -64,7 +64,7 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
     Returns:
         A hook with the same state. Its result is the bucket's own buffer, in the bucket's own dtype.
 
-    Cost: that of the hook on a bucket of float16; two bytes of extra memory for each element.
+    Cost: the cost of the wrapped hook on a bucket of float16; two bytes of extra memory for each element.
     """
     return _with_cast(torch.float16, hook)
 
@@ -95,7 +95,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """A hook's result: a tensor, or a list with one tensor, which a Work's own future holds."""
+    """A hook's result: a tensor, or a list with one tensor (the value of a Work's own future)."""
     result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     if not isinstance(result, torch.Tensor):
         raise MisuseError(f"expected the wrapped hook's future to hold the reduced bucket, found {type(result).__name__}")

@@ -28,7 +28,8 @@ class CompressionState:
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or one of your own.
         process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
-        use_error_feedback: add the part that was not sent to the next step's gradient; takes as much memory as the gradients.
+        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. It takes as
+            much memory as the gradients.
         random_seed: for random compressors, 0 to 2**32 - 1.
         named_parameters: as from `model.named_parameters()`; `state_dict` saves under these names. None numbers the parameters.
 
@@ -89,9 +90,9 @@ class CompressionState:
 
 @communication_hook
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
-    """Average the compressed gradients of all ranks, and keep the part that was not sent for the next step.
+    """Average the compressed gradients of all ranks, and keep for the next step what was not sent.
 
-    All ranks end with the same bits. NaN and infinity arrive as the compressor says, and are not kept in the state.
+    All ranks end with the same bits. The compressor decides how NaN and infinity arrive; the state does not keep them.
 
     Args:
         state: the compressor, and memory.
@@ -109,14 +110,14 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")
     buffer = floating_buffer(bucket, "to compress")
-    # Counted before the return for an empty bucket, which may be the last one of a step.
+    # Count the step before the return below: an empty bucket may be the last bucket of a step.
     if bucket.is_last():
         state.iter += 1
     # The bucket is empty on all ranks, so none of them communicates.
     if buffer.numel() == 0:
         return finished(buffer)
     group = group_of(state.process_group, bucket)
-    # Before the first use of errors: they may have been loaded for another rank.
+    # Before the errors are used: they may have been loaded from another rank's state.
     state.origin.settle(group.rank, group.size, state.error_feedback)
     seed = state.seeds.next()
     with torch.no_grad(), state.statistics.stage("compress"):

@@ -15,8 +15,8 @@ from .low_precision import math_dtype
 class Compressor(ABC):
     """Makes messages from gradients. A compressor has no state: the hook's state holds the memory.
 
-    A message has the same length on all ranks, because the length depends only on the gradients' shapes and dtype. So one
-    collective carries it.
+    The length of a message depends only on the gradients' shapes and dtype. So it is the same on all ranks, and one collective
+    carries all messages.
     """
 
     @property
@@ -30,7 +30,7 @@ class Compressor(ABC):
 
         Args:
             gradients: tensors of one dtype and any shapes; not changed.
-            seed: the same on every rank, another one in every call.
+            seed: the same on every rank, different in every call.
 
         Returns:
             A flat tensor; of uint8 unless the subclass says otherwise.
@@ -38,7 +38,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The tensors that a message stands for, with the gradients' shapes; 16 bits as float32. The same bits on every rank.
+        """The tensors of a message, with the gradients' shapes; float32 for 16 bits. Every rank gets the same bits.
 
         Args:
             message: a result of `compress` on any rank.
@@ -65,7 +65,7 @@ class Compressor(ABC):
 
 
 class LinearCompressor(Compressor):
-    """A compressor whose messages may be averaged themselves, so that an all_reduce carries them."""
+    """A compressor whose messages can be averaged without decompressing them, so that an all_reduce carries them."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
         """Start an all_reduce that averages. Its result is a single message."""
@@ -84,7 +84,7 @@ def check_compressor(compressor: object) -> None:
 
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of some tensors, one after the other."""
+    """The bytes of these tensors, one tensor after the other."""
     return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
 
 
@@ -105,5 +105,5 @@ class Unpacker:
 
 
 def in_math_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; float32 if it has 16 bits."""
+    """The tensor itself, or a float32 copy if its dtype has 16 bits."""
     return tensor.to(math_dtype(tensor.dtype))

@@ -51,11 +51,11 @@ class Bucket(Protocol):
 def communication_hook(hook: Hook) -> Hook:
     """A decorator: lets torch's `register_comm_hook` take a typed hook, too.
 
-    torch compares the hook's annotations with its own types, by identity. A hook for both callers has other annotations, and
-    under `from __future__ import annotations` they are texts. So `inspect.signature` must show none.
+    torch compares the hook's annotations with its own types, by identity. A hook for both callers has other annotations.
+    Besides, `from __future__ import annotations` makes texts of them. So `inspect.signature` must show no annotations.
 
-    torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ sees, with
-    the text of ours.
+    torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ sees. This
+    error has the text of ours. See Note [Futures that fail] in `syncline.collectives.work`.
     """
 
     @functools.wraps(hook)
@@ -72,10 +72,10 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:
-    """The bucket's buffer, checked; `purpose` stands in the error text.
+    """The bucket's buffer, if its dtype is a floating-point one. The error's text contains `purpose`.
 
     Raises:
-        MisuseError: the dtype is an integer one, or a complex one, from which a cast would drop the imaginary part.
+        MisuseError: the dtype is integer or complex. (A cast would drop the imaginary part of a complex number.)
     """
     buffer = bucket.buffer()
     if not buffer.is_floating_point():
@@ -87,8 +87,8 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     """The group over which a hook communicates.
 
     Args:
-        state: a group of ours, one of torch.distributed's, or None. None means the caller's group: that of our reducer, or
-            torch's default group under native DDP.
+        state: a group of ours, a group of torch.distributed, or None. None means the group of our reducer if it runs the
+            hook, and torch's default group if native DDP runs the hook.
         bucket: the bucket that the hook was given.
 
     Raises:
@@ -103,9 +103,9 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
         raise MisuseError(
             f"expected the hook's state to be a process group (syncline's or torch's) or None, found {type(state).__name__}"
         )
-    # torch's bucket does not know its group.
+    # torch's bucket does not know its group, so the default group is assumed.
     if isinstance(bucket, dist.GradBucket):
         return as_process_group(None)
-    group = bucket.process_group()  # type: ignore[attr-defined]  # what our GradBucket has and torch's has not
+    group = bucket.process_group()  # type: ignore[attr-defined]  # our GradBucket has it, torch's does not
     assert isinstance(group, ProcessGroup)
     return group

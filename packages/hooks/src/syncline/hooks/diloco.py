@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one step on the average of their changes; all parameters at once, or fragment by fragment."""
+"""DiLoCo: many local steps, then one outer step by the average of all replicas; all parameters at once, or in fragments."""
 
 from __future__ import annotations
 
@@ -26,44 +26,42 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
     """Steps an inner optimizer on this replica alone. Every `sync_every` steps an outer optimizer moves all replicas together.
 
         inner steps 1 .. H      each replica alone, on its own data: nothing is communicated
-        outer gradient          all replicas' parameters at the latest synchronisation, minus the average of the present ones
+        outer gradient          the parameters after the latest synchronisation, minus the average of the replicas' present ones
         outer step              SGD with Nesterov momentum; every replica continues from the result
 
     The model is not wrapped: gradients are not averaged (except inside a site, see `sites`). Buffers, such as the statistics of
     batch normalisation, are not synchronised.
 
-    With `fragments` above 1 it is Streaming DiLoCo: the parameters are divided into fragments of about the same number of
-        bytes.
-    The fragments are synchronised in turn, so the peak of sent bytes falls by their number. With `overlap_steps` the average of
-    a fragment is under way during this number of inner steps. Afterwards the parameters become `mixing` times their own value
-    plus `1 - mixing` times the outer step's result.
+    With `fragments` above 1 this is Streaming DiLoCo. The parameters are divided into fragments of about the same number of
+    bytes, and the fragments are synchronised in turn. So N fragments divide the peak of sent bytes by N. With `overlap_steps`,
+    the average of a fragment is under way during this number of inner steps. Afterwards each parameter becomes `mixing` times
+    its own value plus `1 - mixing` times the outer step's result.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. Defaults are those of the first paper.
 
     Args:
-        optim: the inner optimizer, AdamW in the papers; its parameter groups and state are those of this optimizer.
-        named_parameters: names and parameters to synchronise, as from `model.named_parameters()`, of floating-point dtypes; the
-            same on all ranks. All ranks get the first rank's values: the constructor is a collective.
-        process_group: one rank of each replica, ours or torch's; None means torch's default group. Not together with `sites`.
-        sites: the ranks of a site share a replica, which averages gradients inside the site at every step (by DDP over
+        optim: the inner optimizer, AdamW in the papers. This optimizer shares its parameter groups and its state.
+        named_parameters: the parameters to synchronise, with names, as from `model.named_parameters()`; floating-point dtypes.
+            Pass the same names on all ranks. The constructor is a collective: it gives all ranks the first rank's values.
+        process_group: a group (ours or torch's) of one rank of each replica; None means torch's default group. Pass either a
+            group or `sites`.
+        sites: each site holds one replica, and averages the gradients of its ranks at every step (by DDP over
             `sites.inside`). Only the first rank of each site communicates with other sites.
         sync_every: H, in inner steps; the same on all ranks.
         outer_lr: learning rate of the outer optimizer; above 0.
         outer_momentum: 0 to below 1.
-        fragments: the number of fragments; or lists of parameter names, in which every name stands once.
+        fragments: the number of fragments; or one list of parameter names for each fragment, with every name in one list.
         overlap_steps: 0 to below `sync_every`.
         mixing: 0 to below 1; 0 if there is no overlap. The second paper found 0.5 good.
         compressor: compresses the sent differences, with error feedback: `Int8()`, `Int4()`; None sends whole parameters.
-        seed: for the compressor, 0 to 2**32 - 1; 0 without a compressor.
+        seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor it must be 0.
 
-    Bytes sent by each rank for each step, on average: those of one all_reduce of all parameters (16 bits as float32), divided
-        by
-    H. With a compressor: those of one all_gather of its message, divided by H.
+    Bytes sent by each rank for each step, on average: as many as one all_reduce of all parameters sends (16 bits as float32),
+    divided by H. With a compressor: as many as one all_gather of its message sends, divided by H.
 
-    Extra memory: the parameters twice, in float32 or float64 (once without momentum), and a fragment while it is under way.
-        With
-    a compressor the parameters once more.
+    Extra memory: two copies of the parameters in float32 or float64 (one without momentum), and one of each fragment that is
+    under way. With a compressor there is one more copy of the parameters.
 
     Raises:
         InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or given twice.
@@ -72,8 +70,9 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     # Note [Bitwise outer steps]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # Without a compressor the ranks average the parameters themselves, not their differences from the anchors. So an outer
-    # step of rate 1 without momentum gives exactly this average, and on one rank exactly the inner optimizer's result.
+    # The anchors are the parameters after the latest synchronisation. Without a compressor the ranks average the parameters
+    # themselves, not the differences from the anchors. So an outer step of rate 1 without momentum gives exactly the average.
+    # On one rank it gives exactly the inner optimizer's result.
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         compressor: Compressor | None = None,
         seed: int = 0,
     ) -> None:
-        # Not super().__init__: the parameter groups are those of `optim`, the same objects.
+        # Not super().__init__: it would make new parameter groups. This optimizer shares the groups of `optim`.
         self.optim = optim
         self.param_groups = optim.param_groups
         _check(sync_every, outer_lr, outer_momentum, overlap_steps, mixing)
@@ -111,7 +110,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self.sync_every = sync_every
         self.overlap_steps = overlap_steps
         self.steps = 0
-        # First between the sites, then inside each: so all ranks get the values of the first site's first rank.
+        # First between the sites, then inside each site, so that all ranks get the values of the first site's first rank.
         for ranks in (group,) if sites is None else (sites.between, sites.inside):
             if ranks is not None:
                 broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
@@ -130,22 +129,23 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     @property
     def statistics(self) -> HookStatistics:
-        """Bytes that this rank has given to collectives, and the bytes of the parameters behind them."""
+        """The bytes that this rank has given to collectives, and the bytes of the parameters before compression."""
         return self._exchange.statistics
 
     def __repr__(self) -> str:
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, then finish and start the averages that are due. Every rank calls it equally often."""
+        """Step the inner optimizer, then finish and start averages that are due. All ranks call it the same number of times."""
         loss = self.optim.step(closure)
         self.steps += 1
-        # First finish everything that is due, so that a fragment that starts now has its outer step behind it.
+        # Finish everything that is due before anything starts: a fragment must not start again before its outer step.
         for fragment in self._fragments:
             fragment.finish_if_due(self.steps)
         for number, fragment in enumerate(self._fragments):
             if starts_at(self.steps, number, len(self._fragments), self.sync_every):
                 fragment.start(self.steps + self.overlap_steps)
+                # Without overlap the outer step is due at once.
                 fragment.finish_if_due(self.steps)
         return loss
 
@@ -153,8 +153,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         """Finish the averages under way, then take an outer step of every fragment now, without mixing. A collective.
 
         Call it at the end of training: afterwards the replicas are equal. (With one fragment and no overlap they are equal
-            after every
-        `sync_every` steps already. A further outer step right after one would only follow its momentum.)
+        after every `sync_every` steps already. Another outer step right after an outer step would only follow the momentum.)
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -165,11 +164,12 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             fragment.finish_if_due(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and the outer one's as "outer", by the parameters' names.
+        """The inner optimizer's state; under "outer", the outer optimizer's state by the parameters' names.
 
-        Waits for averages under way; with sites, all ranks of a site must then call it. A compressor's errors differ between
-        ranks: save on every rank, or see `merge_states` for another number of ranks. Between outer steps the parameters of the
-        replicas differ, so a job that loads one rank's model continues from this replica.
+        Waits for averages under way. With sites this wait is a collective of the site, so all its ranks must call this method.
+        A compressor's errors differ between ranks: save on every rank, or see `merge_states` for another number of ranks.
+        Between outer steps the parameters of the replicas differ. So a job that loads one rank's model continues from the
+        replica of this rank.
         """
         exchange = self._exchange
         outer = {
@@ -215,8 +215,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         """The inner optimizer's `zero_grad`."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - it is refused
-        """Not supported: all ranks would have to synchronise the new parameters from the same step on.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - always refused
+        """Not supported: all ranks would have to begin to synchronise the new parameters at the same step.
 
         Raises:
             MisuseError: always.
@@ -234,7 +234,7 @@ class _OuterSGD:
 
     def moved(self, anchor: torch.Tensor, average: torch.Tensor, velocity: torch.Tensor | None) -> torch.Tensor:
         """The parameters after the step; also updates `velocity`. See Note [Bitwise outer steps]."""
-        result = torch.lerp(anchor, average, self.lr)  # for a rate of 1 exactly the average
+        result = torch.lerp(anchor, average, self.lr)  # exactly the average if the rate is 1
         if velocity is not None:
             velocity.mul_(self.momentum).add_(anchor - average)
             result.sub_(velocity, alpha=self.lr * self.momentum)
@@ -282,7 +282,7 @@ class _Fragment:
                 parameter.copy_(anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of anchors and velocities by name, and of the average under way; waits for it."""
+        """Copies of anchors, velocities and the average under way, by name. Waits for this average."""
         averages = [None] * len(self._anchors) if self._pending is None else self._pending.wait()
         saved = zip(self.parameters, self._anchors, self._velocities, averages, strict=True)
         return {
@@ -349,7 +349,7 @@ def _divided(
         divided = [list(part) for part in fragments]
         given = sorted(name for part in divided for name in part)
         if given != sorted(names) or not all(divided):
-            # Missing and unknown names; if there are none, names that stand twice.
+            # Name the missing and unknown parameters; if there are none, the parameters that are given twice.
             wrong = sorted(set(given) ^ set(names)) or sorted({name for name in given if given.count(name) > 1})
             raise InvalidArgumentError(
                 f"expected each parameter in exactly one fragment, and none empty; look at {', '.join(map(repr, wrong[:5]))}"

@@ -1,4 +1,4 @@
-"""Error feedback: the part that compression left out is added to the next step's gradient."""
+"""Error feedback: what compression leaves out of one step's gradient is added to the next step's gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncline.collectives import MisuseError
 
 
 class ErrorFeedback:
-    """For each parameter, by name, the part of its gradient that the latest compression left out on this rank.
+    """The parts of the gradients that the latest compression left out on this rank, by parameter name.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019.
 
@@ -61,7 +61,7 @@ class ErrorFeedback:
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
-        """Keep what was left out. The tensors themselves are kept, so do not write to them afterwards.
+        """Keep what was left out. `errors` are kept without a copy, so do not write to them afterwards.
 
         Args:
             names: the parameters' names.

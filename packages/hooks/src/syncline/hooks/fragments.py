@@ -10,13 +10,15 @@ from syncline.collectives import InvalidArgumentError
 def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Distribute items over `count` fragments of about the same size.
 
-    The largest item comes first, and each item goes to the smallest fragment so far; among equal ones to the first. (Longest
-    processing time first, Graham 1969: no fragment is larger than 4/3 of the largest one in the best division.) Streaming
-    DiLoCo takes every n-th block of a transformer instead. These blocks have one size, so the bytes are the same.
+    Items are placed from the largest to the smallest. Each goes to the fragment that is the smallest so far; if several are
+    equally small, to the first of them. (Longest processing time first, Graham 1969: the largest fragment is at most 4/3 of
+    the largest fragment of the best division.) Streaming
+    DiLoCo takes every n-th block of a transformer instead. All blocks have the same size, so each fragment has the same number
+    of bytes.
 
     Args:
-        sizes: of the items; 0 or above.
-        count: 1 or above.
+        sizes: the sizes of the items; 0 or above.
+        count: the number of fragments; 1 or above.
 
     Returns:
         The items' indices, ascending in each fragment. No fragment is empty.
@@ -27,7 +29,7 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     if not 1 <= count <= len(sizes):
         raise InvalidArgumentError(f"expected 1 to {len(sizes)} fragments, one parameter in each at least, found {count}")
     fragments: list[list[int]] = [[] for _ in range(count)]
-    filled = [(0, 0)] * count  # bytes, then items: the second number spreads parameters without elements, too
+    filled = [(0, 0)] * count  # bytes, items. The items spread parameters without elements
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         number = min(range(count), key=lambda number: filled[number])
         fragments[number].append(index)

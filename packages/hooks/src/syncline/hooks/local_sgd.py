@@ -20,9 +20,9 @@ class PostLocalSGDState:
 
     Args:
         process_group: averages all gradients until `start_localSGD_iter`; None means the group of the DDP that runs the hook.
-        subgroup: averages them afterwards; a group of ours or torch's, for example the ranks of a node. If it is None, torch
-            makes one for each node. Here you must give one, unless `post_local_gradient_allreduce` is False.
-        start_localSGD_iter: this number of steps averages over all ranks; 0 or above.
+        subgroup: averages the gradients afterwards; a group of ours or torch's, for example the ranks of a node. You must give
+            a subgroup unless `post_local_gradient_allreduce` is False. (With None, torch makes one for each node.)
+        start_localSGD_iter: the number of first steps that average over all ranks; 0 or above.
         post_local_gradient_allreduce: if False, no gradient is averaged after these steps.
 
     Raises:
@@ -90,7 +90,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture
     """
     if not isinstance(state, PostLocalSGDState):
         raise MisuseError(f"expected a PostLocalSGDState as the hook's state, found {type(state).__name__}")
-    # Before the step is counted: all buckets of a step are averaged in the same way.
+    # Decide before the step is counted, so that all buckets of a step are averaged in the same way.
     is_local = state.iter >= state.start_localSGD_iter
     state.maybe_increase_iter(bucket)
     if not is_local:

@@ -17,14 +17,14 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer; its parameter groups and state are those of this optimizer.
+        optim: the local optimizer. This optimizer shares its parameter groups and its state.
         averager: called after every step.
 
-    Cost: that of `ModelAverager.average_parameters`.
+    Cost: the cost of `ModelAverager.average_parameters`.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
-        # Not super().__init__: the parameter groups are those of `optim`, the same objects.
+        # Not super().__init__: it would make new parameter groups. This optimizer shares the groups of `optim`.
         self.optim = optim
         self.averager = averager
         self.param_groups = optim.param_groups
@@ -38,7 +38,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's state, and the averager's step as "step"."""
+        """The local optimizer's state; under "step", the averager's step."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -17,12 +17,12 @@ class MatrixPlan:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether it is sent as two factors."""
+        """Whether the gradient is sent as two factors."""
         return self.rank > 0
 
     @property
     def numel_sent(self) -> int:
-        """Elements sent, both factors together."""
+        """The number of elements sent; for two factors, their sum."""
         return (self.rows + self.columns) * self.rank if self.is_compressed else self.rows * self.columns
 
 
@@ -43,10 +43,10 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
 
 
 def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 1) -> float:
-    """Elements of gradients of these shapes, divided by the elements that are sent.
+    """The number of elements in gradients of these shapes, divided by the number of elements that are sent.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
-    appendix F. The paper compresses every gradient that becomes smaller: a `min_compression_rate` of 1.
+    appendix F. The paper compresses every gradient that becomes smaller. A `min_compression_rate` of 1 does this, too.
     """
     plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
     return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)

@@ -1,4 +1,4 @@
-"""Model averaging: makes replicas equal again that have drifted apart."""
+"""Model averaging: makes replicas that have drifted apart equal again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ModelAverager(ABC):
 
     Args:
         process_group: a group of ours or torch's; None means torch's default group.
-        warmup_steps: the first steps, which average nothing; 0 or above.
+        warmup_steps: the number of first steps that average nothing; 0 or above.
 
     Attributes:
         step: how often `average_parameters` was called. You may set it to resume.
@@ -56,7 +56,7 @@ class PeriodicModelAverager(ModelAverager):
 
     Args:
         period: in steps, 1 or above. (With 1 it costs as much as averaging gradients.)
-        warmup_steps: the first steps, which average nothing.
+        warmup_steps: the number of first steps that average nothing.
         process_group: a group of ours or torch's; None means torch's default group.
 
     Raises:
@@ -75,16 +75,17 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages over small groups often, over larger ones less often, over all ranks least often.
+    """Averages often over small groups, less often over larger groups, and least often over all ranks.
 
-    In each step the largest period that divides the step's number decides. Steps are counted from 0, so step 0 averages over
+    In each step, the largest period that divides the step's number decides which group averages. Steps are counted from 0, so
+    step 0 averages over
     all ranks if there is no warm-up.
 
     Args:
         period_group_size_dict: for each period in steps, the size of the groups of consecutive ranks. Periods rise, and sizes
-            do not fall; with few ranks some sizes may be equal. The last size is that of the whole group, and all others divide
-            it.
-        warmup_steps: the first steps, which average nothing.
+            do not fall; with few ranks some sizes may be equal. The last size is the size of the whole group, and all other
+            sizes divide it.
+        warmup_steps: the number of first steps that average nothing.
         process_group: a group of ours or torch's; None means torch's default group. The constructor splits it: a collective.
 
     Source: the hierarchy of torch's averager of this name.

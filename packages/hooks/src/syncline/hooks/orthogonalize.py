@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 _QR_ABOVE_COLUMNS = 2
-# A column is dependent if the earlier columns leave it no more of its length than this multiple of the dtype's epsilon.
+# A column counts as dependent if projecting out the earlier columns leaves at most this multiple of the dtype's epsilon, times
+# the column's length.
 _DEPENDENT = 32
 
 
@@ -13,10 +14,9 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
     Matrices with one or two columns: modified Gram-Schmidt, with each column projected twice ("twice is enough": Giraud,
-        Langou,
-    Rozloznik, 2005). Other matrices: Householder QR. Every matrix of a batch is treated separately. A column that depends on
-    earlier ones, or is zero, is replaced by an independent one, so that a factor never loses its rank. A matrix with a NaN or
-    an infinity yields NaN.
+    Langou, Rozloznik, 2005). Other matrices: Householder QR. Every matrix of a batch is treated separately. A column that is
+    zero or depends on earlier columns is replaced by an independent column, so that a factor never loses its rank. A matrix
+    with a NaN or an infinity yields NaN.
 
     Args:
         matrices: [batch, rows, columns], columns <= rows, floating-point; not changed. 16 bits are computed in float32.
@@ -35,7 +35,7 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
 
 def _by_qr(matrices: torch.Tensor) -> torch.Tensor:
     columns: torch.Tensor = torch.linalg.qr(matrices).Q
-    # LAPACK does not define its result for NaN. The sum makes it NaN: 0 * NaN is NaN.
+    # LAPACK does not define its result for NaN. Adding the sum times 0 makes the result NaN: 0 * NaN is NaN.
     return columns + 0 * matrices.sum(dim=(1, 2), keepdim=True)
 
 
@@ -46,11 +46,11 @@ def _by_gram_schmidt(matrices: torch.Tensor, epsilon: float) -> torch.Tensor:
         column, earlier = matrices[:, :, number : number + 1], done[:, :, :number]
         left = _project_out(column, earlier)
         length = _length(left)
-        # The first column has no earlier ones: it is dependent only if it is zero.
+        # The first column has no earlier columns: it is dependent only if it is zero.
         original = _length(column) if number > 0 else length
         # A column with NaN or infinity is not replaced, so that its matrix becomes NaN.
         lost = (length <= tiny * original) & original.isfinite()
-        # To ask a GPU would stall it, so there the replacement is computed in any case.
+        # Asking a GPU for the answer would stall it, so on a GPU the replacement is always computed.
         if not lost.is_cpu or bool(lost.any()):
             spare = _project_out(_spare_column(matrices, number), earlier)
             left, length = torch.where(lost, spare, left), torch.where(lost, _length(spare), length)

@@ -47,8 +47,8 @@ class OuterExchange:
     """Averages parameters over replicas, as whole tensors or as compressed differences from the anchors.
 
     Args:
-        group: one rank of each replica; None on a rank for which another rank of its site communicates.
-        inside: the ranks of this replica's site. They hold the same parameters, and get the average from the first of them.
+        group: one rank of each replica; None on a rank that is not the first of its site (the first rank communicates for it).
+        inside: the ranks of this replica's site. They hold the same parameters, and their first rank gives them the average.
             None if this rank is alone.
         compressor: compresses the differences, with error feedback; None averages whole parameters.
         seed: for the compressor; the same on every rank.
@@ -80,7 +80,7 @@ class OuterExchange:
             parameters: of a floating-point dtype; not changed, and not read after the call.
             anchors: the parameters of all replicas after the latest synchronisation, in `math_dtype`; the same on every rank.
         """
-        # Drawn on every rank, also where another rank communicates: saved states then hold the same seeds on all ranks.
+        # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()
         shaped = [torch.empty_like(anchor) for anchor in anchors]
         own: PendingAverage

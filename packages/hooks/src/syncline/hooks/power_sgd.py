@@ -30,9 +30,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
 
-    1. Each gradient becomes a matrix [first dimension, all others]. The error of the step before is added to it.
+    1. Each gradient becomes a matrix [first dimension, all others]. The error of the previous step is added to it.
     2. P = M Q, with the latest Q (or a random one), made orthonormal.
-    3. One all_reduce averages the Ps, and the gradients that are not worth compressing.
+    3. One all_reduce averages the Ps together with the gradients that are not worth compressing.
     4. P is made orthonormal, Q = M^T P, and a second all_reduce averages the Qs.
     5. M becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
@@ -59,7 +59,7 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
     floating_buffer(bucket, "for PowerSGD")
-    # In plain steps, too: a resumed run numbers its parameters in its first step, and must find the same numbers.
+    # Number the parameters in plain steps, too. A resumed run numbers them in its first step, and both must agree.
     state.names.of(bucket)
     if not state.compresses:
         state.maybe_increase_iter(bucket)
@@ -77,11 +77,11 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 
 
 class _Batch:
-    """Gradients of one matrix shape, compressed in one batch, each separately.
+    """Gradients of one matrix shape. They are computed in one batch, but each is compressed separately.
 
-    `matrices` is [members, rows, columns]. With error feedback it has memory of its own and becomes the next error; it reuses
-    the memory of the latest error, if there is one. Without error feedback it is a view of a single gradient where its memory
-    allows a view, else a copy.
+    `matrices` is [members, rows, columns]. With error feedback, `matrices` has memory of its own and becomes the next error. It
+    reuses the memory of the latest error, if there is one. Without error feedback, `matrices` is a view of a single gradient
+    if the gradient's memory allows a view, else a copy.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
         # No gradient of this bucket is compressed, so there is no second all_reduce.
         if not batches:
             return buffer
-        # torch adds its epsilon to the lengths of sums; ours are means.
+        # torch's factors are sums over the ranks here, ours are means: so torch's epsilon is divided by the number of ranks.
         ps = [orthogonalize(p, state.orthogonalization_epsilon / group.size) for p in ps]
         qs = [torch.bmm(batch.matrices.transpose(1, 2), p) for batch, p in zip(batches, ps, strict=True)]
         wire = _packed(qs, buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), statistics.stage("decompress"):
         _unpack(wire, qs)
-        # A sum finds NaN and infinity anywhere. All ranks decide alike, because the wire holds the same bits on all of them.
+        # A single NaN or infinity makes the sum not finite. All ranks decide alike: they have the same bits in `wire`.
         is_sound = bool(torch.isfinite(wire.sum(dtype=math_dtype(buffer.dtype))))
         for batch, p, q in zip(batches, ps, qs, strict=True):
             batch.replace(p, q)

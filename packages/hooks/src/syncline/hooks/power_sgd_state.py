@@ -40,16 +40,18 @@ class PowerSGDState:
     Args:
         process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
         matrix_approximation_rank: columns of the factors, 1 or above; usually 1 to 4. Bytes and time grow with it.
-        start_powerSGD_iter: this number of steps averages plainly first. At least 2 with error feedback or warm start.
-        min_compression_rate: compress a gradient only if it becomes smaller by this factor. Below 1, also if it becomes larger.
-        use_error_feedback: add the part that was not sent to the next step's gradient; takes as much memory as the compressed
-            gradients.
-        warm_start: begin each step with the latest factors and not with random ones.
-        orthogonalization_epsilon: added to each column's length if there are one or two columns (torch's QR for more has none).
-            You do not need it here, because a column of zeros is replaced.
+        start_powerSGD_iter: the number of first steps that average plainly. At least 2 with error feedback or warm start.
+        min_compression_rate: compress a gradient only if it becomes smaller by this factor. With a factor below 1, a gradient
+            that becomes larger is compressed, too.
+        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. It takes as
+            much memory as the compressed gradients.
+        warm_start: begin each step with the latest factors instead of random factors.
+        orthogonalization_epsilon: added to each column's length if there are one or two columns. (QR, for more columns, has no
+            epsilon.) You need no epsilon here, because a column of zeros is replaced.
         random_seed: for the first factors, 0 to 2**32 - 1.
-        compression_stats_logging_frequency: log `compression_stats()` every so many steps.
-        batch_tensors_with_same_shape: compress the gradients of one shape in one batch, still each separately; costs a copy.
+        compression_stats_logging_frequency: log `compression_stats()` each time after this number of steps.
+        batch_tensors_with_same_shape: compute the gradients of one shape in one batch, which costs a copy. Each gradient is
+            still compressed separately.
         named_parameters: as from `model.named_parameters()`; `state_dict` saves under these names. None numbers the parameters.
 
     Raises:
@@ -141,7 +143,7 @@ class PowerSGDState:
         return (before / after if after else 0, before, after)
 
     def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Standard normal factors: the same on every rank, other ones in every call.
+        """Standard normal factors: the same on every rank, and different in every call.
 
         Args:
             shapes: the factors' shapes.

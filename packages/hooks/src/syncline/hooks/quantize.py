@@ -1,4 +1,4 @@
-# ruff: noqa: ARG002 - a compressor is given a seed, used or not
+# ruff: noqa: ARG002 - every compressor gets a seed, even if it does not use one
 """Quantization: eight bits, four bits or one bit for each number."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .low_precision import math_dtype
 
 
 class _Symmetric(Compressor):
-    """Symmetric quantization: `round(x / scale)`, where the scale makes the largest magnitude `_largest`.
+    """Symmetric quantization: `round(x / scale)`. The scale is chosen so that the largest magnitude becomes `_largest`.
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
     """
@@ -26,7 +26,7 @@ class _Symmetric(Compressor):
 
     @property
     def name(self) -> str:
-        """The bits, and whether a scale belongs to a tensor or to a channel."""
+        """The number of bits, and whether each tensor or each channel has a scale."""
         return f"int{self._bits} per {'channel' if self._per_channel else 'tensor'}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -52,22 +52,23 @@ class _Symmetric(Compressor):
         return unpacker.take(numel, torch.int8)
 
     def _channels(self, tensor: torch.Tensor) -> int:
-        # A vector has no channels.
+        # A vector has no channels: one scale for each number would send more than the vector itself.
         return tensor.shape[0] if self._per_channel and tensor.dim() > 1 else 1
 
 
 class Int8(_Symmetric):
-    """8-bit quantization: `round(x / scale)`, where the scale makes the largest magnitude 127.
+    """8-bit quantization: `round(x / scale)`. The scale is chosen so that the largest magnitude becomes 127.
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
     One scale is sent for each tensor, or for each channel (each index of the first dimension). NaN or infinity spoils all
-    numbers of the same scale. The error is at most half a scale.
+    numbers that share its scale. The error of a number is at most half of its scale.
 
     Args:
-        per_channel: one scale for each channel. It is more accurate if channels differ, and sends one scale for each channel.
+        per_channel: send one scale for each channel, not for each tensor. This is more accurate if channels differ in size, but
+            sends more scales.
 
-    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale; received: as many from each rank.
+    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. It receives as many from each rank.
     """
 
     _bits, _largest = 8, 127
@@ -81,15 +82,15 @@ class Int4(_Symmetric):
     Args:
         per_channel: as for `Int8`.
 
-    Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale; received: as
-        many
-    from each rank.
+    Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. It receives as
+    many from each rank.
     """
 
     _bits, _largest = 4, 7
 
     def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
-        # From -7 .. 7 to 1 .. 15: four bits without a sign. An odd count leaves half of the last byte empty.
+        # Adding 8 moves -7 .. 7 to 1 .. 15, which fits into four bits without a sign. With an odd number of numbers, half of
+        # the last byte is empty.
         flat = (numbers.reshape(-1) + 8).view(torch.uint8)
         pairs = torch.nn.functional.pad(flat, (0, flat.numel() % 2)).view(-1, 2)
         return pairs[:, 0] | (pairs[:, 1] << 4)
@@ -100,9 +101,10 @@ class Int4(_Symmetric):
 
 
 def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.Tensor:
-    # If all numbers are 0, any divisor will do. If the scale is not finite, its product with the numbers is not finite, either.
+    # If all numbers are 0, any divisor will do. If the scale is not finite, any divisor will do, too: the receiver multiplies
+    # by the scale, so the result is not finite.
     divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1).unsqueeze(1)
-    # int8 has no NaN. A NaN in the gradient makes its scale NaN, and the product on arrival.
+    # int8 has no NaN, so a NaN travels in the scale: it makes the scale NaN, and the scale makes the received numbers NaN.
     return torch.nan_to_num(rows / divisor).round().clamp(-largest, largest).to(torch.int8)
 
 
@@ -110,12 +112,13 @@ class OneBit(Compressor):
     """The sign of each number, and the mean magnitude of each tensor.
 
     Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-    DNNs", 2014; the scale is that of Karimireddy et al., "Error feedback fixes SignSGD", 2019. It needs error feedback.
+    DNNs", 2014; the scale follows Karimireddy et al., "Error feedback fixes SignSGD", 2019. This compressor needs error
+    feedback.
 
     0 counts as positive. NaN or infinity spoils its whole tensor.
 
-    Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor; received: as
-    many from each rank.
+    Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor. It
+    receives as many from each rank.
     """
 
     @property

@@ -1,7 +1,8 @@
 """Saved states: plain dictionaries of numbers, texts and tensors (they load under `weights_only=True`).
 
-The errors of error feedback differ between ranks; everything else in a state is the same on all ranks. So a saved state says
-its rank and the number of ranks, and fits only the same number. For another number, `merge_states` makes one state that fits
+The errors of error feedback differ between ranks; everything else in a state is the same on all ranks. So a saved state
+contains its rank and the number of ranks, and fits only a job with this number of ranks. For another number, `merge_states`
+makes one state that fits
 all ranks. It holds the mean of all ranks' errors, because training depends only on this mean.
 """
 
@@ -24,11 +25,11 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the saved states of all ranks into one that every rank of a job of any size can load.
 
     Args:
-        states: results of `state_dict()`, one for each rank. A single one is allowed; its errors then stand for those of all
-            ranks.
+        states: results of `state_dict()`, one for each rank. A single state is allowed: its errors then stand for the errors of
+            all ranks.
 
     Returns:
-        The first rank's state with the mean of the errors (float32 for 16 bits), without a rank.
+        The first rank's state, with the mean of the errors (float32 for 16 bits) and without a rank.
 
     Raises:
         InvalidArgumentError: there is no state, or the states do not come from the same step of the same job.
@@ -59,7 +60,7 @@ def _in_words(state: Mapping[str, Any]) -> str:
 
 
 def check_kind(state: Mapping[str, Any], kind: str) -> None:
-    """Check that a `state_dict()` of this kind has returned the state.
+    """Check that the state is a result of a `state_dict()` of this kind.
 
     Raises:
         MisuseError: the state has another kind, or a newer format.
@@ -114,10 +115,10 @@ class Origin:
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
         """Note the group's rank and size. Called whenever the state is used.
 
-        A state in use belongs to this process, also in another group after a rank was lost or has joined. In the first call,
-        errors of another rank of the same number of ranks are dropped with a warning. For example, all ranks load the state
-        that rank 0 saved, as torch's documentation shows. Then rank 0 continues, and the others begin their error feedback at
-        zero.
+        A state in use belongs to this process, even if the group changes because a rank was lost or has joined. The first call
+        drops errors that another rank saved (in a job with the same number of ranks), with a warning. For example, all ranks
+        load the state that rank 0 saved, as torch's documentation shows: then rank 0 keeps its errors, and the other ranks
+        begin their error feedback at zero.
 
         Raises:
             MisuseError: the loaded errors belong to another number of ranks.

@@ -21,7 +21,7 @@ class Phase:
     """A hook and its state, from a given step on.
 
     Attributes:
-        first_step: counted from 0.
+        first_step: the first step that calls the hook, counted from 0.
         hook: any hook, also one of torch's.
         state: the hook's first argument.
     """
@@ -68,7 +68,8 @@ class ScheduleState:
         """The phase of this bucket's step; the hook calls it with every bucket."""
         phase = self.current
         for other in self.phases:
-            # Parameters without names are numbered in the first step of a run, in every phase's state.
+            # Parameters without names get numbers in the first step of a run. So every phase's state numbers them now, even
+            # if the phase begins later: a resumed run must find the same numbers.
             names = getattr(other.state, "names", None)
             if isinstance(names, ParameterNames):
                 names.of(bucket)
@@ -87,7 +88,7 @@ class ScheduleState:
         """
         if not self._is_between_steps:
             raise MisuseError(f"expected switch() between steps, found step {self.iter} under way: call it after backward")
-        # A phase that would begin with the next step is dropped, too.
+        # A phase that would begin at the next step is dropped, too: the new hook takes its place.
         self.phases = [phase for phase in self.phases if phase.first_step < self.iter]
         self.phases.append(Phase(self.iter, hook, state))
 

@@ -16,7 +16,7 @@ def check_seed(name: str, seed: int) -> None:
     """Check a seed; `name` is the argument's name for the error.
 
     Raises:
-        InvalidArgumentError: it is out of range.
+        InvalidArgumentError: the seed is out of range.
     """
     if not 0 <= seed < 2**32:
         raise InvalidArgumentError(f"expected a {name} from 0 to 2**32 - 1, found {seed}")
@@ -25,7 +25,8 @@ def check_seed(name: str, seed: int) -> None:
 class SharedSeeds:
     """The numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`; torch's PowerSGD uses such seeds.
 
-    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but has another way to start.
+    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but makes its first state from a seed in
+    another way.
 
     Args:
         seed: 0 to 2**32 - 1; the same on every rank.

@@ -31,12 +31,12 @@ class Sites:
     def __init__(self, group: ProcessGroup, site: str) -> None:
         if not group.can_split:
             raise MisuseError("expected a process group of Syncline's to divide into sites, found one of torch's")
-        # In the order of ranks, so the list is the same on all ranks.
+        # Sites are numbered in the order of their first ranks, so the list is the same on all ranks.
         labels = list(dict.fromkeys(exchange_objects(site, group=group)))
         inside = group.split(labels.index(site))
         assert inside is not None
         self.inside = inside
-        # Every rank calls split, because it is a collective; None takes a rank out.
+        # Every rank calls `split`, because it is a collective. A rank that passes None joins no group.
         self.between = group.split(0 if inside.rank == 0 else None)
         self.number = len(labels)
         self.ranks = group.size

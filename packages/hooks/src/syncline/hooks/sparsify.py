@@ -1,4 +1,4 @@
-# ruff: noqa: ARG002 - a compressor is given a seed, used or not
+# ruff: noqa: ARG002 - every compressor gets a seed, even if it does not use one
 """Sparsification: a few numbers of each gradient, unchanged."""
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class TopK(Compressor):
     memory", 2018. It needs error feedback. A NaN counts as the largest number, so it is sent.
 
     Args:
-        fraction: of each tensor's numbers, above 0 and up to 1; at least one number is sent.
+        fraction: how much of each tensor is sent, above 0 and up to 1; at least one number.
 
-    Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers) and those of its
-    dtype; received: as many from each rank.
+    Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
+    of its dtype. It receives as many from each rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -31,7 +31,7 @@ class TopK(Compressor):
 
     @property
     def name(self) -> str:
-        """With the fraction."""
+        """The name contains the fraction."""
         return f"top {self._fraction:g}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -56,12 +56,12 @@ class TopK(Compressor):
 
 
 class RandomK(LinearCompressor):
-    """Random numbers of each tensor, from the same places on every rank. So no index is sent, and an all_reduce is enough.
+    """Numbers at random places of each tensor. The places are the same on every rank, so an all_reduce without indices does.
 
     Source: Stich et al., "Sparsified SGD with memory", 2018. It needs error feedback.
 
     Args:
-        fraction: of each tensor's numbers, above 0 and up to 1; at least one number is sent.
+        fraction: how much of each tensor is sent, above 0 and up to 1; at least one number.
 
     Bytes: one all_reduce of the chosen numbers, in the gradients' dtype.
     """
@@ -71,7 +71,7 @@ class RandomK(LinearCompressor):
 
     @property
     def name(self) -> str:
-        """With the fraction."""
+        """The name contains the fraction."""
         return f"random {self._fraction:g}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:

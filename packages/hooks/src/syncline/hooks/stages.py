@@ -3,15 +3,17 @@
 Note [Stages]
 ~~~~~~~~~~~~~
 A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this work
-has finished, and returns the reduced bucket. Every rank must issue the same collectives in the same order, also when several
+has finished, and at last returns the reduced bucket. Every rank must issue the same collectives in the same order, also when
+several
 buckets are in flight and ranks are scheduled differently. So the group decides who resumes a generator:
 
 1. Most of our groups have one total order (`has_total_order`): a collective that a callback issues comes before every later
-   collective (Note [One total order] in `syncline.collectives.engine.queue`). There the future of each work resumes its
-   generator: `_chained`. 2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` takes turns by
-   it. So a collective that a callback issues races with the thread of backward. There only the thread of backward resumes
-   generators, at fixed places: each later bucket moves every earlier one on by a stage, and the last bucket of the backward
-   moves all to their end: `Pipeline`. The first stage of a bucket still overlaps with backward.
+   collective (Note [One total order] in `syncline.collectives.engine.queue`). In these groups the future of each work resumes
+   its generator: `_chained`.
+2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` takes turns in this order. So a
+   collective that a callback issues races with the thread of backward. In these groups only the thread of backward resumes
+   generators, at fixed places: `Pipeline`. Each new bucket moves every earlier bucket on by one stage, and the last bucket of
+   the backward moves all buckets to their end. The first stage of a bucket still overlaps with backward.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ else:
 
 
 def finished(tensor: torch.Tensor) -> TensorFuture:
-    """A future that has its result already."""
+    """A future that already has its result."""
     future = _future_on(tensor)
     future.set_result(tensor)
     return future
@@ -54,7 +56,7 @@ class Pipeline:
         if group.has_total_order:
             _chained(stages, next(stages), future)
             return future
-        # Indices rise within a backward. Otherwise a new backward has begun, and the old one did not end.
+        # Indices rise within a backward. If not, a new backward has begun, and the old one did not reach its last bucket.
         if bucket.index() <= self._latest:
             self._drop_stale()
         self._latest = bucket.index()
@@ -62,7 +64,8 @@ class Pipeline:
         for entry in self._pending:
             entry.advance()
         self._pending.append(_Pending(stages, next(stages), future))
-        # Stage by stage over all buckets: the same order on every rank.
+        # After the last bucket, nothing else resumes the generators. All buckets move on stage by stage, so that every rank
+        # issues their collectives in the same order.
         while bucket.is_last() and self._pending:
             for entry in self._pending:
                 entry.advance()
@@ -94,7 +97,7 @@ class _Pending:
             self._work = next(self._stages)
         except StopIteration as end:
             self.future.set_result(end.value)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket must get it
+        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
             _fail(self.future, error)
 
 
@@ -105,7 +108,7 @@ def _chained(stages: Stages, first: Work, future: TensorFuture) -> None:
             work = next(stages)
         except StopIteration as end:
             future.set_result(end.value)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket must get it
+        except Exception as error:  # noqa: BLE001 - whoever waits for the bucket gets the error
             _fail(future, error)
         else:
             work.get_future().add_done_callback(advance)

@@ -1,4 +1,4 @@
-"""How much a hook saves, and what that costs."""
+"""How many bytes a hook saves, and how much time this costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HookStatistics:
     Attributes:
         bytes_before: bytes of the gradients that the hook got.
         bytes_sent: bytes of the tensors that the hook gave to collectives.
-        seconds_by_stage: seconds of computing, without waiting, by the stage's name.
+        seconds_by_stage: for each stage, the seconds of computing, without waiting.
     """
 
     bytes_before: int = 0

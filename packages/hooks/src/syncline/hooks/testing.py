@@ -10,10 +10,10 @@ from syncline.collectives import ProcessGroup
 
 
 class FakeBucket:
-    """A bucket that keeps the hook contract, with gradients that the test makes up.
+    """A bucket that keeps the hook contract. The test chooses its gradients.
 
     Args:
-        gradients: of any shapes and one dtype; copied into a flat buffer in this order.
+        gradients: tensors of any shapes and one dtype; copied into a flat buffer in this order.
         group: the result of `process_group()`.
         parameters: the result of `parameters()`; None makes zeros with the gradients' shapes.
         index: the bucket's number.
