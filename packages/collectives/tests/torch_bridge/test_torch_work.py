@@ -12,12 +12,19 @@ from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.torch_bridge.torch_group import TorchGroup
 
 JOB = Path(__file__).parent / "leaving_job.py"
+DROPPING_JOB = Path(__file__).parent / "dropping_job.py"
 
 
 @pytest.mark.launch
 def test_a_program_that_ends_while_torchs_thread_drops_what_it_called(tmp_path: Path) -> None:
     """See Note [Leaving while torch's thread drops what it called]: without a wait at exit rank 0 aborts."""
     run_processes(JOB, 2, tmp_path)
+
+
+@pytest.mark.launch
+def test_a_model_that_is_dropped_while_torchs_thread_drops_what_it_called(tmp_path: Path) -> None:
+    """See Note [Who destroys a group]: if we do not keep the group, the program hangs."""
+    run_processes(DROPPING_JOB, 1, tmp_path)
 
 
 class Refusing:

@@ -321,7 +321,7 @@ class TorchGroup(ProcessGroup):
         return (lambda: tensor.copy_(copy)) if self.rank == root else None
 
     def _work(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work:
-        work = TorchWork(tensors, torch_work, finish)
+        work = TorchWork(tensors, torch_work, finish, self.torch_group)
         if not async_op:
             work.wait(self.timeout_s)
         return work

@@ -71,12 +71,16 @@ class TorchWork(Work):
         tensors: the outputs.
         torch_work: torch's work.
         finish: the last step, or None.
+        torch_group: the group that the work runs on.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], torch_work: Any, finish: Callable[[], Any] | None, torch_group: Any = None
+    ) -> None:
         self._tensors = tensors
         self._torch_work = torch_work
         self._finish = finish
+        self._torch_group = torch_group
         self._lock = threading.Lock()
         self._future: TensorsFuture | None = None
         self._done = False
@@ -137,7 +141,9 @@ class TorchWork(Work):
         """A future that completes when `wait` would return."""
         with self._lock:
             if self._future is None:
-                self._future = self._torch_work.get_future().then(_Delivery(self._deliver))
+                delivery = _Delivery(self._deliver, self._torch_group)
+                self._torch_group = None
+                self._future = self._torch_work.get_future().then(delivery)
             return self._future
 
     def _deliver(self, done: Any) -> list[torch.Tensor]:
@@ -150,7 +156,7 @@ class TorchWork(Work):
         if self._finish is not None:
             with untracked():
                 self._finish()
-        self._finish = None  # it may hold the group, and torch's thread must not drop the group's last reference
+        self._finish = self._torch_group = None  # torch's thread must not drop the last reference to the group
         self._done = True
 
     def _completes(self) -> bool:
@@ -173,12 +179,30 @@ class _Delivery:
     Then the thread drops the work, and with it perhaps the last reference to a tensor that Python has seen. It needs the
     interpreter for this, too. We cannot see when it has done so, and we cannot close the group, which belongs to the script. So
     at exit we release the GIL for the time that a waiting thread usually needs. This is no guarantee.
+
+    Note [Who destroys a group]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    The destructor of torch's Gloo group joins Gloo's threads. If Python drops the last reference to the group, the destructor
+    runs without the GIL. If the reducer of torch's DDP drops it, the destructor keeps the GIL. A thread that completed a bucket
+    needs the GIL once more, to drop the functions that it called. So a program that drops its model just after backward hangs.
+    (The same happens with torch's own communication hooks.) So we keep each group until Gloo's threads are long out of Python.
     """
 
-    def __init__(self, deliver: Callable[[Any], Any]) -> None:
+    def __init__(self, deliver: Callable[[Any], Any], torch_group: Any) -> None:
         self._deliver = deliver
         self.was_called = False
-        _deliveries.add(self)
+        self._group_id = id(torch_group)
+        over = []
+        now_s = time.monotonic()
+        with _lock:
+            _deliveries.add(self)
+            _last_used_s[torch_group] = now_s
+            running = {delivery._group_id for delivery in _deliveries}
+            for group, used_s in list(_last_used_s.items()):
+                if now_s - used_s > _KEPT_S and id(group) not in running:
+                    over.append(group)
+                    del _last_used_s[group]
+        del over  # the lock is free here, because the group's destructor waits
 
     def __call__(self, done: Any) -> Any:
         self.was_called = True
@@ -187,8 +211,17 @@ class _Delivery:
 
 _EXIT_S = 5.0
 _LET_GO_S = 0.02  # four times the interval after which a waiting thread asks for the GIL
+_KEPT_S = 5.0
+_lock = threading.Lock()
 _deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
-in_forks(_deliveries.clear)
+_last_used_s: dict[Any, float] = {}  # the groups that we keep; when a future of each was last asked for
+
+
+@in_forks
+def _forget() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _deliveries.clear()  # the groups stay: a child has no threads that their destructors could join
 
 
 @atexit.register
