@@ -24,7 +24,7 @@ def test_a_program_that_ends_while_torchs_thread_drops_what_it_called(tmp_path: 
 @pytest.mark.launch
 def test_a_model_that_is_dropped_while_torchs_thread_drops_what_it_called(tmp_path: Path) -> None:
     """See Note [Who destroys a group]: if we do not keep the group, the program hangs."""
-    run_processes(DROPPING_JOB, 1, tmp_path)
+    run_processes(DROPPING_JOB, 2, tmp_path)
 
 
 class Refusing:
