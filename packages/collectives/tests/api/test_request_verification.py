@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.api.request_verification import verify_request
+from syncline.collectives.api.subgroups import verify_request
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.agreement import Agreement, Carrier

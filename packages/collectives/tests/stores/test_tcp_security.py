@@ -21,8 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from syncline.collectives import InvalidArgumentError, StoreAuthenticationError, StoreError
 from syncline.collectives.stores import TCPStore, TCPStoreServer, new_secret
 from syncline.collectives.stores.served import Op, Status, pack, unpack
-from syncline.collectives.stores.tcp.secret import private_key
-from syncline.collectives.stores.tcp.sockets import public_key, set_options, split
+from syncline.collectives.stores.tcp.sockets import private_key, public_key, set_options, split
 
 SECRET = new_secret()
 A_PICKLE = pickle.dumps(os.system)

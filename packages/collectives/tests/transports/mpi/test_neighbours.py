@@ -15,9 +15,14 @@ from mpi4py import MPI
 
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.transports.mpi import neighbours as module
-from syncline.collectives.transports.mpi.leave_notices import LeaveNotices
 from syncline.collectives.transports.mpi.library import Tag
-from syncline.collectives.transports.mpi.neighbours import MPIStatusPost, TimeoutReport, connect_neighbours, neighbours
+from syncline.collectives.transports.mpi.neighbours import (
+    LeaveNotices,
+    MPIStatusPost,
+    TimeoutReport,
+    connect_neighbours,
+    neighbours,
+)
 
 
 class Done:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from ..engine.cancel_scope import seconds
-from ..errors import InvalidArgumentError
+from ..errors import DisagreementError, InvalidArgumentError
 from ..group import ProcessGroup
+from ..health.statements import Statements
 from .default_group import get_default_group, resolve_group
 from .non_member import NonMember
-from .request_verification import verify_request
+from .object_exchange import all_gather_bytes, are_same_on_all_ranks
+
+_LONGEST_REQUEST_BYTES = 1024
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | None = None) -> ProcessGroup | NonMember:
@@ -80,6 +83,36 @@ def new_subgroups_by_enumeration(
     made = world.split(color, timeout_s=_timeout_s(timeout, world))
     everyone = [rank for entry in lists for rank in entry]
     return NonMember("new_subgroups_by_enumeration", everyone, world.rank) if made is None else made, lists
+
+
+def verify_request(group: ProcessGroup, request: str) -> None:
+    """Compare the requests of the ranks of a group. Every rank of the group calls this.
+
+    Cost: an all_reduce of 16 bytes. Only if the requests differ, also two all-gathers of the first 1024 bytes of each. (A
+    request may name all ranks. Without a limit, the gathered bytes would grow with the square of the number of ranks.)
+
+    Args:
+        group: the group.
+        request: the same text on every rank, such as "new_group([0, 1])".
+
+    Raises:
+        DisagreementError: the requests differ. All ranks raise it.
+    """
+    if are_same_on_all_ranks(request.encode(), group=group):
+        return
+    said = all_gather_bytes(request.encode()[:_LONGEST_REQUEST_BYTES], group=group)
+    raise DisagreementError(different_requests([text.decode(errors="replace") for text in said], group.place()))
+
+
+def different_requests(requests: Sequence[str], place: str) -> str:
+    """The message for requests that differ. A pure function.
+
+    Args:
+        requests: the request of each rank, by rank.
+        place: this rank and the group in words.
+    """
+    said = Statements.of(requests).in_words()
+    return f"{place}: the ranks ask for different groups ({said}); let every rank name the same members, in the same order"
 
 
 def _check_ranks(ranks: Sequence[int], world_size: int) -> None:

@@ -23,7 +23,7 @@ from ..forks import in_forks
 from ..group import ProcessGroup
 from ..stores import AsTorchStore, FileStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
 from ..stores.file import leave_run
-from ..stores.tcp.secret import require_pyzmq
+from ..stores.tcp.sockets import require_pyzmq
 from .addresses import chosen_interfaces
 from .backend import ConnectRequest
 from .init_method import Address, address_by_environment, parse_address, parse_folder

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...engine.cancel_scope import seconds
 from ...errors import InvalidArgumentError, StoreUnavailableError
-from .secret import as_secret, require_pyzmq
-from .sockets import LONGEST_MESSAGE_BYTES, endpoint
+from .sockets import LONGEST_MESSAGE_BYTES, as_secret, endpoint, require_pyzmq
 
 if TYPE_CHECKING:
     import zmq

@@ -14,8 +14,7 @@ from ...engine.cancel_scope import CancelScope
 from ...errors import InvalidArgumentError, StoreError, StoreTimeout
 from ..served import Op, ProtocolError, ServedStore, Status, pack, pack_seconds, unpack
 from ..store import as_key, as_keys, key_timeout, poll
-from .secret import as_secret, require_pyzmq
-from .sockets import LONGEST_MESSAGE_BYTES
+from .sockets import LONGEST_MESSAGE_BYTES, as_secret, require_pyzmq
 
 if TYPE_CHECKING:
     from .connection import Connection

@@ -50,8 +50,8 @@ from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
 from ...startup.uncaught_errors import are_handled_elsewhere, last_words
 from .fault_tolerance import failed_ranks, is_fault_tolerant
-from .leave_notices import LeaveNotices
 from .library import no_more_mpi, while_mpi_runs
+from .neighbours import LeaveNotices
 
 # Open MPI 5.0.11 sometimes never returns from MPI_Finalize in a job that lost ranks. So a signal ends the process after this
 # time. mpiexec counts it as another lost rank, and still ends with status 0.
