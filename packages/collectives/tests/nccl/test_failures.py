@@ -56,7 +56,7 @@ GOOD_NCCL = Fake(available=True, NcclCommunicator=object)
         (
             cupy_for(12_090),
             GOOD_NCCL,
-            ["is for CUDA 12, but torch", "is for CUDA 13", "pip install 'syncline-collectives[nccl-cuda13]'"],
+            ["is for CUDA 12, but torch", "is for CUDA 13", "pip install cupy-cuda13x nvidia-nccl-cu13"],
         ),
         (cupy_for(13_020), Fake(available=False), ["finds no NCCL library", "pip install nvidia-nccl-cu13"]),
         (cupy_for(13_000, "13.6.0"), GOOD_NCCL, ["CuPy 13.6.0 is too old", "expected 14 or newer", "--upgrade"]),
@@ -72,9 +72,7 @@ def test_cupys_that_do_not_fit(cupy: Any, nccl: Any, words: list[str]) -> None:
 def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     library.cupy_problem.cache_clear()
-    assert library.cupy_problem(12) == (
-        "CuPy is not installed; `pip install 'syncline-collectives[nccl-cuda12]'` brings it and NCCL"
-    )
+    assert library.cupy_problem(12) == ("CuPy is not installed; `pip install cupy-cuda12x nvidia-nccl-cu12` brings it and NCCL")
     library.cupy_problem.cache_clear()
 
 

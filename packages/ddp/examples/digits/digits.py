@@ -4,7 +4,7 @@
     srun -n 2 python digits.py
     python digits.py
 
-Needs `pip install 'syncline-ddp[examples]'`. What differs from a script for one process stands in `main` and is three lines:
+Needs `pip install './packages/ddp[examples]'`. What differs from a script for one process stands in `main` and is three lines:
 the process group, the sampler that gives each rank its part of every batch, and the wrapper around the model. The rest of the
 folder measures and checks what this one trains.
 """

@@ -74,7 +74,7 @@ def _complaint(options: Options, ranks: int) -> str | None:
     if options.batch_size_for(ranks) > TRAIN_IMAGES:
         return f"expected at most as many ranks as training images, {TRAIN_IMAGES}, found {ranks}"
     if options.timeline and find_spec("matplotlib") is None:
-        return "--timeline: matplotlib is not installed; run pip install 'syncline-ddp[examples]'"
+        return "--timeline: matplotlib is not installed; run pip install matplotlib"
     for name, path in (("--report", options.report), ("--timeline", options.timeline)):
         if path and (problem := _problem_with_writing(path)):
             return f"{name}: {path} cannot be written: {problem}"

@@ -94,7 +94,7 @@ def test_a_file_without_a_floor_is_refused(text: str, words: str, folder: Path, 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
-    with pytest.raises(MisuseError, match=r"pip install 'syncline-ddp\[report\]'"):
+    with pytest.raises(MisuseError, match=r"pip install plotly rich"):
         extras.require_extra("rich")
 
 

@@ -234,5 +234,5 @@ def test_json() -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    with pytest.raises(MisuseError, match=r"pip install 'syncline-collectives\[bench\]'"):
+    with pytest.raises(MisuseError, match=r"pip install matplotlib"):
         plot.require_matplotlib()

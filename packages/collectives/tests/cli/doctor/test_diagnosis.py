@@ -222,7 +222,12 @@ ROWS = {
         "the 2 ranks on a see 1 together",
         "start at most 1 rank(s) there",
     ),
-    "no CuPy": (lambda: d.gpus([replace(GPU, cupy=None)]), Status.WARN, "CuPy is not installed", "[nccl-cuda12]"),
+    "no CuPy": (
+        lambda: d.gpus([replace(GPU, cupy=None)]),
+        Status.WARN,
+        "CuPy is not installed",
+        "cupy-cuda12x nvidia-nccl-cu12",
+    ),
     "no NCCL": (lambda: d.gpus([replace(GPU, nccl=None)]), Status.WARN, "CuPy 14.0 finds no NCCL", "nvidia-nccl"),
     "no backend": (lambda: d.backend(None, BACKENDS), Status.WRONG, "none could be chosen", "the line about the connection"),
     "a backend that nobody offers": (

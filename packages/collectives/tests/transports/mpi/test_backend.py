@@ -29,8 +29,8 @@ def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = load_backend("mpi").missing()
     assert sentence is not None
     assert "mpi4py is not installed" in sentence
-    assert "pip install 'syncline-collectives[mpi]'" in sentence
-    assert "pip install 'syncline-collectives[mpich]'" in sentence
+    assert "pip install mpi4py`" in sentence
+    assert "pip install mpi4py mpich`" in sentence
     with pytest.raises(BackendUnavailableError, match="backend 'mpi': mpi4py is not installed"):
         mpi.connect(ConnectRequest(None, None, None, None, 5.0))
 
@@ -53,7 +53,7 @@ def test_no_library(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
         pytest.fail(sentence)
     assert "module load" in sentence
     assert "MPI4PY_LIBMPI" in sentence
-    assert "syncline-collectives[mpich]" in sentence
+    assert "pip install mpi4py mpich`" in sentence
     assert sentence.endswith("The loader said: cannot load MPI library libmpi.so: no such file")
     assert len(sentence.splitlines()[0]) <= 200
 

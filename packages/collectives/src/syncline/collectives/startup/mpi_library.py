@@ -14,12 +14,12 @@ from ..health.connecting import Connecting
 from .library_check import is_from_pypi, launcher_conflict
 
 _NO_MPI4PY = (
-    "mpi4py is not installed: load the site's MPI module and `pip install 'syncline-collectives[mpi]'`\n"
-    "On a machine without an MPI, `pip install 'syncline-collectives[mpich]'` brings one along"
+    "mpi4py is not installed: load the site's MPI module and `pip install mpi4py`\n"
+    "On a machine without an MPI, `pip install mpi4py mpich` brings one along"
 )
 _NO_LIBRARY = (
     "mpi4py finds no MPI library: load the site's module (`module load openmpi`), or set MPI4PY_LIBMPI to its libmpi.so\n"
-    "On a machine without an MPI, `pip install 'syncline-collectives[mpich]'` brings one along"
+    "On a machine without an MPI, `pip install mpi4py mpich` brings one along"
 )
 
 

@@ -18,7 +18,7 @@ def require_matplotlib() -> None:
         MisuseError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise MisuseError("--plot needs matplotlib, which is not installed: pip install 'syncline-collectives[bench]'")
+        raise MisuseError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def save_plot(measurements: Sequence[Measurement], path: str) -> None:

@@ -267,7 +267,7 @@ def _cuda_awareness(results: Sequence[str | None]) -> Finding:
 
 def _nccl(rank: Observation) -> Finding:
     if rank.cupy is None:
-        remedy = "for NCCL, `pip install 'syncline-collectives[nccl-cuda12]'` (or [nccl-cuda13])"
+        remedy = "for NCCL, `pip install cupy-cuda12x nvidia-nccl-cu12` (or cupy-cuda13x nvidia-nccl-cu13)"
         return Finding("NCCL", Status.WARN, "CuPy is not installed or cannot be imported", remedy)
     if rank.nccl is None:
         remedy = "`pip install nvidia-nccl-cu12` (or -cu13), to match CuPy's CUDA"

@@ -82,7 +82,7 @@ def require_pyzmq() -> None:
         lack = f"cannot be imported ({error})"
     if lack is not None:
         raise StoreUnavailableError(
-            f"a TCP store needs pyzmq, which {lack}: pip install 'syncline-collectives[store]'; or let the ranks meet in a "
+            f"a TCP store needs pyzmq, which {lack}: pip install pyzmq; or let the ranks meet in a "
             "folder (init_method 'file:///shared/folder'), which needs nothing"
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_EXTRA = "syncline-collectives[nccl-cuda{major}]"
+_PACKAGES = "cupy-cuda{major}x nvidia-nccl-cu{major}"
 _OLDEST_CUPY = 14
 
 
@@ -31,9 +31,9 @@ def problem() -> str | None:
 @functools.cache
 def cupy_problem(cuda_major: int) -> str | None:
     """Why CuPy's NCCL cannot work with a torch for this CUDA version; None if it can."""
-    extra = _EXTRA.format(major=cuda_major)
+    packages = _PACKAGES.format(major=cuda_major)
     if find_spec("cupy") is None:
-        return f"CuPy is not installed; `pip install '{extra}'` brings it and NCCL"
+        return f"CuPy is not installed; `pip install {packages}` brings it and NCCL"
     preload_nccl()
     try:
         with warnings.catch_warnings():
@@ -41,17 +41,17 @@ def cupy_problem(cuda_major: int) -> str | None:
             import cupy
             from cupy.cuda import nccl
     except ImportError as error:
-        return f"CuPy cannot be imported ({' '.join(str(error).split())}); reinstall it: `pip install '{extra}'`"
+        return f"CuPy cannot be imported ({' '.join(str(error).split())}); reinstall it: `pip install {packages}`"
     return _mismatch(cupy, nccl, cuda_major)
 
 
 def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
     found_major = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    extra = _EXTRA.format(major=cuda_major)
+    packages = _PACKAGES.format(major=cuda_major)
     if found_major != cuda_major:
         return (
             f"CuPy {cupy.__version__} is for CUDA {found_major}, but torch {torch.__version__} is for CUDA {cuda_major}; "
-            f"uninstall cupy-cuda{found_major}x, then `pip install '{extra}'`"
+            f"uninstall cupy-cuda{found_major}x, then `pip install {packages}`"
         )
     if not nccl.available or not hasattr(nccl, "NcclCommunicator"):
         return (
@@ -60,7 +60,7 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
         )
     # Older versions have bfloat16, too, but return the unique id as signed chars.
     if int(cupy.__version__.split(".")[0]) < _OLDEST_CUPY:
-        return f"CuPy {cupy.__version__} is too old, expected {_OLDEST_CUPY} or newer; `pip install --upgrade '{extra}'`"
+        return f"CuPy {cupy.__version__} is too old, expected {_OLDEST_CUPY} or newer; `pip install --upgrade {packages}`"
     return None
 
 
