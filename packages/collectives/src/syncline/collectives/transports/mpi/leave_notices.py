@@ -18,10 +18,10 @@ _TELL_EVERY_S = 0.2
 
 
 class LeaveNotices:
-    """Tells the neighbours (see Note [Neighbours] in `neighbours`) that this rank has left, and which other ranks have.
+    """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours] in `neighbours`.
 
-    A rank receives notices and passes them on when it looks for them: often while it waits for others (in a call or at the end
-    of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call.
+    A rank receives notices and passes them on when it looks for them. It looks often while it waits for others (in a call or at
+    the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the methods.
 
     Cost: with N ranks, each rank sends 2 log2 N messages for all ranks that leave within `_TELL_EVERY_S` seconds. Ranks that
     have started the same calls share one entry. Construction is a collective.
@@ -53,11 +53,14 @@ class LeaveNotices:
         """Receive the notices that have arrived since the last call, return new ones, and pass them on."""
         with self._lock:
             found: list[Leaving] = []
+            # The communicator is freed, or will be in a moment.
             if self._is_closed:
                 return found
             while (message := self._communicator.improbe(tag=Tag.LEAVING)) is not None:
+                # Notices come by several ways, so most arrive more than once.
                 told = (Leaving(rank, started) for started, among in message.recv() for rank in ranks_of(among))
                 found += [notice for notice in told if self._note(notice)]
+            # News of several ranks travel together, so a job that ends sends few messages.
             if self._news and self._passes_on and self._clock() >= self._next_telling:
                 self._tell()
             return found
@@ -89,6 +92,7 @@ class LeaveNotices:
     def _tell(self) -> None:
         same: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for notice in self._news:
+            # Ranks of one job mostly leave after the same calls, so they share one entry.
             same.setdefault(tuple(sorted(notice.started.items())), []).append(notice.rank)
         message = [(dict(started), runs(sorted(ranks))) for started, ranks in same.items()]
         for neighbour in self._neighbours:
