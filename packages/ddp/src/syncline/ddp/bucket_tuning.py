@@ -164,7 +164,7 @@ class BucketTuning:
         self.caps_bytes: list[int] | None = None
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Note the times of a step. Called after a reduced backward. After the last measured step it is a collective."""
+        """Note the times of a step, after a reduced backward. The call after the last measured step is a collective."""
         # Before the rebuild the buckets have another order, so their times mean nothing.
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return

@@ -94,7 +94,7 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """Count a reduced backward, and check if it is time. Every `every` calls it is a collective."""
+        """Count a reduced backward, and check the replicas if a check is due. One of `every` calls is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()

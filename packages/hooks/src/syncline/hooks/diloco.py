@@ -41,7 +41,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
 
     Args:
-        optim: the inner optimizer, AdamW in the papers. This optimizer shares its parameter groups and its state.
+        optim: the inner optimizer, AdamW in the papers. The new optimizer shares the inner optimizer's parameter groups and
+            state.
         named_parameters: the parameters to synchronise, with names, as from `model.named_parameters()`. They have
             floating-point dtypes. Pass the same names on all ranks. The constructor is a collective: it gives all ranks the
             first rank's values.

@@ -12,12 +12,12 @@ from .model_averaging import ModelAverager
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps an optimizer. Then lets an averager average the optimizer's parameters, if an average is due.
+    """Steps a local optimizer. Then an averager averages the optimizer's parameters over the ranks, if an average is due.
 
     The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer. This optimizer shares its parameter groups and its state.
+        optim: the local optimizer. The new optimizer shares the local optimizer's parameter groups and state.
         averager: the averager, which is called after every step.
 
     Cost: the cost of `ModelAverager.average_parameters`.

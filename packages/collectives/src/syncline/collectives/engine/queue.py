@@ -215,7 +215,7 @@ class Queue:
         return False
 
     def stop(self) -> None:
-        """End the thread once the queue is empty. Does not wait for it."""
+        """Let the thread end once the queue is empty. This method does not wait for the end."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()

@@ -78,7 +78,7 @@ class TraceRecording:
             self._start()
 
     def note_step(self, statistics: IterationStatistics) -> None:
-        """Note a reduced backward. In the first step after the last traced step it is a collective."""
+        """Note a reduced backward. The call for the first step after the traced ones is a collective."""
         self._steps += 1
         if self._is_over:
             return
