@@ -126,7 +126,6 @@ def delayed_names(
         raise InvalidArgumentError(
             "expected delay_all_reduce_named_params together with param_to_hook_all_reduce, found one without the other"
         )
-    # Neither argument was given.
     if param_to_hook_all_reduce is None:
         return [], None
     name_of = {id(parameter): name for name, parameter in trainable}

@@ -39,7 +39,7 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
 
 
 def _make_dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    # Our own groups can be split. Of a group of torch's, torch must make the second one.
+    # Groups of Syncline can be split. If the group is torch's, torch must make the second one.
     if group.can_split:
         dedicated = group.split(0)
         assert dedicated is not None  # every rank gave a color

@@ -121,8 +121,8 @@ class LowPrecision:
             if (cast.was_data_asked_for or was_written(cast)) and _write_changes(parameter, cast):
                 self._warn_of_rounding(name)
 
-    # Once is enough: each step would warn again.
     def _warn_of_rounding(self, name: str) -> None:
+        # Once is enough: each step would warn again.
         if self._has_warned:
             return
         self._has_warned = True

@@ -131,7 +131,6 @@ class SyncBatchNorm(BatchNorm):
                 different dtypes.
         """
         group = self._group() if self.training else None
-        # Plain batch normalisation: nobody to communicate with.
         if group is None or group.size == 1:
             return super().forward(input)
         return self._normalize_together(input, dedicated_group(group))

@@ -595,7 +595,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
     """Tell joined ranks about a collective of all ranks. Collectives of process sets are not announced."""
-    # A set's ranks do not know who has joined, and a single rank has nobody to tell.
+    # Joined ranks take part only in collectives of all ranks, and a single rank has nobody to tell.
     if process_set.process_set_id != 0 or world().group.size == 1:
         return
     if op is Adasum:

@@ -541,7 +541,6 @@ class _StepCombining:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Nobody to combine with.
         if not self._process_set.included() or self._process_set.group().size == 1:
             own_step()
             return loss

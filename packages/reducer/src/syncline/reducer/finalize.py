@@ -58,7 +58,7 @@ def finalize(
         bucket.deliver(untouched, may_alias=not reduction.shows_bucket)
         if on_delivery is not None:
             on_delivery(_touched(bucket, untouched) if untouched else bucket.parameters)
-    # For example, the broadcast of buffers that the wrapper began in forward.
+    # For example, the futures of a hook that synchronises buffers.
     for future in extra_futures:
         future.wait()
     with naming_parameters(lambda: [name for reduction in reductions for name in reduction.bucket.names]):

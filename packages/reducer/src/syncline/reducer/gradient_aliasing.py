@@ -68,7 +68,6 @@ class GradientAliasing:
         moved = set()
         for position in self._aliases:
             gradient = gradients[position]
-            # No gradient to move, or one that must stay as it is.
             if gradient is None or position in untouched:
                 continue
             if not self._is_moved(position, gradient):

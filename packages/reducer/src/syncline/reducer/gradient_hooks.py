@@ -92,7 +92,6 @@ class GradientHooks:
         """From the next backward on, call `node_done` when all hooks on this parameter have run. `bucket` is its bucket."""
         node = accumulation_node(self._parameters[index])
         hooked, handle = self._hooked.get(index, (None, None))
-        # The node is hooked already, or the reducer is closed.
         if self._is_closed or hooked is node:
             return
         if handle is not None:  # the parameter was converted, so it has another node

@@ -97,7 +97,7 @@ class UsersHooks:
         self._handles.clear()
 
 
-# torch calls the hook with None for an undefined gradient, which has not come.
 def _note(came: set[int], index: int, gradient: torch.Tensor | None) -> None:
+    # torch calls the hook with None for an undefined gradient, which has not come.
     if gradient is not None:
         came.add(index)

@@ -202,7 +202,6 @@ class Call:
     def words(self) -> str:
         """The signature in words, with the mark at the end if there is one: "all_reduce(float32[10, 3], op=SUM)"."""
         words = str(self.signature)
-        # The usual case: most calls have no mark.
         if self.mark is None:
             return words
         # The mark goes inside the signature's closing bracket, behind a comma unless the brackets are empty.

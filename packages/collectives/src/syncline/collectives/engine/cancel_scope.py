@@ -30,7 +30,6 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
         InvalidArgumentError: `timeout` is zero, negative or not a number.
     """
     if timeout is None:
-        # Most calls of the library pass no time limit of their own.
         return default_s
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     # A limit of NaN would never be reached, because every comparison with it is false.

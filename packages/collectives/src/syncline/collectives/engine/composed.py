@@ -113,7 +113,6 @@ class DelegatingGroup(ProcessGroup):
         """Join the works of several groups into one."""
         future = join_futures([work.get_future() for work in works], [])
         together = FutureWork(future, [], lambda: f"{name} on {self.place()}")
-        # A call that was made without `async_op` returns when all of the works are over.
         if not async_op:
             together.wait()
         return together

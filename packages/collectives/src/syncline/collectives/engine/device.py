@@ -198,7 +198,6 @@ class StreamOrder:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Steps 2 and 3: the collective runs inside this context."""
-        # Step 2.
         for stream, event in zip(self._streams, self._issued, strict=True):
             stream.wait_for(event)
         # The tensors belong to the program's streams. If it drops one, its memory must not be reused before ours are done.

@@ -67,7 +67,7 @@ class FailureWords:
     def _timed_out(self, error: TimeoutError, call: Call, timeout_s: float) -> CollectiveTimeout:
         stopped = () if self._liveness is None else self._liveness.stopped()
         what = f"{call} on {self._place}, did not finish within {timeout_s:g} s"
-        # A rank that is stopped needs no longer time limit, so the usual advice would mislead.
+        # A longer time limit does not help if a rank is stopped, so leave the usual advice out.
         if stopped:
             why = f"{self._named(stopped)} stands still, stopped by a signal; let it go on (SIGCONT)"
             text = with_details(f"{what}: {why}", str(error))

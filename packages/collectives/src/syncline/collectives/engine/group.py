@@ -235,7 +235,6 @@ class EngineGroup(ProcessGroup, Inherited):
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
-        # A second `close` does nothing, as for a file.
         if self._closed:
             return
         # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
@@ -453,7 +452,6 @@ class HostGroup(EngineGroup):
         return work
 
     def _order_on_device(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> StreamOrder | None:
-        # The usual case: a group that takes only host tensors.
         if self._device is None:
             return None
         owned = [tensor for tensor in (*reads, *writes) if self._device.owns(tensor)]

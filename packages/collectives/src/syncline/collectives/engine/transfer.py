@@ -65,7 +65,6 @@ class TransferWork(Work):
             if self._generation != generation():
                 raise not_the_rank("wait", self._describe())
             self._drive_within(seconds(timeout, self._timeout_s))
-        # Every later waiter gets the same error.
         if self._error is not None:
             raise self._error
         return True

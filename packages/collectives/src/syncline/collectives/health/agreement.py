@@ -108,8 +108,8 @@ class MessageCarrier(Carrier):
             said.add_packed(bytes(theirs.tolist()).decode())
         return said
 
-    # The receive starts first, so that a message that comes at once finds its tensor.
     def _exchange(self, mine: torch.Tensor, after: int, theirs: torch.Tensor, before: int, scope: CancelScope) -> None:
+        # The receive starts first, so that a message that comes at once finds its tensor.
         receiving = self._transport.start_recv(theirs, before, CONTROL)
         sending = self._transport.start_send(mine, after, CONTROL)
         try:
@@ -230,7 +230,6 @@ class Agreement:
         """
         digest, calls = self._history if until is None else until
         numbers = self._carrier.maximum((digest, -digest, calls, -calls), scope)
-        # The digests or the counts differ between the ranks.
         if numbers[0] != -numbers[1] or numbers[2] != -numbers[3]:
             raise DisagreementError(self._who_did_what(calls, -numbers[3], numbers[2], scope))
 

@@ -102,7 +102,6 @@ class Connecting:
     def missing_in_words(self) -> str:
         """The step in which this rank waits, and the missing ranks, in words."""
         lost = self.reason_to_give_up()
-        # A lost rank explains the wait, so the time limit is not named.
         if lost is not None:
             return f"{self.who} was not connected: {lost}. It was in {self._step}"
         return f"{self.who} was not connected within {self.scope.timeout_s:g} s (timeout); it is in {self._in_words()}"

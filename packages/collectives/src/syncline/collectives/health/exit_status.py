@@ -57,12 +57,10 @@ class _Quitter:
         return repr(self._before)
 
     def __call__(self, code: object = None) -> None:
+        # At a prompt, the original also closes the standard input.
         if hasattr(sys, "ps1"):
             self._before(code)
         _exit(code)
-
-
-# At a prompt, the original also closes the standard input.
 
 
 def set_exit_status(status: int) -> None:

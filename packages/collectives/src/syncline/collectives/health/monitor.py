@@ -193,7 +193,6 @@ class Monitor:
         """Look once at all groups and objects."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
-            # Groups and objects that are gone are forgotten here.
             self._groups = [entry for entry in self._groups if entry[0]() is not None]
             self._looked = [entry for entry in self._looked if entry[0]() is not None and not entry[1].is_over]
             groups, looked = list(self._groups), list(self._looked)

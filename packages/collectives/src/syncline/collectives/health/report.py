@@ -355,7 +355,6 @@ def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
         path = folder / f"{stem}.{number}.json"
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        # Another report has this number already.
         except FileExistsError:
             number += 1
             continue

@@ -94,8 +94,8 @@ def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
 @functools.cache  # the types are never freed, because few different sizes are that large
 def _type_of(nbytes: int, unit_bytes: int) -> MPI.Datatype:
     units, rest = divmod(nbytes, unit_bytes)
-    # The rest that fills no whole unit follows as single bytes.
     unit = MPI.BYTE.Create_contiguous(unit_bytes)
+    # The rest that fills no whole unit follows as single bytes.
     made = MPI.Datatype.Create_struct([units, rest], [0, units * unit_bytes], [unit, MPI.BYTE]).Commit()
     unit.Free()
     return made

@@ -427,7 +427,6 @@ def whole_bytes(signature: Signature, size: int) -> int:
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    # The usual case: one piece.
     if tensor.nbytes <= PIECE_BYTES:
         return (tensor,)
     return torch.split(tensor, PIECE_BYTES // tensor.element_size())

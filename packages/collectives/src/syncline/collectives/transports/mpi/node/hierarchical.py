@@ -76,7 +76,7 @@ class NodeReduction:
             between.all_reduce(total, core_op(op), call)
             if op is ReduceOp.AVG:
                 divide(total, self._ranks)
-            # `combine` could not work in place, so the result goes to this rank's tensor first.
+            # For PREMUL_SUM, `combine` returns a new tensor.
             if total is not mine:
                 mine.copy_(total)
         for rank, term in enumerate(terms):

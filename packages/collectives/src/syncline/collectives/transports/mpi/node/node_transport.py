@@ -129,7 +129,7 @@ class NodeTransport(MPITransport):
 
     def barrier(self, call: Call) -> None:
         """A barrier in shared memory if all ranks are on one node, else MPI's."""
-        # Comparing the call in shared memory is a barrier already.
+        # Comparing the call is a barrier already, and is fast in shared memory.
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
             self.sync(call).same(call)
         else:

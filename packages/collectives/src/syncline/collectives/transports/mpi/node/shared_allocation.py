@@ -147,7 +147,6 @@ class _Allocation:
 
 
 def _check_room(room: Room | None, part_bytes: int) -> None:
-    # No limit is known, or there is room for all.
     if room is not None and part_bytes > room.each_bytes:
         raise OSError(
             errno.ENOMEM,
