@@ -82,7 +82,7 @@ def _transport(
         )
     direct = None
     if _all_are_cuda_aware(device, communicator):
-        # CUDA memory gets a transport of its own, because only MPI's blocking form takes it; see Note [Presync].
+        # CUDA memory gets a transport of its own, as only MPI's blocking form takes it. See Note [Presync] in `transport`.
         duplicate = communicator.Dup()
         with revoked_on_failure(duplicate):
             direct = MPITransport(duplicate, reproducible=request.reproducible, on_device=True)
