@@ -55,7 +55,8 @@ class ObservedCall:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
         started: when the method was called.
-        finished: when the call ended. None while the call is in flight. Always None for an asynchronous send or receive.
+        finished: when the call ended. None while the call is in flight. An asynchronous send or receive keeps None, unless it
+            ended at once.
     """
 
     __slots__ = ("finished", "group", "name", "started")
