@@ -36,9 +36,9 @@ class GradientHooks:
             so that hooks do not keep the reducer alive.
         node_done: called when all hooks on a parameter of `hook_node` have run, with the arguments of `hook_node`. It is held
             weakly, too.
-        retire: called before another reducer is used that shares parameters with this one, and that this one would disturb. It
-            is held weakly, too. It returns whether these hooks may go, because no backward of their reducer is under way or
-            expected. If they may go, they are off until `register` is called again.
+        retire: called before another reducer on some of the same parameters is used, if this one would disturb it. It is held
+            weakly, too. It returns whether these hooks may go, because no backward of their reducer is under way or expected.
+            If they may go, they are off until `register` is called again.
     """
 
     def __init__(

@@ -14,9 +14,8 @@ A call runs on one thread: the caller's, or the thread of the group's queue. It 
 3. *By the monitor, through the end of the process.* If the thread still has not noticed after `END_LOOKS` looks, no error can
    be raised in it. A thread that has noticed asks the other ranks for the reason, and may get stuck in the library again. So
    the monitor interrupts such a thread as in 2 after half of `NOTICED_LOOKS` looks, and ends the process after all of them. It
-   writes the
-   group's report, prints the call, the ranks that it waits for and the stacks of all threads, and ends the process with status
-   `END_STATUS`. The launcher then ends the job.
+   writes the group's report, prints the call, the ranks that it waits for and the stacks of all threads, and ends the process
+   with status `END_STATUS`. The launcher then ends the job.
 
 The monitor counts looks, not seconds. So a process that was stopped as a whole and goes on still gets its time.
 

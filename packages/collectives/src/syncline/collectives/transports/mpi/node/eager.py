@@ -24,8 +24,8 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 class Eager(Algorithm):
     """Moves small tensors with one arrival, which also compares the call. For n bytes, each of p ranks reads p n bytes.
 
-    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that the number of arrivals
-    decides, this algorithm is the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
+    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that the number of arrivals decides, this algorithm is
+    the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
 
     Args:
         node: the group's node.
