@@ -1,4 +1,4 @@
-"""The constructor's arguments: which of torch's keywords are refused or only explained, and how sizes are converted."""
+"""Check and convert the constructor's arguments. Some of torch's keywords are refused, others only cause a warning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_module(module: object) -> None:
     """Check that the argument is a module.
 
     Raises:
-        InvalidArgumentError: it is a module's class, a function, or something else.
+        InvalidArgumentError: the argument is a class, a function, or something else.
     """
     if isinstance(module, torch.nn.Module):
         return
@@ -34,9 +34,9 @@ def check_module(module: object) -> None:
 
 
 def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
-    """The size limits in bytes of the first, second, ... bucket; the last one holds for all further buckets.
+    """The size limits in bytes of the first, second, ... bucket. The last limit holds for all further buckets.
 
-    The first bucket is smaller only if no size is given, as in torch.
+    If no size is given, the first bucket is smaller than the others, as in torch.
 
     Raises:
         InvalidArgumentError: both arguments were given, or a size is not above 0 and finite.
@@ -52,17 +52,17 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
 
 
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
-    """Whether `bucket_cap_mb="auto"` asks for measured sizes. A list given with it is refused later."""
+    """Whether `bucket_cap_mb="auto"` asks for measured sizes. False with a list; `bucket_caps_bytes` refuses both together."""
     return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
 
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are broadcast at construction, and whether before forwards.
+    """Two flags: whether buffers are broadcast at construction, and whether they are broadcast before forwards.
 
-    As in torch: `broadcast_buffers=False` means neither. `forward_sync_buffers=False` means only not before forwards. If both
-        are
+    As in torch, `broadcast_buffers=False` means neither. `forward_sync_buffers=False` means: only at construction. If both are
     given, `forward_sync_buffers` counts.
     """
+    # The flag is older than `forward_sync_buffers`. It still works, alone or together with the new one.
     if broadcast_buffers is not None:
         warnings.warn(
             "broadcast_buffers is deprecated, as in torch: pass forward_sync_buffers, which counts if both are given. With "
@@ -78,10 +78,10 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
 
 
 def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bool, static_graph: bool) -> None:
-    """Check that unused parameters are only skipped if the reducer looks for them.
+    """Check that unused parameters are skipped only if the reducer looks for unused parameters.
 
     Raises:
-        InvalidArgumentError: they would be skipped without `find_unused_parameters`, or with `static_graph`.
+        InvalidArgumentError: the argument comes without `find_unused_parameters`, or with `static_graph`.
     """
     if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
         raise InvalidArgumentError(
@@ -91,7 +91,7 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
 
 
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
-    """Warn that the argument saves no memory here. Gradients are the same without it."""
+    """Warn if the argument is True, because it saves no memory here. It does not change gradients."""
     if lazy_bucket_allocation:
         warnings.warn("lazy_bucket_allocation=True saves no memory: buckets are kept between backwards", stacklevel=4)
 
@@ -119,7 +119,7 @@ def delayed_names(
     """The names of the parameters that are reduced late, and of the parameter for which they wait.
 
     Raises:
-        InvalidArgumentError: one argument was given without the other, or a parameter is not a trainable one of the module.
+        InvalidArgumentError: one argument was given without the other, or a parameter is no trainable parameter of the module.
     """
     delayed = list(delay_all_reduce_named_params or ())
     if bool(delayed) != (param_to_hook_all_reduce is not None):
@@ -139,13 +139,14 @@ def delayed_names(
 
 
 def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]) -> torch.device | None:
-    """The device to which inputs are moved; None leaves inputs where they are.
+    """The device to which inputs are moved. None: inputs stay where they are.
 
     Raises:
         InvalidArgumentError: `device_ids` has several devices, or a device on which the module is not; the module is on the CPU
             or on several devices; or `output_device` differs.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
+    # An empty list means the same as None, as in torch.
     if not device_ids:
         if output_device is not None:
             raise InvalidArgumentError("output_device without device_ids: leave it out, outputs stay where they were made")

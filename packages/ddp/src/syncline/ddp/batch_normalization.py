@@ -21,8 +21,7 @@ class BatchNormalization(torch.autograd.Function):
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
     The sums are over all ranks: one all_reduce of 16 bytes for each channel. The gradients of weight and bias belong to this
-        rank's
-    part of the batch, as for any parameter; the reducer averages them.
+    rank's part of the batch, as for any parameter. The reducer averages them.
     """
 
     @staticmethod
@@ -35,7 +34,7 @@ class BatchNormalization(torch.autograd.Function):
         eps: float,
         group: ProcessGroup,
     ) -> torch.Tensor:
-        """Normalise this rank's part of the batch; keeps dtype and memory format."""
+        """Normalise this rank's part of the batch. The result has the dtype and the memory format of `inputs`."""
         dtype = working_dtype(inputs)
         mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
         ctx.save_for_backward(inputs, weight, mean, (variance + eps).rsqrt())
@@ -46,7 +45,7 @@ class BatchNormalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Compute the gradients. A collective if the inputs need one."""
+        """Compute the gradients. A collective if the inputs need a gradient."""
         inputs, weight, mean, scale = ctx.saved_tensors
         dims, shape = reduced_dims(inputs), channel_shape(inputs)
         gradient = gradients[0].to(mean.dtype)
@@ -56,6 +55,7 @@ class BatchNormalization(torch.autograd.Function):
         of_weight = sums[1].to(weight.dtype) if needs_weight else None
         of_bias = sums[0].to(inputs.dtype if weight is None else weight.dtype) if needs_bias else None
         of_inputs = None
+        # Only the gradient of the inputs depends on the other ranks.
         if needs_inputs:
             # A copy: the gradients of weight and bias may be views of `sums`.
             everywhere = sums.to(torch.float64, copy=True)
@@ -68,7 +68,7 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """The parameter in the dtype in which it is used. If parameter and inputs have the same 16-bit dtype, float32."""
+    """The parameter in the dtype in which it is used. This is float32 if parameter and inputs have the same 16-bit dtype."""
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
     return parameter.to(working_dtype(inputs))

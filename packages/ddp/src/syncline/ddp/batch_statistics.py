@@ -1,4 +1,4 @@
-"""Mean and variance of each channel, in the batch of one rank and in the batches of all ranks together."""
+"""Mean and variance of each channel, for one rank's batch and for the batches of all ranks together."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class BatchStatistics:
 
     @property
     def variance(self) -> torch.Tensor:
-        """The mean squared distance, by which batches are normalised."""
+        """The mean squared distance from the mean. It is the variance with which a batch is normalised."""
         return self.squares / self.count
 
     @property
     def unbiased_variance(self) -> torch.Tensor:
-        """The variance for the running estimate. It needs at least two values."""
+        """The variance for the running estimate. `count` must be at least 2."""
         return self.squares / (self.count - 1)
 
 
 def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
     """The statistics of this rank's batch.
 
-    A first mean, rounded to the working dtype, is subtracted from the values. The mean of the remainders is the error of the
-    first mean. The remainders are small, so their squares can be added up without loss.
+    First, a mean that is rounded to the working dtype is subtracted from the values. The mean of the remainders is the error of
+    the rounded mean. The remainders are small, so the sum of their squares loses no digits.
 
     Args:
         inputs: (batch, channels, ...); the batch may be empty. 16-bit values are added up in float32.
@@ -57,7 +57,7 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 
 
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
-    """The statistics of all ranks' batches together; bitwise the same on every rank. A collective.
+    """The statistics of all ranks' batches together, bitwise the same on every rank. A collective.
 
     The ranks combine means and squares, not sums. So nothing is lost if the mean is large compared with the deviation
     (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1982).
@@ -81,7 +81,7 @@ def working_dtype(inputs: torch.Tensor) -> torch.dtype:
 
 
 def reduced_dims(inputs: torch.Tensor) -> list[int]:
-    """All dimensions except that of the channels."""
+    """All dimensions except the dimension of the channels."""
     return [dim for dim in range(inputs.dim()) if dim != 1]
 
 

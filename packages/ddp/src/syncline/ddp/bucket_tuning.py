@@ -1,4 +1,4 @@
-"""BucketTuning: finds bucket sizes for `bucket_cap_mb="auto"`. It measures some steps and predicts steps with other sizes."""
+"""BucketTuning finds bucket sizes for `bucket_cap_mb="auto"`. It measures some steps and predicts steps with other sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CANDIDATES = (
     *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
-"""Sizes other than the default must promise this factor in speed, because predictions are not more exact."""
+"""If the predicted gain is below this factor, the default sizes stay, because predictions are not more exact."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -38,10 +38,10 @@ class ReductionCosts:
     """Measured times of all-reduces.
 
     Attributes:
-        nbytes: sizes, ascending.
-        seconds: the time for each size; of the same length.
-        issue_s: seconds that the thread of backward needs to start an all-reduce.
-        taken: seconds by which each all-reduce slows the computation beside it; of the same length, or empty.
+        nbytes: sizes in bytes, ascending.
+        seconds: the seconds for each size.
+        issue_s: the seconds that the thread of backward needs to start an all-reduce.
+        taken: for each size, the seconds by which an all-reduce delays the computation beside it. May be empty.
     """
 
     nbytes: tuple[float, ...]
@@ -50,14 +50,15 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce: linear between two sizes and beyond the largest; never below the smallest size's."""
+        """Seconds of an all-reduce: linear between two sizes and beyond the largest one, constant below the smallest one."""
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
-        """Seconds by which an all-reduce delays the gradients that come after its start."""
+        """The seconds by which an all-reduce delays gradients that come after its start."""
         return self.issue_s + (self._between(self.taken, nbytes) if self.taken else 0.0)
 
     def _between(self, seconds: tuple[float, ...], nbytes: float) -> float:
+        # With a single size, larger tensors are assumed to take proportionally longer.
         if nbytes <= self.nbytes[0] or len(self.nbytes) == 1:
             return seconds[0] * max(1.0, nbytes / self.nbytes[0])
         upper = next((place for place, size in enumerate(self.nbytes) if size >= nbytes), len(self.nbytes) - 1)
@@ -66,14 +67,14 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Times for rising sizes, none above a larger size's time: a disturbance only makes a time longer. A pure function."""
+    """Lower each time to the smallest time of a larger size, because disturbances only make times longer. A pure function."""
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
-    """The part of an all-reduce's computation that is taken from the model's computation, from 0 to 1. A pure function.
+    """The share of an all-reduce's processor time that the model's computation loses, from 0 to 1. A pure function.
 
-    It equals the part of the time in which the cores of this rank are busy, with the work of all ranks that use them.
+    It is the share of time in which this rank's cores are busy with the work of all ranks that use them.
 
     Args:
         rank: this rank's position in the two lists.
@@ -86,16 +87,16 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Sizes for the measured steps: small ones, because they show when gradients come. A pure function."""
+    """The sizes for the measured steps. They are small, because small buckets show when gradients come. A pure function."""
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
-    """Predict the seconds of a step up to its last gradient, for each pair of first size and other size. A pure function.
+    """Predict the seconds of a step for each candidate, a pair of the first bucket's size and the others'. A pure function.
 
     Args:
-        workload: the measured buckets, which have delayed the gradients after them.
-        costs: the costs in this group.
+        workload: the measured buckets. Each has delayed the gradients that came after it.
+        costs: the costs of all-reduces in this group.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
     found = {}
@@ -113,9 +114,9 @@ def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
 
 
 def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
-    """Shift everything after a bucket's start by the bucket's delay. The last bucket starts after the last gradient.
+    """Shift all events after a bucket's start by the bucket's delay. The last bucket starts after the last gradient.
 
-    Delays may be negative, to take them away; the time between two starts does not go below 0.
+    A negative delay takes a measured delay away. The time between two starts does not go below 0.
     """
     buckets, ready_s, was_ready_s, delay_s = [], 0.0, 0.0, 0.0
     for bucket, own_delay_s in zip(workload.buckets, delays_s, strict=True):
@@ -130,7 +131,7 @@ def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
 
 
 class BucketTuning:
-    """Measures the first steps of a model, and chooses once. All ranks choose at the same step, and choose the same sizes.
+    """Measures the first steps of a model, and then chooses sizes once. All ranks choose the same sizes at the same step.
 
     ::
 
@@ -142,13 +143,13 @@ class BucketTuning:
 
     Args:
         group: its ranks average.
-        reducer: its buckets are measured; it was built with `measuring_caps`.
+        reducer: the reducer whose buckets are measured. It was built with `measuring_caps`.
 
     Attributes:
         caps_bytes: the sizes of the first bucket and of the others; None until they are chosen.
 
-    If an all-reduce computes on cores that the model needs, too, it delays the gradients that come meanwhile. The delay is the
-    processor time of the all-reduce, times the share of this node's cores that the ranks keep busy.
+    If an all-reduce uses cores that the model needs, too, it delays the gradients that come meanwhile. The delay is the
+    processor time of the all-reduce, multiplied by the share of time in which the ranks keep these cores busy.
 
     Cost: the all-reduces move about four times the bytes of a step.
     """
@@ -163,7 +164,8 @@ class BucketTuning:
         self.caps_bytes: list[int] | None = None
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Called after a reduced backward. After the last measured step it is a collective."""
+        """Note the times of a step, after a reduced backward. The call after the last measured step is a collective."""
+        # Before the rebuild the buckets have another order, so their times mean nothing.
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return
         # The costs below are those of an all-reduce, not of a hook.
@@ -178,7 +180,7 @@ class BucketTuning:
                 self._decide()
 
     def give_up(self, why: str) -> None:
-        """Stop measuring; the buckets stay unchanged. Called on all ranks after the same step."""
+        """Stop measuring, and leave the buckets unchanged. All ranks call it after the same step."""
         if not self._is_over and self._group.rank == 0:
             logger.info('bucket_cap_mb="auto": the buckets stay as they are, because %s', why)
         self._is_over = True
@@ -203,7 +205,7 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """The workload of a step in which each bucket comes as late as on its last rank."""
+        """The workload of a step in which each bucket comes as late as on the slowest rank."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):
@@ -214,7 +216,7 @@ class BucketTuning:
         return Workload(tuple(found), backward_s, 0.0)
 
     def _share_of_cores(self) -> float:
-        """The largest share of any rank, in the measured steps. A collective."""
+        """The largest `share_of_cores` of all ranks in the measured steps. A collective."""
         busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
         said: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())] * self._group.size
         all_gather_object(said, (busy_s / passed_s, _cores()), self._group)
@@ -227,7 +229,7 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """Measure all-reduces. A collective. `share` of their processor time counts as taken from the model's computation."""
+        """Measure all-reduces. A collective. `share` is the part of their processor time that the model's computation loses."""
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:
@@ -248,7 +250,7 @@ class BucketTuning:
         )
 
     def _timed(self, tensor: torch.Tensor) -> tuple[float, float, float]:
-        """Seconds until an all-reduce is issued and until it is over, and its processor time on all threads."""
+        """Three times in seconds: until an all-reduce is issued, until it is over, and its processor time on all threads."""
         # All ranks begin together, so no rank measures its wait for a late one.
         self._group.barrier()
         busy, began = _clocks()
@@ -278,7 +280,7 @@ class BucketTuning:
 
 
 def _clocks() -> tuple[float, float]:
-    """This process's processor time in seconds, and the clock."""
+    """This process's processor time and the clock's time, in seconds."""
     return time.process_time(), time.perf_counter()
 
 
@@ -298,8 +300,8 @@ def check_can_tune(device: torch.device, dynamic: bool, sparse: bool) -> None:
     """Check that the model can be measured.
 
     Raises:
-        InvalidArgumentError: the host cannot measure times on the model's device; parameters may be left out, so the order of
-            gradients is never learnt; or gradients are sparse, so their sizes change.
+        InvalidArgumentError: the model is not on the CPU, so the host cannot measure its times. Or `dynamic` is True, so the
+            order of gradients is never learnt. Or `sparse` is True, so the sizes of gradients change.
     """
     reasons = {
         f"the model is on {device}, whose work the host's clock does not see": device.type != "cpu",

@@ -1,4 +1,4 @@
-"""Buffers: when a wrapped module's replicas synchronise them, and how."""
+"""Buffers of a wrapped module: when and how its replicas synchronise them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ else:
 
 @dataclass(frozen=True)
 class BufferHook:
-    """A user's hook that synchronises buffers instead of a broadcast.
+    """A user's hook that synchronises buffers in place of a broadcast.
 
     Attributes:
         state: the hook's first argument.
-        hook: `hook(state, buffers)`. It gets a dict of the buffers by name and changes them in place. It may return futures;
-            the end of the next backward waits for them.
-        follows_forward: whether it runs after the module's forward, or before.
+        hook: `hook(state, buffers)`. It gets a dict of the buffers by name, and changes the buffers in place. It may return
+            futures. The end of the next backward waits for these futures.
+        follows_forward: whether the hook runs after the module's forward. If not, it runs before.
     """
 
     state: Any
@@ -51,7 +51,7 @@ class Buffers:
     Attributes:
         enabled: the argument.
         are_stale: whether buffers may differ between ranks, because a forward in training has written them.
-        hook: synchronises them instead of a broadcast; None means a broadcast.
+        hook: the hook that synchronises the buffers; None means a broadcast.
     """
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
@@ -62,16 +62,16 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Find out again whether the module has buffers, because it may have got some."""
+        """Look again whether the module has buffers, because it may have got new ones."""
         self._exist = bool(self._state.buffers())
 
     @property
     def are_due(self) -> bool:
-        """Whether the next forward synchronises them."""
+        """Whether the next forward synchronises the buffers."""
         return self.are_stale and self.enabled and self._exist
 
     def broadcast(self, group: ProcessGroup, root: int) -> None:
-        """Give every rank the root's, in place. A collective."""
+        """Give every rank the root's buffers, in place. A collective."""
         buffers = [buffer for _, buffer in self._state.buffers()]
         # The root's buffers do not change, so its graphs stay valid.
         only_reads = group.rank == root
@@ -79,10 +79,10 @@ class Buffers:
             broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
-        """Synchronise the buffers if that is due, unless a hook does so after the forward.
+        """Synchronise the buffers if they are due, unless a hook synchronises them after the forward.
 
         Returns:
-            Futures that the end of backward waits for, too.
+            Futures for which the end of backward must wait.
         """
         if not self.are_due or (self.hook is not None and self.hook.follows_forward):
             return []
@@ -92,7 +92,7 @@ class Buffers:
         return self._run(self.hook)
 
     def after_forward(self) -> list[AnyFuture]:
-        """Synchronise the buffers if that is due after the forward; returns futures that the end of backward waits for, too."""
+        """Let the hook synchronise the buffers, if it runs after the forward. Returns futures for which backward must wait."""
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 
     def _run(self, hook: BufferHook) -> list[AnyFuture]:
@@ -104,10 +104,11 @@ class Buffers:
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Keep graphs of earlier forwards valid, unless their backward would compute with other values.
 
-        Such a graph may have saved any buffer. A write of equal values does no harm. Nor does a write to the statistics of
-        batch normalisation in training, which the graph saves but backward does not read. Autograd sees all other writes, and
-        reports them in this backward. (torch hides all writes from autograd, which can make gradients wrong without an error.
-        If autograd saw all writes, no second forward could run before the first one's backward.)
+        A graph may have saved any buffer. A write of equal values does no harm. A write to the statistics of batch
+        normalisation in training does no harm, either: the graph saves them, but backward does not read them. Autograd sees all
+        other writes, and raises an error in the backward of such a graph. (torch hides all writes from autograd. This can make
+        gradients wrong without an error. If autograd saw all writes, no second forward could run before the first one's
+        backward.)
         """
         unread = self._state.statistics_of_batch_normalization()
         others = [buffer for buffer in buffers if id(buffer) not in unread]

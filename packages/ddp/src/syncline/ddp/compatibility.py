@@ -29,7 +29,7 @@ _IS_IGNORED = "_ddp_ignored"
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """The names that were given to `_set_params_and_buffers_to_ignore_for_model`, ours or torch's, for this module."""
+    """The names for this module that a script gave to `_set_params_and_buffers_to_ignore_for_model`, ours or torch's."""
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 
@@ -58,14 +58,14 @@ class ReducerNames:
         self._reducer = reducer
 
     def prepare_for_forward(self) -> None:
-        """Do nothing: the wrapped module's forward prepares the reducer."""
+        """Do nothing, because the wrapped module's forward prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
-        """Let the next backward be averaged. `tensors` is ignored: autograd says which parameters the backward reaches."""
+        """Let the next backward be averaged. `tensors` is ignored, because autograd says which parameters backward reaches."""
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """Build the buckets in the order in which gradients arrived, if due; returns whether it was. A collective."""
+        """Build the buckets in the order in which gradients arrived, if this is due. Returns whether it was. A collective."""
         return self._reducer.rebuild_buckets()
 
     def _set_static_graph(self) -> None:
@@ -88,7 +88,7 @@ class LoggerNames:
     """torch's names for a logger (`ddp.logger`), as far as other libraries use them.
 
     Args:
-        ddp: the module whose data it logs.
+        ddp: the module whose data is returned.
     """
 
     def __init__(self, ddp: TorchNames) -> None:
@@ -116,7 +116,7 @@ class LoggerData:
 
 
 class TorchNames:
-    """A mixin: torch's underscored methods and switches, written with ours."""
+    """A mixin with torch's underscored methods and switches, which call our own methods."""
 
     if TYPE_CHECKING:
         _group: ProcessGroup
@@ -156,7 +156,7 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The size limit of a bucket in bytes; with several limits the largest."""
+        """The size limit of a bucket in bytes. If there are several limits, the largest."""
         return max(self._bucket_caps_bytes)
 
     @property
@@ -186,7 +186,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets will not change any more; an optimizer that overlaps with backward (ZeRO) waits for this."""
+        """Whether the buckets have their final order. An optimizer that overlaps with backward (ZeRO) waits for this."""
         return self._reducer.has_rebuilt_buckets
 
     @property
@@ -245,7 +245,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Always False: only torch's reducer lets the script end backwards itself (torch 2.15)."""
+        """Always False. Only torch's reducer lets the script itself finish a backward (torch 2.15)."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -258,11 +258,11 @@ class TorchNames:
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Always False: there is nothing to finalize after backward."""
+        """Always False, because nothing is left to finalize after backward."""
         return False
 
     def finalize_backward(self) -> None:
-        """Not supported: every backward ends by itself.
+        """Raise an error, because every backward ends by itself.
 
         Raises:
             MisuseError: always.
@@ -273,7 +273,7 @@ class TorchNames:
         self._reducer.close()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: the model's outputs are passed on without a clone."""
+        """Do nothing, because the model's outputs are never cloned."""
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._check_no_wire_dtype()

@@ -17,13 +17,14 @@ _lock = threading.Lock()
 
 
 def dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    """A group of the same ranks with an order of its own. The first call for a group is a collective of that group.
+    """A second group of the same ranks, with its own order of calls. The first call for a group is a collective of this group.
 
     Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    A layer that communicates in backward does so when autograd reaches it. The reducer's time to start a bucket also depends on
-    the parameters that this rank has not used. So the two have no common order that is the same on every rank. In one group
-    this would be a mismatch; in two groups it does no harm. Besides, the layer need not wait for the buckets in flight.
+    A layer that communicates in backward does so when autograd reaches it. The moment at which the reducer starts a bucket also
+    depends on the parameters that this rank has not used. So layer and reducer have no common order that is the same on every
+    rank. In one group this would be a mismatch; in two groups it does no harm. And the layer need not wait for the buckets in
+    flight.
     """
     key = group if group.torch_group is None else group.torch_group
     with _lock:
@@ -38,6 +39,7 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
 
 
 def _make_dedicated_group(group: ProcessGroup) -> ProcessGroup:
+    # Groups of Syncline can be split. If the group is torch's, torch must make the second one.
     if group.can_split:
         dedicated = group.split(0)
         assert dedicated is not None  # every rank gave a color

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the module that keeps its replicas on all ranks equal."""
+"""DistributedDataParallel wraps a module and keeps its replicas equal on all ranks."""
 
 from __future__ import annotations
 
@@ -65,56 +65,57 @@ _OF_THIS_PROCESS = frozenset(
 class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """Wraps a module so that each backward averages the gradients over all ranks.
 
-    Every rank builds the same module and wraps it; from then on all ranks have rank 0's parameters and buffers. Each rank feeds
-    its own part of the batch. After `loss.backward()` every rank holds bitwise the same gradients: those of the mean of the
-    ranks' losses. With equal optimizers the replicas stay equal.
+    Every rank builds the same module and wraps it. From then on all ranks have rank 0's parameters and buffers. Each rank feeds
+    its own part of the batch. After `loss.backward()` every rank has bitwise the same gradients: the gradients of the mean of
+    the ranks' losses. If the optimizers are equal, the replicas stay equal.
 
     The arguments are torch's, in torch's order. The page "Differences from torch" lists where their meaning differs.
 
     Args:
         module: the module. Every parameter that needs a gradient takes part in every backward, unless
             `find_unused_parameters` or `static_graph` is given.
-        device_ids: the module's device, if the module is not on the CPU. Inputs are moved there. None leaves inputs where they
-            are.
+        device_ids: the module's device, if the module is not on the CPU. Inputs are moved to this device. None: inputs stay
+            where they are.
         output_device: deprecated; None or the same device.
         dim: deprecated; 0.
         broadcast_buffers: give all ranks rank 0's buffers (such as running statistics) at construction and at the start of each
             forward; None means True.
-        init_sync: compare the ranks' modules at construction and give all ranks rank 0's state. False if they are known to be
-            equal.
-        process_group: the ranks, a group of ours or of torch.distributed. None takes our default group, or torch's if only
-            torch's is initialised. If there is neither, it makes ours (`init_process_group()`).
+        init_sync: compare the ranks' modules at construction, and give all ranks rank 0's state. Pass False only if the modules
+            are known to be equal.
+        process_group: a group of Syncline or of torch.distributed. None takes Syncline's default group, or torch's if only
+            torch's is initialised. If neither exists, the constructor makes Syncline's (`init_process_group()`).
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
-            bucket. "auto" measures about ten steps, then builds buckets of the sizes that promise the shortest step; see
+            bucket. "auto" measures about ten steps, then builds buckets of the sizes with the shortest predicted step; see
             `tuned_bucket_cap_mb`.
-        find_unused_parameters: a backward may leave out parameters, and other ones on each rank. Parameters that no rank used
+        find_unused_parameters: a backward may leave out parameters, on each rank different ones. Parameters that no rank used
             keep their gradients.
         check_reduction: deprecated; every reduction is checked.
-        gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket. It saves a copy, and as much memory as the
-            gradients take. Do not `detach_()` such gradients.
-        static_graph: every backward is like the first; allows re-entrant checkpoints and parameters that are never used.
-        delay_all_reduce_named_params: names and parameters that may get any number of gradients, or none, in a backward. They
-            are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
-        param_to_hook_all_reduce: one parameter of the module.
-        mixed_precision: compute, reduce, or keep buffers in a lower precision; a `MixedPrecision`, ours or torch's.
-        device_mesh: a one-dimensional mesh, instead of `process_group`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce buckets of which no rank uses anything.
-        bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, instead of `bucket_cap_mb`.
-        batched_grad_copy: has no effect: copies into buckets are always batched.
+        gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket. This saves a copy, and as much memory as the
+            gradients take. Do not call `detach_()` on such gradients.
+        static_graph: every backward uses the same graph as the first. This allows re-entrant checkpoints and unused parameters.
+        delay_all_reduce_named_params: names and parameters that may get any number of gradients, or none, in a backward. These
+            parameters are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
+        param_to_hook_all_reduce: the parameter of the module for whose gradient `delay_all_reduce_named_params` waits.
+        mixed_precision: a `MixedPrecision`, Syncline's or torch's, to compute, reduce, or keep buffers in a lower precision.
+        device_mesh: a one-dimensional mesh, in place of `process_group`.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses its parameters.
+        bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`.
+        batched_grad_copy: has no effect, because copies into buckets are always batched.
         forward_sync_buffers: as `broadcast_buffers`, but buffers are always broadcast at construction.
-        lazy_bucket_allocation: from torch 2.15; accepted with a warning, because buckets are always kept between backwards.
+        lazy_bucket_allocation: an argument of torch 2.15. It only causes a warning, because buckets always stay between
+            backwards.
 
     The constructor is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
-    The first forward whose backward is reduced is a collective, too: it allocates the buckets. A copy (`copy.deepcopy`,
-        `pickle`)
-    is not.
+    The first forward whose backward is reduced is a collective, too: it allocates the buckets. Making a copy (`copy.deepcopy`,
+    `pickle`) is no collective.
 
     Raises:
         MisuseError: a parameter or buffer is uninitialised, sparse, on a device that the group does not serve, or has elements
             that share memory; no parameter needs a gradient; or a layer would see only this rank's batch.
-        DisagreementError: on all ranks, if modules or arguments differ between ranks; names the parameter, buffer or argument
-            and both versions. Also if another rank has raised one of these errors; names that rank, with its error.
-        InvalidArgumentError: an argument is refused, or contradicts another; says what to pass instead.
+        DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the parameter, buffer or
+            argument and both versions. Also if another rank has raised one of these errors. The text names this rank and its
+            error.
+        InvalidArgumentError: an argument is refused, or contradicts another one. The text says what to pass instead.
     """
 
     _uneven_inputs: UnevenInputs | None = None
@@ -226,7 +227,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether forwards broadcast buffers: the older name of `forward_sync_buffers`."""
+        """The older name of `forward_sync_buffers`."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -235,7 +236,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backwards of forwards from now on are averaged; `no_sync` sets it."""
+        """Whether later forwards have their backwards averaged. `no_sync` sets it to False."""
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter
@@ -246,11 +247,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # In torch.compile(ddp) the compiler gets only the module: the code around it communicates and cannot be traced.
     @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Every rank calls it equally often (or within `join`); it may be a collective.
+        """Run the module. It may be a collective, so every rank must call it equally often, or within `join`.
 
-        In training it prepares the reduction of the gradients. The place of the forward decides whether its backward is
-        reduced, not the place of the backward. Buffers are synchronised as in torch: at each forward that follows one in
-        training.
+        In training the forward prepares the reduction of the gradients. Whether a backward is reduced depends on the place of
+        its forward (inside or outside `no_sync`), not on the place of the backward. Buffers are synchronised as in torch, at
+        each forward that follows a forward in training.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -259,6 +260,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
+        # Also after Ctrl-C: without this, the next backward would be taken for that of the failed forward.
         except BaseException:
             if has_backward:
                 self._cancel_forward()
@@ -270,7 +272,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
-        """Prepare a forward; returns the inputs on their device, and the futures for which the end of backward waits."""
+        """Prepare a forward. Returns the inputs on their device, and the futures for which the end of backward waits."""
         # A forward without gradients averages nothing, so a change of the module can wait.
         if has_backward and self._watch.is_due(self._reducer.reductions):
             self._follow_module()
@@ -290,17 +292,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return inputs, kwargs, pending
 
     def _warn_of_users_hooks(self) -> None:
-        """Warn once.
+        """Warn once that the user's hooks see gradients before they are averaged.
 
-        A hook that steps or drops is an error in backward; a hook that clips or logs sees only this rank's numbers.
+        If such a hook steps a parameter or drops a gradient, backward raises an error. A hook that clips or logs sees only this
+        rank's numbers.
         """
         self._has_warned_of_hooks = True
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self) -> None:
-        """If the module has changed since it was wrapped, average its new parameters. Only then a collective.
+        """If the module has changed since it was wrapped, average its new parameters. A collective, if it has changed.
 
-        The ranks compare the module, and get rank 0's values of the new parameters.
+        After a change, the ranks compare the module, and get rank 0's values of the new parameters.
         """
         # The script may have assigned another module.
         self._state.module = self.module
@@ -316,6 +319,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         new = watch.new()
         names = ", ".join(f"'{name}'" for name, _ in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
         what = f"the module has changed since it was wrapped ({f'new parameters: {names}' if new else 'none are new'})"
+        # A rank without inputs only stands in for the old module, so it would wait in other collectives.
         if self._join is not None:
             raise MisuseError(
                 f"{what}, within join() on {self._group.place()}: ranks without inputs cannot follow. Change it before"
@@ -357,7 +361,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
-        """As in torch. Afterwards parameters may be other objects, and autograd has other nodes for them."""
+        """Convert the module as in torch. Afterwards parameters may be new objects, with new nodes in the graph."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         self._watch.has_sign = True
         return self
@@ -381,11 +385,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this context, the backwards of forwards add to each rank's own gradients and do not communicate.
+        """A context for forwards whose backwards only add to this rank's own gradients, and do not communicate.
 
-        The backward of the first forward after it reduces the sum. The place of the forward counts, as in torch. A backward
-        inside that belongs to no forward of this wrapper stays local, too (for example one of the bare module, for a saliency
-        map on one rank). Contexts may be nested.
+        The first forward after the context has a backward that reduces the sum. The place of the forward counts, as in torch. A
+        backward inside the context may belong to no forward of this wrapper, for example to a forward of the bare module for a
+        saliency map. Such a backward stays local, too. Contexts may be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -397,18 +401,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """A context around the training loop in which ranks may have different numbers of inputs; see `Join`.
+        """A context around a training loop whose ranks may have different numbers of inputs. See `Join`.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks, also when some have no inputs left. False
-                divides by the number of ranks that have inputs.
+            divide_by_initial_world_size: divide gradients by the number of all ranks, also when some ranks have no inputs left.
+                False: divide by the number of ranks that have inputs.
             enable: False makes the context do nothing.
-            throw_on_early_termination: raise an error on all ranks when one is out of inputs.
+            throw_on_early_termination: raise an error on all ranks when one rank is out of inputs.
         """
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """The object that stands in for this module on a rank without inputs; takes `divide_by_initial_world_size`."""
+        """Make the object that stands in for this module on a rank without inputs. Takes `divide_by_initial_world_size`."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self._group, self.device)
         throws = self._join is not None and self._join.throws
@@ -427,36 +431,37 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._group
 
     def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
-        """The rank whose buffers all ranks get. In a join context a collective."""
+        """The rank whose buffers all ranks get. A collective in a join context."""
         present = Join.notify_join_context(self)
+        # Outside of a join context every rank has inputs, so rank 0's buffers count.
         if present is None or self._uneven_inputs is None:
             return 0
         return self._uneven_inputs.before_forward(present, will_reduce=will_reduce)
 
     def _adopt_optimizers(self) -> None:
-        """Take over optimizers of the parameters.
+        """Take over the optimizers that torch's `_apply_optimizer_in_backward` has attached to parameters.
 
-        Done at the first forward, because the script may add them after construction.
+        This happens at the first forward, because the script may attach optimizers after construction.
         """
         if not self._has_adopted_optimizers:
             self.fused_optimizer.adopt(parameter for _, parameter in self._state.parameters())
             self._has_adopted_optimizers = True
 
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
-        """From now on average over the ranks of another group, in which ranks may be missing or new.
+        """Average over the ranks of another group from now on. Ranks may be missing or new in it.
 
-        Every rank of the new group must call this.
+        Every rank of the new group must call this method.
 
-        Parameters and buffers are compared, and stay unchanged: first give a new rank the state of the others. The
-        hook stays. If its state holds the old group, register the hook again. The next backward counts as the first one:
-        afterwards buckets are rebuilt, and a static graph is learnt anew.
+        The ranks compare parameters and buffers, but do not change them. So first give a new rank the state of the others. The
+        communication hook stays. If its state holds the old group, register the hook again. The next backward counts as the
+        first one: afterwards buckets are rebuilt, and a static graph is learnt anew.
 
         Args:
             process_group: as at construction.
 
         Raises:
             DisagreementError: as at construction.
-            MisuseError: it is called within `join()`, which cannot change its group.
+            MisuseError: the call is within `join()`, whose ranks are the ranks of the old group.
         """
         if self._join is not None:
             raise MisuseError(
@@ -482,20 +487,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def communication_hook(self) -> tuple[Any, Any]:
-        """The communication hook that reduces the buckets, and its state; None and None without a hook."""
+        """The communication hook that reduces the buckets, and its state. Both are None if there is no hook."""
         return self._reducer.hook
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, instead of averaging it. A later call replaces the hook.
+        """Let `hook(state, bucket)` reduce each bucket, in place of the average. A later call replaces the hook.
 
         Args:
             state: passed to the hook at every call.
-            hook: returns a future of the flat tensor that every rank gets. It gets gradients that are not divided.
+            hook: gets a bucket of gradients that are not divided. Returns a future of the flat tensor that every rank gets.
 
         Raises:
             InvalidTypeError: the hook cannot be called.
             InvalidArgumentError: its annotations name another argument or return type.
-            MisuseError: a backward is under way, or has failed; or mixed precision already decides how gradients are reduced.
+            MisuseError: a backward is under way or has failed. Or mixed precision decides already how gradients are reduced.
         """
         self._check_no_wire_dtype()
         try:
@@ -507,14 +512,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._builtin_hook = None
 
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
-        """Call `hook(parameter)` in backward, for each parameter as soon as `parameter.grad` is the average over the ranks.
+        """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
-        Use it where a post-accumulate-grad hook would be too early: to step, clip, log, or drop a gradient. It is called on the
-        thread of backward, for one bucket's parameters while later buckets are in flight. It is not called in `no_sync`, nor
-        for parameters that no rank used. It may set `parameter.grad` to None. It must not communicate.
+        Use it where a post-accumulate-grad hook would be too early: to step, clip, log, or drop a gradient. The hook runs on
+        the thread of backward. While it runs for one bucket's parameters, later buckets are in flight. It does not run in
+        `no_sync` or for parameters that no rank used. It may set `parameter.grad` to None. It must not communicate.
 
         Returns:
-            A handle; its `remove()` takes the hook off.
+            A handle. Its `remove()` takes the hook off.
 
         Raises:
             InvalidTypeError: the hook cannot be called.
@@ -525,18 +530,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """Trace the steps of this model inside the context. Every rank enters and leaves it; both are collectives.
+        """Trace the steps of this model inside the context. Every rank must enter and leave it. Both are collectives.
 
-        Each rank writes a file in the folder. When the last step is over, rank 0 merges them into `trace.json`, which
-        ui.perfetto.dev opens. `syncline report` shows them. To trace without a change to the script, set `SYNCLINE_TRACE`.
+        Each rank writes a file in the folder. When the last step is over, rank 0 merges the files into `trace.json`, which
+        ui.perfetto.dev opens. `syncline report` shows the files. To trace without a change to the script, set `SYNCLINE_TRACE`.
 
         Args:
-            folder: for the files; created if it is missing.
+            folder: the folder for the files. It is created if it is missing.
             first: the first traced step. A step is a reduced backward, and the first one inside the context is number 1.
-            last: the last traced step; None traces all.
+            last: the last traced step; None: no limit.
 
         Raises:
-            MisuseError: it is entered within `join()`, where ranks may have different numbers of steps.
+            MisuseError: the context is entered within `join()`, where ranks may have different numbers of steps.
             InvalidArgumentError: `first` is below 1 or above `last`.
         """
         if self._join is not None:
@@ -556,13 +561,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """From now on, every so many steps rank 0 logs which rank was last most often, and by how much.
+        """Let rank 0 log every `every` steps which rank was last most often, and by how much.
 
-        Every rank calls it, with the same number; `SYNCLINE_STRAGGLERS` does so, too. It ends when ranks may have different
-        numbers of steps: in a join context, or when the group changes.
+        Every rank must call it with the same number. The variable `SYNCLINE_STRAGGLERS` has the same effect. The watch ends
+        when ranks may have different numbers of steps: in a join context, or when the group changes.
 
         Args:
-            every: steps from one line to the next.
+            every: the number of steps from one line of the log to the next.
 
         Raises:
             InvalidArgumentError: the number is below 1.
@@ -577,14 +582,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """From now on compare the ranks' parameters every so many averaged backwards, by a hash of 16 bytes for each parameter.
+        """Compare the ranks' parameters after every `every` averaged backwards, by a hash of 16 bytes for each parameter.
 
-        Every rank calls it, with the same number; `SYNCLINE_CHECK_REPLICAS` does so, too. If replicas differ, the backward that
-        finds it raises a `DisagreementError` on all ranks, which names the first parameter that differs. It ends when ranks may
-        have different numbers of steps: in a join context, or when the group changes.
+        Every rank must call it with the same number. The variable `SYNCLINE_CHECK_REPLICAS` has the same effect. If replicas
+        differ, the backward that finds the difference raises a `DisagreementError` on all ranks. The error names the first
+        parameter that differs. The checks end when ranks may have different numbers of steps: in a join context, or when the
+        group changes.
 
         Args:
-            every: backwards from one check to the next. A check reads all parameters once.
+            every: the number of averaged backwards from one check to the next. A check reads all parameters once.
 
         Raises:
             InvalidArgumentError: the number is below 1.
@@ -600,15 +606,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """The sizes that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others, in MiB; the same on all ranks.
+        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others. The same on all ranks.
 
-        None without "auto", and before the choice. Pass it to a later run as `bucket_cap_mb_list`.
+        None without "auto", and before the choice. To keep the sizes, pass them to a later run as `bucket_cap_mb_list`.
         """
         caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
         return None if caps is None else [cap / 2**20 for cap in caps]
 
     def _tune_buckets(self) -> None:
-        """Start to tune if the script asks for it. Each reducer is tuned anew, on all ranks of its group."""
+        """Start to tune the buckets if the script asks for it. Each new reducer is tuned anew, on all ranks of its group."""
         if self._bucket_tuning is not None:
             self._tell_no_more(self._bucket_tuning.note_step)
             self._bucket_tuning = None
@@ -634,7 +640,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
-        """Stop everything that all ranks do at the same step, because from now on they may have different numbers of steps."""
+        """Stop everything that all ranks do at the same step, because the ranks may now have different numbers of steps."""
         self._stop_watching_stragglers()
         self._stop_checking_replicas()
         if self._bucket_tuning is not None:
@@ -649,8 +655,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def logging_data(self) -> dict[str, int | str]:
         """Arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
 
-        Times belong to the latest iteration. Names that begin with "avg" are means over the iterations that torch would sample:
-        the first ten, then one in a hundred, or the rate given to `_set_ddp_runtime_logging_sample_rate`.
+        Times belong to the latest iteration. Values whose names begin with "avg" are means over the iterations that torch would
+        sample: the first ten, then one in a hundred, or the rate given to `_set_ddp_runtime_logging_sample_rate`.
         """
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {
@@ -706,7 +712,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         stragglers_every: int | None,
         check_every: int | None,
     ) -> None:
-        """Compare the options that decide which collectives are issued."""
+        """Compare with the other ranks the options that decide which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
             "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,
@@ -742,7 +748,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything except the group and the reducer, which belong to this process. Hooks are not kept, as in torch."""
+        """All attributes except the group, the reducer and others of this process. As in torch, hooks are not kept."""
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "
@@ -751,7 +757,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the default group of this process. No collective: the first reduced forward allocates the buckets."""
+        """Restore a copy, on the default group of this process. No collective: the first reduced forward allocates buckets."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)

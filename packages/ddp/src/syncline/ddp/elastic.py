@@ -1,4 +1,4 @@
-"""Elastic: training that goes on when ranks are lost, and takes in new ranks."""
+"""Elastic training. It goes on when ranks are lost, and takes in new ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """Where a rank is in an epoch. JOINING: a newcomer that has no state yet."""
+    """Where a rank is in an epoch. A rank in JOINING is a newcomer that has no state yet."""
 
     JOINING = auto()
     BETWEEN_STEPS = auto()
@@ -50,7 +50,7 @@ class _NotAppliedError(Exception):
 
 
 class Elastic:
-    """Lets a training loop go on when ranks die or join. Each step is applied on all ranks, or on none and then done again.
+    """Lets a training loop go on when ranks die or join. Each step is applied on all ranks, or on none and then repeated.
 
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -64,46 +64,47 @@ class Elastic:
                     optimizer.step()
 
     A `TransportError` inside `with elastic.step():` ends the body at this point. The loop goes on with the next batch from
-    `batches`: the same batch, divided anew. After the ranks have agreed, the body must not communicate: code after a failed
-    collective would run on some ranks only, so there a loss is an error on this rank. Outside of the step, for example in an
-    evaluation, a loss is an error as usual and writes a report. A loss from which the training recovers writes none. After a
-    loss the model has a new group: read `model.join_process_group`. If the old group was the default group, the new one becomes
-    the default.
+    `batches`, which is the same batch, divided anew. After the ranks have agreed, the body must not communicate. Code after a
+    failed collective would run on some ranks only, so there a loss is an error on this rank. Outside of the step, for example
+    in an evaluation, a loss is an error as usual and writes a report. If the training recovers from a loss, there is no report.
+    After a loss the model has a new group: read `model.join_process_group`. If the old group was the default group, the new
+    group becomes the default.
 
-    **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as those of `syncline.hooks` have, it
-    is the same on all ranks after a recovery: the state of one rank, in which a step that is done again counts twice. The
-    errors of error feedback stay each rank's own; a newcomer's begin at zero. If a state holds a group, register it again.
+    **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
+    all ranks get the state of one rank in a recovery. A repeated step counts twice in this state. The errors of error feedback
+    stay each rank's own; a newcomer's errors begin at zero. If a state holds a group, register the hook again.
 
-    **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training: the constructor waits until the others let
-    it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first rank with the
-    most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, and the state
-    of the communication hook. It continues where the others are. From there on its
-    script must issue the same collectives as the others, and none of its own: loop over `epochs`.
+    **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training. Its constructor waits until the other
+    ranks let it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first
+    rank with the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
+    and the state of the communication hook. The newcomer continues where the others are. From there on its script must issue
+    the same collectives as the others, and none of its own. So loop over `epochs`.
 
     Args:
-        model: on a group that can shrink.
-        optimizer: steps the model's parameters; one or several. Not one that steps within backward (`model.fused_optimizer`).
-        sampler: divides the batches.
+        model: the model, on a group that can shrink.
+        optimizer: one or several optimizers of the model's parameters. None of them may step within backward
+            (`model.fused_optimizer`).
+        sampler: the sampler that divides the batches.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get
-            their state. In the same order on all ranks.
-        min_ranks: with fewer ranks the training ends.
-        max_failures: how many ranks may be lost in all; None for any number.
+            their state. All ranks pass them in the same order.
+        min_ranks: the training ends if fewer ranks are left.
+        max_failures: how many ranks may be lost in the whole training; None: any number.
         silence_timeout_s: see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
-        give_up_s: seconds that one recovery may take, and that a newcomer waits to be let in.
-        admit_every: newcomers are let in after every so many applied steps, if the group can
+        give_up_s: how many seconds one recovery may take, and a newcomer waits to be let in.
+        admit_every: the number of applied steps from one look for newcomers to the next, if the group can let ranks in
             (`ProcessGroup.missing_for_admit`).
 
     Attributes:
         applied_steps: how many steps were applied.
-        lost_ranks: the lost ranks, by the number that a rank keeps (`ProcessGroup.members`): its rank in the first group.
+        lost_ranks: the lost ranks, as numbers in the first group (see `ProcessGroup.members`).
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step one `all_reduce` of 8 bytes, a copy of the model's buffers, and one of the random state (5 KB). Every
-    `admit_every` steps rank 0 reads the store. While newcomers are let in, all ranks hold a second copy of the state that the
-    newcomers get.
+    Cost: for each step, one `all_reduce` of 8 bytes, a copy of the model's buffers, and a copy of the random state (5 KB).
+    Every `admit_every` steps rank 0 reads the store. While newcomers are let in, all ranks hold a second copy of the state that
+    the newcomers get.
 
     Raises:
-        BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU; the message says why.
+        BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU. The text says why.
         InvalidArgumentError: a limit is out of range, batches are too small for the ranks, or an object in `stateful` has no
             `state_dict` and `load_state_dict`.
         MisuseError: an optimizer steps within backward, before the ranks could agree.
@@ -160,6 +161,7 @@ class Elastic:
         for name, seconds in (("silence_timeout_s", silence_timeout_s), ("give_up_s", give_up_s)):
             if not seconds > 0:
                 raise InvalidArgumentError(f"expected {name} above 0 seconds, found {seconds}")
+        # A rank that waits to be let in does not know yet how many ranks there are.
         if not group.is_waiting and not 1 <= min_ranks <= group.size:
             raise InvalidArgumentError(f"expected min_ranks from 1 to the {group.size} ranks of the group, found {min_ranks}")
         self._model = model
@@ -190,16 +192,16 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs from the present one on, up to `number` in all. Tells the sampler about each."""
+        """The epochs from the present one to number `number` - 1. Tells the sampler about each epoch."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of the epoch that are not applied yet. Take each in one `with elastic.step():`.
+        """The batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
 
         Args:
-            loader: gives this rank's share of each batch, in order, from the sampler's first; iterated again after a loss.
+            loader: gives this rank's share of each batch, in the order of the sampler. It is iterated again after a loss.
 
         Raises:
             MisuseError: a batch was taken without a step.
@@ -218,11 +220,11 @@ class Elastic:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step: everything from the forward to `optimizer.step()`, and code that must run only if the step was applied.
+        """A context for one step, from the forward to `optimizer.step()`. Later code in it runs only if the step was applied.
 
         Raises:
-            RankLostError: fewer than `min_ranks` are left, or more than `max_failures` were lost; on all survivors.
-            RankGivenUpError: the others have gone on without this rank.
+            RankLostError: on all survivors, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
+            RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
@@ -237,6 +239,7 @@ class Elastic:
             self._agree()  # a loop may decide not to call optimizer.step()
             if self._newcomers:
                 self._admit_newcomers()
+        # The step is repeated: the loop takes the same batch again.
         except _NotAppliedError:
             pass
         except TransportError as error:
@@ -247,10 +250,11 @@ class Elastic:
 
     @contextmanager
     def _refusing_late_losses(self) -> Iterator[None]:
-        """Around the body of a step: after the ranks have agreed, a loss in the body is an error."""
+        """A context around the body of a step. After the ranks have agreed, a loss in the body is an error."""
         try:
             yield
         except TransportError as error:
+            # Before the agreement a loss is no error: `step` recovers from it.
             if self._phase is not _Phase.APPLYING:
                 raise
             raise MisuseError(
@@ -261,7 +265,7 @@ class Elastic:
             ) from error
 
     def close(self) -> None:
-        """From now on let the optimizers step without an agreement."""
+        """Let the optimizers step without an agreement from now on."""
         for handle in self._handles:
             handle.remove()
 
@@ -273,7 +277,8 @@ class Elastic:
         self._agree()
 
     def _agree(self) -> None:
-        """See Note [Applied on all or on none]."""
+        """Agree with all ranks to apply the step. See Note [Applied on all or on none]."""
+        # The second optimizer of a step: the ranks have agreed already.
         if self._phase is _Phase.APPLYING:
             return
         self._check_no_fused_optimizer()  # a model may have taken one over in its first forward
@@ -281,6 +286,7 @@ class Elastic:
         try:
             self._newcomers = self._sum_over_ranks(self._newcomers_here())
         except TransportError as error:
+            # The agreement may hold although it failed here: another rank's went through.
             if not self._recover(error):
                 raise _NotAppliedError from None
         else:
@@ -295,6 +301,7 @@ class Elastic:
             self._sum_over_ranks(0)
             self._agreements += 1
         except TransportError as error:
+            # No rank has ended the epoch, so the ranks that are left agree anew.
             if not self._recover(error):
                 self._end_epoch()
         finally:
@@ -307,7 +314,7 @@ class Elastic:
         return int(mine)
 
     def _newcomers_here(self) -> int:
-        """How many newcomers wait. Only rank 0 looks, and only if newcomers are let in after this step; else 0."""
+        """How many newcomers wait. Only rank 0 looks, and only if this step may let newcomers in. Else 0."""
         is_time = self._admit_every is not None and (self.applied_steps + 1) % self._admit_every == 0
         if not is_time or self._group.rank != 0 or self._vacancies < 1:
             return 0
@@ -331,7 +338,7 @@ class Elastic:
     # ---- the recovery ----
 
     def _recover(self, error: TransportError) -> bool:
-        """Go on with the remaining ranks; returns whether the agreement that this rank was in holds."""
+        """Go on with the remaining ranks. Returns whether the agreement holds in which this rank was."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
@@ -349,7 +356,7 @@ class Elastic:
         return holds
 
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
-        """Make the new group, give newcomers the state, and let the model use the group. May be repeated.
+        """Make the new group, give newcomers the state, and let the model use the group. It may be called again after an error.
 
         Returns:
             For each member that had a state, how often it has agreed.
@@ -374,7 +381,7 @@ class Elastic:
         return present
 
     def _settle(self, most_agreements: int) -> bool:
-        """Apply or undo the step, see Note [Applied on all or on none]; returns whether this rank's agreement holds."""
+        """Apply or undo the step. Returns whether this rank's agreement holds. See Note [Applied on all or on none]."""
         # No rank is ahead, so no rank has applied this step.
         if most_agreements == self._agreements:
             self._undo_step()
@@ -393,13 +400,13 @@ class Elastic:
         return True
 
     def _undo_step(self) -> None:
-        """Put back what the present step has changed, if it has begun and is not applied."""
+        """Undo the changes of the present step, if it has begun and is not applied."""
         if self._phase in (_Phase.COMPUTING, _Phase.AGREEING):
             assert self._snapshot is not None
             self._snapshot.restore()
 
     def _check_limits(self) -> None:
-        """End the training if too few ranks are left or too many were lost: the same decision on all remaining ranks."""
+        """End the training if too few ranks are left or too many were lost. All remaining ranks decide the same."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:
@@ -422,7 +429,7 @@ class Elastic:
         return self._phase is _Phase.JOINING
 
     def _join(self) -> None:
-        """Wait to be let in, and take over the others' state."""
+        """Wait to be let in, and take over the state of the other ranks."""
         self._phase = _Phase.JOINING
         logger.info("waiting to be let in")
         try:
@@ -445,7 +452,7 @@ class Elastic:
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
 
     def _share_state(self, root: int) -> None:
-        """Give newcomers one rank's state; a collective. The other ranks keep theirs: one may still have to apply its step."""
+        """Give newcomers the state of `root`. A collective. Other ranks keep their own state: one may still apply its step."""
         if self._group.rank == root:
             self._undo_step()
         models = TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
@@ -457,7 +464,7 @@ class Elastic:
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 
     def _share_hook_state(self, root: int) -> None:
-        """Give all ranks the hook state of one rank; a collective, unless the hook has no state that can be saved."""
+        """Give all ranks the hook state of `root`. A collective, unless the hook has no state that can be saved."""
         state = HookState(self._model.communication_hook[1])
         if state.can_be_saved:
             state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))

@@ -1,4 +1,4 @@
-"""ElasticSampler: divides each batch among the present ranks, and knows which batches of the epoch were applied."""
+"""ElasticSampler divides each batch among the present ranks, and knows which batches of the epoch were applied."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from syncline.collectives import InvalidArgumentError
 
 
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
-    """Where batch `number` of `batches` begins and ends among `samples`; sizes differ by one at most. A pure function."""
+    """Where batch `number` of `batches` begins and ends among `samples`. Sizes differ by one at most. A pure function."""
     return number * samples // batches, (number + 1) * samples // batches
 
 
 def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]:
-    """Where the share of a rank in the batch from `begin` to `end` begins and ends. A pure function."""
+    """Where a rank's share of the batch from `begin` to `end` begins and ends. A pure function."""
     return begin + rank * (end - begin) // ranks, begin + (rank + 1) * (end - begin) // ranks
 
 
@@ -26,19 +26,19 @@ class ElasticSampler(Sampler[list[int]]):
     Batches count the samples of all ranks together. So the number of steps, and the samples of a step, do not depend on the
     number of ranks. An epoch is one order of all samples, cut into batches whose sizes differ by at most one. Every sample is
     used once. (With `drop_last` all batches have the same size, and the remaining samples are left out.) A batch that was begun
-    and not applied is divided again, among the ranks that are then present.
+    but not applied is divided again among the ranks that are present then.
 
-    `Elastic` tells it the ranks (`divide`) and the applied batches (`advance`).
+    `Elastic` tells the sampler the present ranks (`divide`) and the applied batches (`advance`).
 
     Args:
         samples: the number of samples in the data set.
         batch_size: the largest number of samples that all ranks take together in one step.
-        shuffle: a new order in each epoch, the same on all ranks; False keeps the order of the data set.
-        seed: for the orders.
+        shuffle: use a new order in each epoch, the same on all ranks. False: keep the order of the data set.
+        seed: the seed of the orders.
         drop_last: leave out samples that do not fill a batch of `batch_size`.
 
     Raises:
-        InvalidArgumentError: a number is below one.
+        InvalidArgumentError: `batch_size` is below 1, or there are too few samples for one batch.
     """
 
     def __init__(self, samples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> None:
@@ -60,7 +60,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's share of each batch of the epoch that is not applied yet."""
+        """This rank's share, a list of indices, of each batch of the epoch that is not applied yet."""
         order = self._order()
         for number in range(self.applied, self._batches):
             begin, end = self._share(number)
@@ -73,12 +73,12 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def most_ranks(self) -> int:
-        """The largest number of ranks with a sample for each in every batch: the size of the smallest batch."""
+        """The size of the smallest batch. With more ranks, some rank would get no sample of a batch."""
         return self._samples // self._batches
 
     @property
     def weight(self) -> float:
-        """Multiply the mean loss of this rank's share of the present batch by this weight.
+        """The weight of this rank's share of the present batch. Multiply the share's mean loss by it.
 
         All ranks' gradients have the same weight in the average. If shares differ by a sample, this weight makes the result
         the average over the whole batch. If shares are equal, the weight is 1.
@@ -88,13 +88,13 @@ class ElasticSampler(Sampler[list[int]]):
         return (mine[1] - mine[0]) * self._ranks / (end - begin)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; does nothing if this epoch is under way."""
+        """Begin an epoch. If this epoch is under way, do nothing."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.applied = 0
 
     def divide(self, rank: int, ranks: int) -> None:
-        """From now on give this rank's share among this number of ranks.
+        """Set this rank and the number of ranks among which batches are divided from now on.
 
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.
@@ -115,7 +115,7 @@ class ElasticSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "applied": self.applied}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where another rank, or an earlier run, is."""
+        """Continue at the place of another rank or of an earlier run."""
         self.epoch, self.applied = state["epoch"], state["applied"]
 
     def _share(self, number: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Calls for each parameter in backward, as soon as its averaged gradient is there: users' hooks, and optimizers."""
+"""Users' hooks and optimizers that run in backward, for each parameter as soon as its gradient is averaged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ AverageHook: TypeAlias = Callable[[torch.nn.Parameter], object]
 
 
 class AverageHooks:
-    """Users' hooks on averaged gradients. They are called for each parameter, in the order of registration.
+    """Users' hooks on averaged gradients. For each parameter they run in the order of registration.
 
     Args:
-        optimizer: steps after the hooks.
+        optimizer: the optimizer that steps after the hooks.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -28,7 +28,7 @@ class AverageHooks:
         self._hooks: OrderedDict[int, AverageHook] = OrderedDict()  # a plain dict cannot be referred to weakly
 
     def add(self, hook: AverageHook) -> RemovableHandle:
-        """Call this hook, too."""
+        """Call this hook from now on. Returns a handle to remove it."""
         if not callable(hook):
             raise InvalidTypeError(f"expected a function hook(parameter), found {type(hook).__name__}")
         handle = RemovableHandle(self._hooks)
@@ -36,7 +36,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks and step: these parameters have their averaged gradients."""
+        """Call the hooks, then step. These parameters have their averaged gradients."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -63,7 +63,7 @@ class FusedOptimizer:
         """Let `kind([parameter], *args, **kwargs)` step each of the parameters.
 
         Raises:
-            MisuseError: one of them already has an optimizer here.
+            MisuseError: a parameter already has an optimizer here.
             InvalidArgumentError: `kind` is not a class of optimizers.
         """
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # type: ignore[redundant-expr]  # who knows
@@ -85,7 +85,7 @@ class FusedOptimizer:
                 self._drops_gradient.add(parameter)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Step the parameters that have an optimizer here. Their gradients are averaged."""
+        """Step the parameters that have an optimizer here. Their gradients are averaged already."""
         if not self.optimizers:  # the usual case; to look up each parameter would cost as much as to copy its gradient
             return
         for parameter in parameters:

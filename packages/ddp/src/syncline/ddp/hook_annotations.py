@@ -14,12 +14,12 @@ from syncline.reducer import GradBucket
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Refuse a hook whose annotations contradict the contract, as torch does. A hook without annotations is accepted.
+    """Refuse a hook whose annotations contradict the contract, as torch does. Accept a hook without annotations.
 
     Raises:
-        InvalidTypeError: it cannot be called.
-        InvalidArgumentError: its second parameter has a class as annotation that no bucket belongs to, or its return value a
-            class that no future belongs to.
+        InvalidTypeError: the hook cannot be called.
+        InvalidArgumentError: the second parameter's annotation is a class to which no bucket belongs, or the return annotation
+            is a class to which no future belongs.
     """
     if not callable(hook):
         raise InvalidTypeError(

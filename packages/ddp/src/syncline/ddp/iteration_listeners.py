@@ -1,4 +1,4 @@
-"""IterationListeners: functions that are called after each reduced backward."""
+"""IterationListeners calls functions after each reduced backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Listener: TypeAlias = Callable[[IterationStatistics], None]
 
 
 class IterationListeners:
-    """Called one after the other, in the same order on every rank, so that they may communicate."""
+    """Functions that are called one after the other, in the same order on every rank. So they may communicate."""
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
@@ -26,10 +26,10 @@ class IterationListeners:
             listener(statistics)
 
     def add(self, listener: Listener) -> None:
-        """Call this listener, too."""
+        """Call this listener after each reduced backward from now on."""
         self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:
-        """Stop calling this listener; does nothing if it was not added."""
+        """Stop calling this listener. If it was not added, do nothing."""
         if listener in self._listeners:
             self._listeners.remove(listener)

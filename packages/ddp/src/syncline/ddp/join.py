@@ -23,26 +23,26 @@ from syncline.collectives import DisagreementError, InvalidArgumentError, Misuse
 
 
 class JoinHook:
-    """The part of one joinable on a rank without inputs, and at the end. By default the methods do nothing."""
+    """The work of one joinable on a rank without inputs, and at the end. By default the methods do nothing."""
 
     def main_hook(self, present: Sequence[int]) -> None:
         """Take part in the collectives that the joinable issues in one iteration of the ranks that have inputs.
 
-        Called on every rank without inputs, once for each iteration of the others.
+        Every rank without inputs calls it once for each iteration of the other ranks.
 
         Args:
             present: the ranks that have inputs; at least one.
         """
 
     def post_hook(self, last_rank: int) -> None:
-        """All ranks are out of inputs, and all call this method: give them the same state.
+        """Give all ranks the same state. Called on all ranks when all are out of inputs.
 
         Args:
-            last_rank: the largest of the ranks that had inputs until the end; the same on every rank.
+            last_rank: the largest of the ranks that had inputs until the end. It is the same on every rank.
         """
 
     def leave(self) -> None:
-        """The context ends, also by an error: forget it. No collective."""
+        """Forget the context, because it ends, possibly with an error. No collective."""
 
 
 class Joinable(ABC):
@@ -75,14 +75,14 @@ class Joinable(ABC):
 class Join:
     """A context in which ranks may have different numbers of inputs.
 
-    A rank that leaves the loop early waits at the end of the context. There it takes part in the other ranks' collectives until
-    they have left the loop, too. An error that leaves the context is raised at once, without waiting for other ranks.
+    A rank that leaves the loop early waits at the end of the context. It takes part in the other ranks' collectives there,
+    until they have left the loop, too. If an error leaves the context, it is raised at once, without waiting for other ranks.
 
     Args:
-        joinables: all objects that communicate in the loop over one group, such as a `DistributedDataParallel` or an optimizer,
-            in the order in which they do so in an iteration.
+        joinables: all objects that communicate in the loop over one group, such as a `DistributedDataParallel` or an optimizer.
+            They are in the order in which they communicate in an iteration.
         enable: False makes the context do nothing.
-        throw_on_early_termination: when one rank is out of inputs, raise an error on all ranks instead of going on.
+        throw_on_early_termination: raise an error on all ranks when one rank is out of inputs, and do not go on.
         kwargs: passed to each `join_hook`.
 
     Cost: an all_reduce of one byte for each rank, in each iteration.
@@ -90,7 +90,7 @@ class Join:
     Raises:
         InvalidArgumentError: there is no joinable, or their groups differ.
         MisuseError: at the start, if a joinable is already in a join context, or cannot be in one.
-        DisagreementError: with `throw_on_early_termination`, on every rank; names the ranks that are out of inputs.
+        DisagreementError: with `throw_on_early_termination`, on every rank. The text names the ranks that are out of inputs.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
-        """Say that this rank has inputs. A joinable calls it before it communicates in an iteration.
+        """Tell the context that this rank has inputs. A joinable calls it before it communicates in an iteration.
 
         Returns:
-            The ranks that have inputs; None outside of a context. Only the context's first joinable asks the other ranks.
+            The ranks that have inputs; None outside of a context. Only the call of the first joinable asks the other ranks.
         """
         context = joinable._join
         if context is None:
@@ -144,6 +144,7 @@ class Join:
             try:
                 # Hooks are made last, when all joinables know their context.
                 self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+            # A hook that cannot be made leaves no joinable in the context.
             except BaseException:
                 for joinable in self._joinables:
                     joinable._join = None
@@ -155,6 +156,7 @@ class Join:
     ) -> Literal[False]:
         if self._enabled:
             try:
+                # After an error this rank must not wait for the others: the error is raised at once.
                 if error is None:
                     self._go_on_without_inputs()
             finally:

@@ -1,4 +1,4 @@
-"""The values of torch's `_get_ddp_logging_data`, from our statistics."""
+"""The values of torch's `_get_ddp_logging_data`, computed from the reducer's statistics."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _DEFAULT_SAMPLE_RATE = 100
 
 
 class RuntimeSamples:
-    """Means of the times of some iterations: the first ten, and then one in `sample_rate`, as torch takes them.
+    """Mean times of the iterations that torch samples: the first ten, and then one in `sample_rate`.
 
     Attributes:
-        sample_rate: at least 1.
+        sample_rate: one iteration in this many is sampled; at least 1.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class RuntimeSamples:
         self._samples: list[tuple[float, float, float, float]] = []
 
     def forward_begins(self, before: IterationStatistics) -> None:
-        """Note the iteration before this one, if it is sampled."""
+        """Note the iteration before this forward, if it is sampled."""
         iteration = self._forwards
         self._forwards += 1
         if iteration > 0 and (iteration <= _ALWAYS_SAMPLED or iteration % self.sample_rate == 0):
@@ -63,7 +63,7 @@ class RuntimeSamples:
                 self._samples.append(_durations(before))
 
     def describe(self) -> LoggingData:
-        """The number of the latest sampled iteration, from 0, and means in nanoseconds, if there are any."""
+        """The number of the latest sampled iteration, from 0. If there are samples, also their means in nanoseconds."""
         if self._iteration is None:
             return {"iteration": 0}
         names = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
@@ -75,19 +75,19 @@ class RuntimeSamples:
 
 
 def describe_error(reducer: Reducer) -> LoggingData:
-    """Whether there was an error, and the latest one; empty if there was none."""
+    """The latest error, and the flag that there was one. Empty if there was none."""
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
 def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
-    """A communication hook's name; a closure's name includes the function around it. Empty without a hook."""
+    """The name of the communication hook. A closure's name includes the function around it. Empty without a hook."""
     if builtin is not None:
         return {"comm_hook": str(builtin)}
     return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
 
 
 def describe_environment() -> LoggingData:
-    """The environment variables that torch reads; "N/A" for one that is not set."""
+    """The environment variables that torch reads. A variable that is not set has the value "N/A"."""
     return {name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT}
 
 
@@ -122,7 +122,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """The first buckets and the present ones: bytes, indices of parameters, numbers, and the order of arrival."""
+    """The first and the present buckets: their bytes, their parameters' indices, their number, and the order of arrival."""
     now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
     data: LoggingData = {
         "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),
@@ -140,13 +140,13 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
 
 
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
-    """The algorithm by which the group reduced each bucket last; empty if the group does not say, or has reduced none."""
+    """The algorithm that reduced each bucket last. Empty if the group does not tell it, or has reduced no bucket."""
     found = [group.algorithm_of("all_reduce", bucket.buffer) for bucket in reducer.buckets]
     return {"bucket_algorithms": ", ".join(name or "unknown" for name in found)} if any(found) else {}
 
 
 def describe_iteration(times: IterationStatistics) -> LoggingData:
-    """The latest iteration, in nanoseconds of `time.perf_counter`, under torch's names, without unknown times."""
+    """The known times of the latest iteration, under torch's names, in nanoseconds of `time.perf_counter`."""
     if not times.finished:
         return {}
     forward, backward, comm, overlap = _durations(times)
@@ -167,7 +167,7 @@ def describe_iteration(times: IterationStatistics) -> LoggingData:
 
 
 def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
-    """Seconds of a finished iteration: forward, backward, communication, and the overlap of the last two."""
+    """The seconds of a finished iteration: forward, backward, communication, and the overlap of backward and communication."""
     forward = times.forward_ended - times.forward_started if times.forward_ended else 0.0
     backward = times.last_gradient - times.backward_started
     span = _communication(times)

@@ -25,7 +25,7 @@ Tensors = Sequence["torch.Tensor | None"]
 
 
 class LowPrecision:
-    """Runs a module in another dtype than that of its parameters.
+    """Runs a module in another dtype than its parameters have.
 
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -34,25 +34,23 @@ class LowPrecision:
     only this dtype. Outside of the module's own computation, `module.parameters()` returns the parameters.
 
     Backward computes with the module, too: a checkpoint runs a part of it again. So when backward reaches an output of a
-        forward,
-    the casts of this forward are put back in place, and stay until this backward ends. If the backward fails, autograd drops
-    the callback without calling it. So the callback also undoes its work when it is dropped.
+    forward, the casts of this forward are put back in place, and stay until this backward ends. If the backward fails, autograd
+    drops the callback without calling it. So the callback also undoes its work when it is dropped.
 
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A forward may write to a parameter: a momentum encoder, an initialisation from the first batch, an embedding with
-        `max_norm`. Such
-    a write goes to the cast. So after the forward, the changed elements of a cast are copied to its parameter. The other
-    elements stay unchanged, because a cast has fewer bits. A cast is checked only if its version has changed, or if code has
-    read its `data`, which has a version of its own; most forwards do neither.
+    `max_norm`. Such a write goes to the cast. So after the forward, the changed elements of a cast are copied to its parameter.
+    The other elements stay unchanged, because a cast has fewer bits. Most casts need no check. A cast is checked only if its
+    version has changed, or if code has read its `data`, which has a version of its own.
 
     Args:
         module: the module.
-        parameters: the parameters to cast, with their names. All others stay, and so do those that are not floating point.
-        dtype: the dtype of the computation; floating point inputs are cast to it.
+        parameters: the parameters to cast, with their names. Parameters that are not floating point are not cast.
+        dtype: the dtype of the computation. Floating point inputs are cast to it.
 
     Raises:
-        MisuseError: this version of torch lacks private parts that are needed; see `torch_internals`.
+        MisuseError: this version of torch lacks private parts that this class needs. See `torch_internals`.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class LowPrecision:
 
     @disable_dynamo
     def _keep_what_was_written(self, casts: Sequence[_Cast], left: Tensors) -> None:
-        """See Note [Forwards that write into parameters].
+        """Copy what the forward has written from casts to parameters. See Note [Forwards that write into parameters].
 
         Args:
             casts: the casts of this forward.
@@ -124,6 +122,7 @@ class LowPrecision:
                 self._warn_of_rounding(name)
 
     def _warn_of_rounding(self, name: str) -> None:
+        # Once is enough: each step would warn again.
         if self._has_warned:
             return
         self._has_warned = True
@@ -135,7 +134,8 @@ class LowPrecision:
         )
 
     def _enter_backward(self, casts: Sequence[torch.Tensor]) -> None:
-        """Called by autograd when the gradient of an output is known, before it is used."""
+        """Put the casts in place for this backward. Autograd calls it when an output's gradient is known, before using it."""
+        # Another output of the same backward has put the casts in place already.
         if self._is_in_backward:
             return
         self._is_in_backward = True
@@ -149,7 +149,7 @@ class LowPrecision:
 
     @disable_dynamo
     def _put(self, tensors: Tensors) -> Tensors:
-        """Put a tensor in each place; returns the tensors that were there."""
+        """Put a tensor in each place, and return the tensors that were there."""
         before = [parameters[name] for parameters, name, _ in self._places]
         for (parameters, name, _), tensor in zip(self._places, tensors, strict=True):
             parameters[name] = tensor  # as torch.func.functional_call does
@@ -159,7 +159,7 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast in the place of its parameter. It notes whether code has asked for its `data`, and may have written there."""
+    """A cast in the place of its parameter. It notes whether code has asked for its `data`, and so may have written to it."""
 
     was_data_asked_for = False
 
@@ -183,7 +183,7 @@ def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
-    """Copy the elements whose bits differ from those of a new cast to the parameter; returns whether there are any."""
+    """Copy elements to the parameter if they differ from a new cast of it. Returns whether any bit differs."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False

@@ -1,4 +1,4 @@
-"""Mixed precision: the dtypes of the module's computation, of the averaged gradients, and of the buffers."""
+"""Mixed precision: one dtype each for the module's computation, the averaged gradients, and the buffers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .torch_internals import TorchMixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The lower precisions of `DistributedDataParallel(mixed_precision=...)`. Parameters stay in their own dtype.
+    """The lower precisions for `DistributedDataParallel(mixed_precision=...)`. Parameters stay in their own dtype.
 
     Args:
-        param_dtype: the module computes with casts of its parameters and inputs in this dtype. Gradients arrive in the
-            parameters' own dtype, and are added up in it.
-        reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`, or their own dtype if that is None, too.
+        param_dtype: the module computes with casts of its parameters and inputs to this dtype. Gradients arrive and are added
+            up in the parameters' own dtype.
+        reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`. If both are None, gradients keep their
+            dtype.
         buffer_dtype: buffers are converted to this dtype permanently.
 
-    Only floating point tensors are converted, and no ignored parameter or buffer.
+    Only floating point tensors are converted. Ignored parameters and buffers are not converted.
 
     Raises:
-        InvalidArgumentError: no dtype was given, or one that is not of floating point.
+        InvalidArgumentError: no dtype was given, or a dtype is not a floating point dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -49,7 +50,7 @@ class MixedPrecision:
 
 
 def as_mixed_precision(given: object) -> MixedPrecision | None:
-    """The constructor's argument: ours, torch's, or None.
+    """Convert the constructor's argument, which is Syncline's class, torch's class, or None.
 
     Raises:
         InvalidArgumentError: the argument is something else.
@@ -62,9 +63,9 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: average in another dtype. Complex buckets are averaged in their own.
+    """A communication hook that averages in another dtype. Complex buckets are averaged in their own dtype.
 
-    Extra memory: the bucket in that dtype.
+    Extra memory: a copy of the bucket in this dtype.
     """
     buffer = bucket.buffer()
     if not buffer.is_floating_point():
@@ -74,10 +75,10 @@ def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[t
 
 
 def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, state: ModuleState) -> LowPrecision | None:
-    """Convert the buffers; returns an object that runs the module, if the module computes in another dtype.
+    """Convert the buffers. If the module is to compute in another dtype, return an object that runs it so; else None.
 
     Raises:
-        InvalidArgumentError: a gradient is sparse, and would be averaged in another dtype.
+        InvalidArgumentError: a gradient is sparse, and was to be averaged in another dtype.
     """
     if config is None:
         return None

@@ -1,4 +1,4 @@
-"""ModelWatch: notices that the wrapped module has other parameters than the averaged ones."""
+"""ModelWatch notices that the wrapped module has other parameters than the averaged ones."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _requires_grad_of = operator.attrgetter("requires_grad")
 
 
 class ModelWatch:
-    """Remembers which parameters a module has, and says when a look at all of them is due.
+    """Remembers which parameters a module has, and says when to look at all of them again.
 
     Note [What tells that a model has changed]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    To walk over a model in each step would cost a microsecond for each of its parts. So a sign must come before the walk:
+    Walking over a model in each step would cost a microsecond for each of its parts. So the walk needs a sign first:
 
     - torch reports when a parameter or a module is registered with one of the module's parts: assignment to an attribute,
-      `load_state_dict(assign=True)`, a parametrisation, an adapter. It costs nothing in a step.
-    - The wrapper's own `_apply` (`ddp.double()`) may put other parameters in place, and changes their nodes in the graph.
-    - In each forward, frozen parameters are asked whether they are still frozen, 0.03 us each. A model without frozen
-      parameters pays nothing.
+      `load_state_dict(assign=True)`, a parametrisation, an adapter. This sign costs nothing in a step.
+    - The wrapper's own `_apply` (`ddp.double()`) may replace parameters, and changes their nodes in the graph.
+    - Each forward looks whether frozen parameters are still frozen. This costs 0.03 us for each frozen parameter.
     - Other changes give no sign, such as `ddp.module.double()` with
-      `torch.__future__.set_overwrite_module_params_on_conversion`. A look at all places of parameters finds them, 0.05 us each.
-      It comes after every 32 reduced backwards, which all ranks count in the same way; early on also after 0, 1, 2, 4, 8 and 16
-      (`is_worth_a_look`).
+      `torch.__future__.set_overwrite_module_params_on_conversion`. A look at all places of parameters finds them, at 0.05 us
+      for each place. It comes after every 32 reduced backwards, which all ranks count in the same way. At first it also comes
+      after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`).
 
-    A parameter that is deleted or frozen gives no sign. It gets no gradient. At the end of backward this is an error with its
-    name, unless unused parameters are allowed. Freezing for a while (the two players of a GAN) must cost nothing.
+    A parameter that is deleted or frozen gives no sign. It gets no gradient. At the end of backward, this is an error that
+    names the parameter, unless unused parameters are allowed. Freezing for a while (the two players of a GAN) must cost
+    nothing.
 
     Args:
         state: the module's state.
@@ -62,7 +62,7 @@ class ModelWatch:
             _watches.add(self)
 
     def take_note(self) -> None:
-        """Take the present module as the one to compare with."""
+        """Remember the present module for later comparisons."""
         module, parameters = self._state.module, self._state.parameters()
         self.has_sign = False
         self._parts = {self._owner, *map(id, module.modules())}
@@ -80,7 +80,7 @@ class ModelWatch:
         self._buffers = {id(buffer) for _, buffer in self._state.buffers()}
 
     def is_due(self, reductions: int) -> bool:
-        """Whether a look for changes is due before a forward; `reductions` is the number of reduced backwards."""
+        """Whether a look for changes is due before a forward. `reductions` is the number of reduced backwards so far."""
         if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
             return True
         # Several forwards may come between two reduced backwards; one look is enough.
@@ -97,7 +97,7 @@ class ModelWatch:
         return [_kind(name, parameter) for name, parameter in self._state.parameters()] != self._kinds
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters that are other objects than at the last `take_note`, or were frozen then and need a gradient now."""
+        """The parameters that are new objects since the last `take_note`, or were frozen then and need a gradient now."""
         thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
@@ -106,7 +106,7 @@ class ModelWatch:
         return [(name, buffer) for name, buffer in self._state.buffers() if id(buffer) not in self._buffers]
 
     def note_registration(self, part: torch.nn.Module) -> None:
-        """Called when a parameter or module is registered with this module."""
+        """Note that a parameter or module was registered with `part`. It is a sign if `part` belongs to the watched module."""
         if id(part) in self._parts:
             self.has_sign = True
 

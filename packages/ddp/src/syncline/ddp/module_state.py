@@ -1,4 +1,4 @@
-"""A module's parameters and buffers: lists, checks, and how all ranks get the values of one rank."""
+"""A module's parameters and buffers: list them, check them, and give all ranks the values of one rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModuleState:
         ignored: names of parameters and buffers that are not shared.
 
     Attributes:
-        module: the argument; may be replaced.
+        module: the argument. It may be replaced.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
@@ -34,11 +34,11 @@ class ModuleState:
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
-        """All parameters, each once, by name, in order of definition."""
+        """All shared parameters with their names, each once, in order of definition."""
         return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """All buffers, each once, by name."""
+        """All shared buffers with their names, each once."""
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def statistics_of_batch_normalization(self) -> set[int]:
@@ -47,7 +47,7 @@ class ModuleState:
         return {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Check that everything can be shared over the group, before anything is communicated.
+        """Check that the group can share all tensors. This does not communicate.
 
         Args:
             group: the ranks.
@@ -55,7 +55,7 @@ class ModuleState:
 
         Raises:
             MisuseError: a tensor is not initialised yet (lazy modules), is on a device that the group does not serve, is
-                sparse, or has several elements in the same memory, which cannot be written. Names the tensor.
+                sparse, or has several elements in the same memory, which cannot be written. The text names the tensor.
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
@@ -87,12 +87,12 @@ class ModuleState:
         return trainable
 
     def sparse_parameters(self) -> set[int]:
-        """The `id`s of the parameters whose gradients are sparse: those of embeddings with `sparse=True`."""
+        """The `id`s of the parameters whose gradients are sparse: the weights of embeddings with `sparse=True`."""
         embeddings = (m for m in self.module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Compare the tensors that will be broadcast; raises on every rank if a parameter or buffer differs."""
+        """Compare the tensors that will be broadcast. If a parameter or buffer differs, raise on every rank. A collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
@@ -108,12 +108,12 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, detached, as views with each element once, where `expand` has repeated elements."""
+    """The tensors, detached. If `expand` has repeated elements of a tensor, a view that has each element once."""
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The index that makes such a view."""
+    """The index whose view has each element of an expanded tensor once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 

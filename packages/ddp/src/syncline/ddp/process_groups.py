@@ -1,4 +1,4 @@
-"""The group over which a wrapped module averages: ours, torch's, a device mesh's, or the default group."""
+"""Choose the group over which a wrapped module averages: Syncline's, torch's, a device mesh's, or the default group."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """The group that the arguments name, as the script knows it.
+    """The group that the arguments name, as the same object that the script passed.
 
     Args:
-        process_group: ours, or torch.distributed's; None for the default.
-        device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, instead of `process_group`.
+        process_group: a group of Syncline or of torch.distributed; None: the default group.
+        device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, in place of `process_group`.
 
     Raises:
-        InvalidArgumentError: both were given, the mesh has more dimensions, or the group is something else.
+        InvalidArgumentError: both were given, the mesh has more than one dimension, or the group is something else.
         MisuseError: this rank is not in the group.
     """
     if device_mesh is not None:
@@ -51,17 +51,17 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 
 
 def as_ours(group: AnyGroup) -> ProcessGroup:
-    """A group as one of ours. A group of torch.distributed is wrapped, or unwrapped if it is built on one of ours."""
+    """Turn a group into one of Syncline. A group of torch.distributed is wrapped, or unwrapped if Syncline's is inside."""
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 
 
 def resolve_group(process_group: object) -> ProcessGroup:
-    """The group that the argument names, as one of ours; see `choose_group`."""
+    """The group of Syncline for the group that the argument names; see `choose_group`."""
     return as_ours(choose_group(process_group))
 
 
 def choose_default_group() -> AnyGroup:
-    """Our default group; if there is none, torch's; if there is neither, a new default group of ours."""
+    """Syncline's default group, else torch's default group. If there is neither, make Syncline's."""
     if is_initialized():
         return get_default_group()
     if dist.is_available() and dist.is_initialized():
@@ -72,5 +72,5 @@ def choose_default_group() -> AnyGroup:
 
 
 def has_default_group() -> bool:
-    """Whether there is a default group, ours or torch's."""
+    """Whether there is a default group, Syncline's or torch's."""
     return is_initialized() or (dist.is_available() and dist.is_initialized())

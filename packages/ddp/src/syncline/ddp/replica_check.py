@@ -1,4 +1,4 @@
-"""ReplicaCheck: compares the parameters of all ranks every so many steps."""
+"""ReplicaCheck compares the parameters of all ranks after every so many steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MULTIPLIER = 6364136223846793005  # Knuth's, of a generator of 64 bits
 
 
 class ReplicaHash:
-    """Hashes tensors of any dtype and device, by their bits.
+    """Hashes the bits of tensors of any dtype and device.
 
     Each half of a hash is a sum of products of the tensor's 32-bit lanes with odd random weights of 64 bits, modulo 2**64,
     chunk by chunk. If one lane differs, both halves differ. If several lanes differ, both halves agree with a probability of at
@@ -34,7 +34,7 @@ class ReplicaHash:
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
-        """The hash of each tensor, 16 bytes. On a GPU it waits for the GPU once."""
+        """The hash of each tensor, 16 bytes. If tensors are on a GPU, the call waits for this GPU once."""
         halves = [self._halves(tensor.detach()) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for place, half in enumerate(halves):
@@ -75,14 +75,14 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares the ranks' parameters after a backward, every so many steps.
+    """Compares the ranks' parameters after every `every` averaged backwards.
 
     Args:
-        group: its ranks average.
+        group: the group whose ranks average.
         state: the module's state.
-        every: steps from one check to the next.
+        every: the number of averaged backwards from one check to the next.
 
-    Cost: each check hashes all parameters, and all-reduces 16 bytes. Only if ranks differ, they gather 16 bytes for each
+    Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, they also gather 16 bytes for each
     parameter.
     """
 
@@ -94,7 +94,7 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """Called after a reduced backward. Every so many calls it is a collective."""
+        """Count a reduced backward, and check the replicas if a check is due. One of `every` calls is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()
@@ -104,7 +104,7 @@ class ReplicaCheck:
         """Compare the parameters now. A collective.
 
         Raises:
-            DisagreementError: on all ranks, if they differ; names the first parameter that does.
+            DisagreementError: on all ranks, if parameters differ. The text names the first one that differs.
         """
         parameters = self._state.parameters()
         hashes = b"".join(self._hash(parameter for _, parameter in parameters))
@@ -119,12 +119,13 @@ class ReplicaCheck:
 
 
 def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
-    """Which parameter differs first, and on which ranks. A pure function.
+    """Say in words which parameter is the first that differs, and on which ranks. A pure function.
 
     Args:
         names: the parameters' names.
         hashes: for each rank the hashes of all parameters, one after the other.
     """
+    # The hashes cannot be matched to names then.
     if len({len(found) for found in hashes}) > 1:
         counts = ", ".join(str(len(found) // HASH_BYTES) for found in hashes)
         return f"the ranks have different numbers of parameters: {counts}"

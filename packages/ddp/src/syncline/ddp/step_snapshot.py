@@ -1,4 +1,4 @@
-"""StepSnapshot: the values that a step changes on a rank before it is applied, so that the step can be done again."""
+"""StepSnapshot keeps the values that a step changes before it is applied, so that the step can be repeated."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from .module_state import first_of_each, writable
 
 
 def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The submodules, the module itself included, that have a buffer now."""
+    """The modules that have a buffer now, among the submodules and the module itself."""
     return [part for part in module.modules() if next(part.buffers(recurse=False), None) is not None]
 
 
 class StepSnapshot:
     """The buffers of a module and the random state of the CPU at the beginning of a step.
 
-    Parameters and the optimizer's state need no copy: they change only when the step is applied.
+    Parameters and the optimizer's state need no copy, because they change only when the step is applied.
 
     Args:
         module: the module with the buffers.
-        holders: its `holders_of_buffers`, found once for all steps: to walk over hundreds of modules takes a millisecond.
+        holders: the module's `holders_of_buffers`. They are found once, because a walk over hundreds of modules takes a
+            millisecond.
     """
 
     def __init__(self, module: torch.nn.Module, holders: Iterable[torch.nn.Module]) -> None:
@@ -35,7 +36,7 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the values back, also where the step has replaced a buffer by another tensor; drop the gradients."""
+        """Put the buffers and the random state back, and drop the gradients."""
         for holder, name, buffer, value in self._buffers:
             # The old buffer gets its old values, also if the step has put another tensor in its place.
             writable([buffer])[0].copy_(value[first_of_each(buffer)])

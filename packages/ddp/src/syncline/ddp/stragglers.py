@@ -1,4 +1,4 @@
-"""Stragglers: reports every so many steps which rank the others wait for."""
+"""Stragglers: report after every so many steps which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Straggler:
     """The rank that was last most often.
 
     Attributes:
-        rank: its rank in the group.
-        times_last: in how many steps it was last.
+        rank: the straggler's rank in the group.
+        times_last: in how many steps this rank was last.
         steps: the number of steps in all.
-        late_s: seconds behind the median of the other ranks, in the median of the steps in which it was last.
+        late_s: how many seconds it was behind the median of the other ranks. This is the median over the steps in which it was
+            last.
     """
 
     rank: int
@@ -40,11 +41,11 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """The rank that came last most often; among equals the one that came later. A pure function.
+    """The rank that came last most often. If several did so equally often, the one that came later. A pure function.
 
     Args:
-        steps: for each step and rank the moment of the last gradient, in seconds since a moment that all ranks have in common.
-            At least one step and two ranks.
+        steps: for each step and each rank the time of the last gradient, in seconds since a moment that all ranks have in
+            common. There must be at least one step and two ranks.
     """
     last = [max(range(len(times)), key=times.__getitem__) for times in steps]
     late = {
@@ -60,17 +61,16 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Reports on rank 0, every so many steps, which rank was last most often: one line of the logger `syncline.ddp`.
+    """Lets rank 0 log, after every `every` steps, which rank was last most often. The logger is `syncline.ddp`.
 
-    The common moment of the ranks is the end of the step before: a reduction ends on no rank before all ranks have contributed.
-        So
-    no clocks are compared. The time since this moment includes everything: reading data, forward, backward.
+    No clocks are compared, because the ranks measure from a common moment: the end of the step before. A reduction ends on no
+    rank before all ranks have contributed. The time since this moment includes everything: reading data, forward, backward.
 
     Args:
-        group: its ranks average.
-        every: steps from one line to the next.
+        group: the group whose ranks average.
+        every: the number of steps from one line of the log to the next.
 
-    Cost: two clock readings a step, and an all-gather of 8 bytes a step, once every `every` steps.
+    Cost: no clock reading of its own. Every `every` steps an all-gather of 8 * `every` bytes from each rank.
     """
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
@@ -80,7 +80,8 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Called after a reduced backward. Every so many calls it is a collective."""
+        """Note the times of a reduced backward. One of `every` calls is a collective."""
+        # The first step has no step before it, so its start is not common to all ranks.
         if self._common is not None:
             self._times.append(seen.last_gradient - self._common)
         self._common = seen.finished
@@ -99,7 +100,7 @@ class StragglerWatch:
 
 
 def every_from(environ: Mapping[str, str], variable: str = EVERY_VARIABLE) -> int | None:
-    """The number of steps in a variable, `SYNCLINE_STRAGGLERS` or another one; None if the variable is empty or not set.
+    """The number of steps in an environment variable; None if the variable is empty or not set.
 
     Raises:
         InvalidArgumentError: the text is not a whole number of at least 1.
@@ -114,7 +115,7 @@ def checked_every(every: object, name: str) -> int:
     """Check a number of steps, and return it.
 
     Raises:
-        InvalidArgumentError: it is not a whole number of at least 1. The error mentions `name`.
+        InvalidArgumentError: `every` is not a whole number of at least 1. The text has `name`.
     """
     if not isinstance(every, int) or every < 1:
         raise InvalidArgumentError(f"{name}: expected a number of steps of at least 1, found {every!r}")

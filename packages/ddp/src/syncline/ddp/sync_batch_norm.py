@@ -35,30 +35,31 @@ _PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation with the mean and variance of the batches of all ranks: as in one process with the whole batch.
+    """Batch normalisation with the mean and variance of all ranks' batches, as in one process with the whole batch.
 
     In training every rank's forward is a collective, and so is its backward. The ranks' batches may have different sizes, or be
-    empty. In evaluation, and in a group of one, it is plain batch normalisation. Its gradient cannot be differentiated again.
+    empty. In evaluation, and in a group of one, the layer is plain batch normalisation. Its gradient cannot be differentiated
+    again.
 
-    It communicates in a group of its own, which the first forward makes.
+    The layer communicates in a group of its own, which the first forward makes.
 
     Args:
-        num_features: channels, the second dimension of the inputs.
-        eps: added to the variance.
-        momentum: weight of the newest batch in the running estimates; None makes them the average over all batches.
+        num_features: the number of channels, the second dimension of the inputs.
+        eps: a number that is added to the variance.
+        momentum: the weight of the newest batch in the running estimates. None: the estimates are averages over all batches.
         affine: whether there is a weight (and a bias).
         track_running_stats: whether there are running estimates, for evaluation.
-        process_group: the ranks, a group of ours or of torch.distributed. None takes the default group, ours or torch's, at
-            each forward; while there is none, this is plain batch normalisation.
-        device: for parameters and buffers.
-        dtype: for parameters and buffers.
+        process_group: a group of Syncline or of torch.distributed. None takes the default group, Syncline's or torch's, at each
+            forward. While there is no default group, the layer is plain batch normalisation.
+        device: the device of parameters and buffers.
+        dtype: the dtype of parameters and buffers.
         bias: whether there is a bias, if `affine`.
 
-    Shape: (batch, channels, ...) with at least two dimensions; the output has the same shape, dtype and memory format. 16-bit
+    Shape: (batch, channels, ...) with at least two dimensions. The output has the same shape, dtype and memory format. 16-bit
     inputs are computed in float32.
 
     Cost, with c channels: an all-gather of 8 * (2c + 1) bytes from each rank in forward, and an all_reduce of 16c bytes in
-    backward. In the first forward the ranks also compare their layers.
+    backward. In the first forward in a group the ranks also compare their layers.
     """
 
     def __init__(
@@ -84,18 +85,19 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
     ) -> torch.nn.Module:
-        """Replace every batch normalisation in a module, torch's SyncBatchNorm included, by this one. No collective.
+        """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by this class. No collective.
 
         Args:
-            module: changed in place. The new layers take over parameters, buffers, hooks and other attributes.
-            process_group: for the new layers; see the class. None keeps the group of a layer that has one.
+            module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other
+                attributes.
+            process_group: the group of the new layers; see the class. None: a layer that has a group keeps it.
 
         Returns:
-            The module. If it is a batch normalisation itself: the layer that replaces it.
+            The module. If the module itself is a batch normalisation, the layer that replaces it.
 
         Raises:
-            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own, which would be
-                lost; or this rank is not in the group.
+            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward, which would be lost. Or
+                this rank is not in the group.
         """
         NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -121,7 +123,7 @@ class SyncBatchNorm(BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch. In training a collective, also on a rank with an empty batch.
+        """Normalise a batch. In training it is a collective, also on a rank with an empty batch.
 
         Raises:
             InvalidArgumentError: the shape does not fit, or the channels have fewer than two values over all ranks.
@@ -141,6 +143,7 @@ class SyncBatchNorm(BatchNorm):
             )
 
     def _group(self) -> ProcessGroup | None:
+        # Without any group there is only this process.
         if self.process_group is None and not has_default_group():
             return None
         return resolve_group(self.process_group)
@@ -182,14 +185,14 @@ class SyncBatchNorm(BatchNorm):
     # ---- copies ----
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy everything except the group: the copy communicates with the same ranks."""
+        """Copy everything except the group, because the copy communicates with the same ranks."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything, if the group is the default group, which another process has, too."""
+        """All attributes, if the group is the default group. Another process has a default group, too."""
         if self.process_group is not None:
             raise MisuseError(
                 "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "
@@ -201,14 +204,15 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Replace every batch normalisation in a module, torch's SyncBatchNorm included, by `SyncBatchNorm`. No collective.
+    """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. No collective.
 
     Args:
-        module: changed in place. The new layers take over parameters, buffers, hooks and other attributes.
-        process_group: for the new layers. None takes the default group; a layer that has a group keeps it.
+        module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
+        process_group: the group of the new layers. None: a layer that has a group keeps it, and the others use the default
+            group.
 
     Returns:
-        The module. If it is a batch normalisation itself: the layer that replaces it.
+        The module. If the module itself is a batch normalisation, the layer that replaces it.
 
     Raises:
         MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own.
@@ -217,12 +221,12 @@ def convert_sync_batchnorm(
 
 
 def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Refuse torch's SyncBatchNorm where it would normalise each rank's batch separately, without an error.
+    """Refuse torch's SyncBatchNorm if it would silently normalise each rank's batch alone.
 
-    torch's layer asks torch.distributed whether there are other ranks.
+    torch's layer asks torch.distributed for the other ranks. If torch.distributed is not initialised, it sees none.
 
     Raises:
-        MisuseError: there is such a layer, the group has several ranks, and torch.distributed is not initialised.
+        MisuseError: the module has such a layer, the group has several ranks, and torch.distributed is not initialised.
     """
     if group.size == 1 or (dist.is_available() and dist.is_initialized()):
         return
@@ -235,7 +239,7 @@ def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup
 
 
 def _not_convertible(layer: BatchNorm) -> str | None:
-    """Why a conversion of this layer would lose something; None if it would not."""
+    """Why this layer cannot be converted without a loss; None if it can."""
     if any(is_lazy(tensor) for tensor in layer.parameters()):
         return "it is not initialised yet; run one forward of the module first"
     if is_parametrized(layer):

@@ -1,4 +1,4 @@
-"""Private parts of torch that ddp uses. Each has a probe, and a way without it.
+"""Private parts of torch that ddp uses. The table says what happens if this version of torch lacks a part.
 
 ======================================  ==============================================================================
 private to torch                        without it
@@ -55,7 +55,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
     """Check that this torch can run the modules with casts in the places of their parameters.
 
     Raises:
-        MisuseError: it cannot; the message names the missing parts.
+        MisuseError: this torch cannot do so. The text names the missing parts.
     """
     lacks = [
         name
@@ -81,7 +81,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def gloo_threads(group: object) -> int | None:
-    """How many threads a group of torch's has for Gloo; None for another group, or if torch does not say."""
+    """How many threads a group of torch uses for Gloo. None for another group, or if torch does not tell the number."""
     try:
         threads: int = group._get_backend(torch.device("cpu")).options._threads  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -102,7 +102,8 @@ def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, A
 
 
 def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A module's arguments, with the tensors among them moved to the device."""
+    """Move the tensors among a module's arguments to the device, and return the arguments."""
+    # Without the private function, inputs stay where they are.
     if _to_kwargs is None:
         return inputs, kwargs
     (moved, *_), (moved_kwargs, *_) = _to_kwargs(inputs, kwargs, device, False)
@@ -110,7 +111,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """A context in which autograd does not see changes of these tensors, so that a graph that has saved them stays valid."""
+    """A context in which autograd does not see changes of these tensors. A graph that has saved them stays valid."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
@@ -125,18 +126,18 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """The parameters that are attributes of the module itself, by name.
 
-    A tensor put into the dict takes a parameter's place.
+    If the caller puts a tensor into the dict, this tensor takes the parameter's place.
     """
     return getattr(module, "_parameters", {})
 
 
 def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
-    """Update a recurrent layer's list of its parameters from its present attributes."""
+    """Update a recurrent layer's own list of its parameters from the present attributes."""
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 def was_written(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that was made just before, outside of inference mode, may have been written since."""
+    """Whether a tensor may have been written since it was made. It must have been made outside of inference mode."""
     return getattr(tensor, "_version", 1) != 0
 
 

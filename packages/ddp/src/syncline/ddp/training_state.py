@@ -1,4 +1,4 @@
-"""The state that ranks exchange when a group changes: the training's state, and a communication hook's."""
+"""The state that ranks exchange when a group changes: the state of the training, and the state of a communication hook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stateful(Protocol):
     """An object that can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state; can be pickled."""
+        """The whole state. It can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Continue from a saved state."""
@@ -28,12 +28,12 @@ def can_be_saved(thing: object) -> bool:
 
 
 class TrainingState:
-    """Model, optimizers, sampler, random state of the CPU and other state of the training, as one object for a newcomer.
+    """The state of a training for a newcomer: model, optimizers, sampler, random state of the CPU, and other objects.
 
     Args:
-        model: gives its parameters and buffers.
-        optimizers: in the same order on all ranks.
-        sampler: gives the place in the epoch.
+        model: the model with the parameters and buffers.
+        optimizers: the optimizers, in the same order on all ranks.
+        sampler: the sampler, which has the place in the epoch.
         stateful: other objects with a state, such as schedulers, in the same order on all ranks.
     """
 
@@ -50,7 +50,7 @@ class TrainingState:
         self._stateful = stateful
 
     def collect(self) -> dict[str, Any]:
-        """This rank's state. Its tensors are those in use, not copies."""
+        """This rank's state. Its tensors are the ones in use, not copies."""
         return {
             "model": self._model.module.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),  # the state_dict lacks buffers that are not persistent
@@ -78,8 +78,8 @@ class HookState:
     """The state of a communication hook. It can be shared if it has `state_dict` and `load_state_dict`.
 
     A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback. A failed step may have
-    changed it on some ranks only. So after a recovery all ranks take the state of one rank. (To undo the change instead, each
-    step would need a copy as large as the gradients.)
+    changed the state on some ranks only. So after a recovery all ranks take the state of one rank. (Undoing the change would
+    need a copy as large as the gradients in each step.)
 
     Args:
         state: the hook's first argument.
@@ -94,16 +94,16 @@ class HookState:
         return can_be_saved(self._state)
 
     def collect(self) -> dict[str, Any]:
-        """This rank's state, without errors."""
+        """This rank's state, without the errors of error feedback."""
         return _with_errors_of({}, self._state.state_dict())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over another rank's state, and keep the errors of this rank."""
+        """Take over another rank's state, but keep this rank's errors of error feedback."""
         self._state.load_state_dict(_with_errors_of(self._state.state_dict(), state))
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state of `syncline.hooks` with the errors of `own`, which any rank of any number of ranks can load."""
+    """A saved state of `syncline.hooks` with the errors of `own`. Any rank of any number of ranks can load it."""
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

@@ -1,4 +1,4 @@
-"""The communication of a DistributedDataParallel while some ranks have no inputs left."""
+"""How a DistributedDataParallel communicates while some ranks have no inputs left."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .sync_batch_norm import SyncBatchNorm
 
 @dataclass(frozen=True)
 class Replica:
-    """The parts of one DistributedDataParallel that communicate in an iteration.
+    """The parts of one `DistributedDataParallel` that communicate in an iteration.
 
     Attributes:
         module: the wrapped module.
         state: the module's parameters and buffers.
-        buffers: says when buffers are synchronised.
-        reducer: averages the gradients.
-        process_group: the ranks.
+        buffers: the buffers, which know when they are synchronised.
+        reducer: the reducer that averages the gradients.
+        process_group: the group whose ranks average.
         device: the parameters' device.
     """
 
@@ -38,22 +38,24 @@ class Replica:
 
 
 class UnevenInputs(JoinHook):
-    """Both sides of an iteration: ranks with inputs announce their collectives, and the other ranks take part in them.
+    """Ranks with inputs announce their collectives, and ranks without inputs take part in them.
 
     ::
 
         with inputs       announce ──► buffers ──► rebuild, once ──► backward: buckets, used-map
         without           announce ──► buffers ──► Reducer.shadow_backward: the same with zeros
 
-    Buffers come from the last rank that has inputs. A hook that reduces gradients is called on all ranks.
+    Buffers come from the last rank that has inputs. A communication hook is called on all ranks.
 
     Args:
         replica: the parts that communicate.
-        divide_by_initial_world_size: divide gradients by the number of all ranks; False by the number of ranks with inputs.
-        throws: whether the context ends in an error on all ranks as soon as one has no inputs, so that none goes on without.
+        divide_by_initial_world_size: divide gradients by the number of all ranks. False: by the number of ranks with
+            inputs.
+        throws: whether the context raises an error on all ranks as soon as one rank has no inputs. Then no rank goes on without
+            inputs.
 
     Raises:
-        MisuseError: the module communicates in a way in which a rank without inputs cannot take part.
+        MisuseError: the module communicates in a way in which ranks without inputs cannot take part.
     """
 
     def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool, throws: bool) -> None:
@@ -77,7 +79,7 @@ class UnevenInputs(JoinHook):
         self._divides_by_all = divide_by_initial_world_size
 
     def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
-        """Announce this forward's collectives. Called by a rank with inputs.
+        """Announce the collectives of this forward. A rank with inputs calls it.
 
         Args:
             present: the ranks with inputs.
@@ -92,7 +94,7 @@ class UnevenInputs(JoinHook):
         return present[-1]
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in one forward and backward of the others. Called by a rank without inputs."""
+        """Take part in one forward and backward of the other ranks. A rank without inputs calls it."""
         will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
         buffers = self._replica.buffers
         if sends_buffers:
@@ -104,7 +106,7 @@ class UnevenInputs(JoinHook):
             self._replica.reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the parameters of the last rank with inputs, and its buffers if forwards broadcast them."""
+        """Give all ranks the parameters of `last_rank`, and its buffers if forwards broadcast buffers."""
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=self._replica.buffers.enabled)
 
     def leave(self) -> None:
@@ -112,7 +114,7 @@ class UnevenInputs(JoinHook):
         self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
-        """Tell the ranks without inputs which collectives come next. A collective."""
+        """Tell ranks without inputs which collectives come next. A collective of all ranks."""
         group = self._replica.process_group
         device = torch.device("cpu") if "cpu" in group.device_types else self._replica.device
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
@@ -122,7 +124,7 @@ class UnevenInputs(JoinHook):
         return bool(first), bool(second)
 
     def _adjust(self, present: Sequence[int]) -> None:
-        """Set the divisor for the number of ranks that have inputs; the same on all ranks."""
+        """Set the divisor of gradients for the present ranks. All ranks set the same."""
         group, reducer = self._replica.process_group, self._replica.reducer
         if len(present) < group.size and reducer.needs_everyone:
             raise MisuseError(

@@ -1,11 +1,11 @@
 """Horovod's names for torch, on Syncline: `import syncline.horovod as hvd` in place of `import horovod.torch as hvd`.
 
-Scripts run unchanged. The page "Moving from Horovod" of the documentation lists the differences. The main one: names of tensors
-are accepted and ignored, because every rank must issue its collectives in the same order. `init` compares all calls
+Scripts run unchanged. The page "Moving from Horovod" of the documentation lists the differences. The main difference is
+that names of tensors are ignored: every rank must issue its collectives in the same order. `init` compares all calls
 (`check_calls=True`), so a different order is an error.
 
-`world` has init, ranks and process sets; `collectives` all operations on tensors; `optimizer` the `DistributedOptimizer`;
-`state` broadcasts of models, optimizers and objects; `elastic` training that goes on when ranks die or join.
+`world` has init, ranks and process sets. `collectives` has all operations on tensors. `optimizer` has `DistributedOptimizer`.
+`state` broadcasts models, optimizers and objects. `elastic` lets a training go on when ranks die or join.
 """
 
 from syncline.ddp import SyncBatchNorm

@@ -1,11 +1,11 @@
-"""All operations on tensors: blocking, asynchronous, in place, grouped. Those that return a tensor are differentiable.
+"""All operations on tensors: blocking, asynchronous, in place, grouped. Blocking ones that return a new tensor have gradients.
 
-Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, also with a
-process set. An asynchronous function returns a handle for `poll` and `synchronize`.
+Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, even if there is
+a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
-Gradients are those of Horovod, which differ from the derivative: `allgather` and `broadcast` average over the ranks where the
-derivative is a sum, and `reducescatter` multiplies by the number of ranks. (The functions of `syncline.collectives` that return
-tensors follow the derivative.)
+Gradients are the same as Horovod's, which differ from the derivative. `allgather` and `broadcast` average over the ranks, where
+the derivative is a sum. `reducescatter` multiplies by the number of ranks. (The functions of `syncline.collectives` that
+return tensors follow the derivative.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Handle = PendingResult[Any]
 
 
 class Compressor:
-    """Makes tensors smaller before they are reduced; derive from it for a compressor of your own.
+    """Makes tensors smaller before they are reduced. Derive your own compressor from this class.
 
     Attributes:
         is_elementwise: whether many tensors may be compressed as one.
@@ -70,12 +70,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The smaller tensor, and a context for `decompress`."""
+        """Return the smaller tensor, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """A tensor like the original one."""
+        """Return a tensor like the original one."""
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ class HalfCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor as float16 if it is floating point, and its dtype."""
+        """The tensor, as float16 if it is floating point, and the original dtype."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
@@ -131,17 +131,17 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks into a new one; an average, unless `op` or `average` says otherwise.
+    """Combine the tensors of all ranks into a new one. This is an average, unless `op` or `average` says otherwise.
 
     Args:
-        tensor: the same shape and dtype on every rank.
+        tensor: the tensor, with the same shape and dtype on every rank.
         average: deprecated; False means `op=Sum`.
         name: ignored.
-        compression: for the sent tensors.
+        compression: the compressor for the tensors that are sent.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. The first two are differentiable.
-        prescale_factor: each rank's tensor is multiplied by it first; integers are rounded towards zero.
-        postscale_factor: the result is multiplied by it.
-        process_set: the ranks.
+        prescale_factor: each rank's tensor is first multiplied by this factor. Integers are rounded towards zero.
+        postscale_factor: the result is multiplied by this factor.
+        process_set: the ranks that take part.
     """
     return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[0]
 
@@ -155,7 +155,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `allreduce`; `synchronize(handle)` returns the new tensor."""
+    """Begin an `allreduce`. `synchronize(handle)` returns the new tensor."""
     return _first(grouped_allreduce_async([tensor], average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -168,7 +168,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """`allreduce` in place; returns the tensor."""
+    """Combine the tensors of all ranks in place, as `allreduce`. Returns the tensor."""
     return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
 
 
@@ -181,7 +181,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `allreduce_`; do not touch the tensor before `synchronize(handle)`, which returns it."""
+    """Begin an `allreduce_`. Do not touch the tensor before `synchronize(handle)`, which returns it."""
     return _first(grouped_allreduce_async_([tensor], average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -195,7 +195,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors, which are sent together; returns a list."""
+    """Combine several tensors, as `allreduce`. They are sent together. Returns a list."""
     chosen, group = _chosen_op(op, average), process_set.group()
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
     _announce(process_set, compressed, chosen)
@@ -217,7 +217,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `grouped_allreduce`; `synchronize(handle)` returns the list."""
+    """Begin a `grouped_allreduce`. `synchronize(handle)` returns the list."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _announce(process_set, tensors, chosen)
     if chosen is Adasum:
@@ -237,7 +237,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`grouped_allreduce` in place; returns the tensors."""
+    """Combine several tensors in place, as `grouped_allreduce`. Returns the tensors."""
     results: list[torch.Tensor] = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -253,7 +253,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `grouped_allreduce_`; `synchronize(handle)` returns the tensors."""
+    """Begin a `grouped_allreduce_`. `synchronize(handle)` returns the tensors."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _announce(process_set, tensors, chosen)
     targets = [tensor.detach() for tensor in tensors]  # the same memory, but autograd allows writes to it
@@ -280,7 +280,7 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average (`op=Sum`: add up) a sparse tensor, which has other elements on each rank.
+    """Begin to average a sparse tensor, or to add it up with `op=Sum`. Each rank may have other elements.
 
     Returns:
         A function that waits and returns the new sparse tensor, coalesced. `synchronize` accepts this function, too.
@@ -320,6 +320,7 @@ def _scale_(tensor: torch.Tensor, factor: float) -> None:
         return
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.mul_(factor)
+    # Integers are multiplied in float64; the copy rounds towards zero.
     else:
         tensor.copy_(tensor.double() * factor)
 
@@ -339,12 +340,12 @@ def _chosen_op(op: Op | None, average: bool | None) -> Op:
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Concatenate the rows of all ranks; the first dimension may differ between ranks."""
+    """Concatenate the rows of all ranks. The first dimension may differ between ranks."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Begin an `allgather`; `synchronize(handle)` returns the tensor."""
+    """Begin an `allgather`. `synchronize(handle)` returns the tensor."""
     return _first(grouped_allgather_async([tensor], name, process_set))
 
 
@@ -353,7 +354,7 @@ def grouped_allgather(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors, which are sent together; returns a list."""
+    """Concatenate the rows of several tensors, as `allgather`. They are sent together. Returns a list."""
     _announce_complete(process_set, "allgather")
     group = process_set.group()
     results: list[torch.Tensor] = all_gather_rows_coalesced(_with_gradients_times(1 / group.size, tensors), group)
@@ -365,7 +366,7 @@ def grouped_allgather_async(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `grouped_allgather`; `synchronize(handle)` returns the list."""
+    """Begin a `grouped_allgather`. `synchronize(handle)` returns the list."""
     _announce_complete(process_set, "allgather")
     pending: Handle = all_gather_rows_coalesced(tensors, process_set.group(), async_op=True)
     return pending
@@ -380,7 +381,7 @@ def broadcast(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return one rank's tensor on every rank."""
+    """Return the root's tensor on every rank."""
     _announce_complete(process_set, "broadcast")
     group = process_set.group()
     (scaled,) = _with_gradients_times(1 / group.size, [tensor])
@@ -394,7 +395,7 @@ def broadcast_async(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `broadcast`; `synchronize(handle)` returns the tensor."""
+    """Begin a `broadcast`. `synchronize(handle)` returns the tensor."""
     _announce_complete(process_set, "broadcast")
     pending: Handle = broadcast_copy(tensor, root_rank, process_set.group(), async_op=True)
     return pending
@@ -403,7 +404,7 @@ def broadcast_async(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Give every rank one rank's tensor, in place; returns the tensor."""
+    """Give every rank the root's tensor, in place. Returns the tensor."""
     result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
     return result
 
@@ -414,7 +415,7 @@ def broadcast_async_(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `broadcast_`; `synchronize(handle)` returns the tensor."""
+    """Begin a `broadcast_`. `synchronize(handle)` returns the tensor."""
     _announce_complete(process_set, "broadcast")
     group = process_set.group()
     work = group.broadcast(tensor.detach(), root_in(group, root_rank), async_op=True)
@@ -441,17 +442,17 @@ def alltoall(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each rank; only the sender has to know how many.
+    """Send rows to each rank. Only the sender has to know how many.
 
     Args:
-        tensor: all dimensions but the first are the same on every rank.
-        splits: how many rows go to each rank; None sends the same number to each.
+        tensor: the rows to send. All dimensions except the first are the same on every rank.
+        splits: how many rows go to each rank. None: the same number to each.
         name: ignored.
-        process_set: the ranks.
+        process_set: the ranks that take part.
 
     Returns:
-        The received rows, in the order of the ranks that sent them. With `splits` also a tensor of integers: how many rows came
-        from each rank.
+        The received rows, in the order of the ranks that sent them. With `splits`, also a tensor of integers that says how many
+        rows came from each rank.
     """
     counts = _counts_of(splits)
     _announce_complete(process_set, "alltoall")
@@ -465,7 +466,7 @@ def alltoall_async(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `alltoall`; `synchronize(handle)` returns the rows and how many came from each rank."""
+    """Begin an `alltoall`. `synchronize(handle)` returns the rows, and how many rows came from each rank."""
     counts = _counts_of(splits)
     _announce_complete(process_set, "alltoall")
     pending = all_to_all_rows(tensor, counts, process_set.group(), async_op=True)
@@ -505,7 +506,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks, and return this rank's share of the rows; the first ranks may get one row more."""
+    """Combine the tensors of all ranks, and return this rank's share of the rows. The first ranks may get one row more."""
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
@@ -517,7 +518,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin a `reducescatter`; `synchronize(handle)` returns this rank's share."""
+    """Begin a `reducescatter`. `synchronize(handle)` returns this rank's share."""
     return _first(grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor))
 
 
@@ -530,7 +531,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors, which are sent together; returns a list."""
+    """Combine and scatter several tensors, as `reducescatter`. They are sent together. Returns a list."""
     reduction, group = _scattering(op), process_set.group()
     _announce_complete(process_set, "reducescatter")
     compressed, contexts = zip(*map(compression.compress, _with_gradients_times(group.size, tensors)), strict=True)
@@ -546,7 +547,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin a `grouped_reducescatter`; `synchronize(handle)` returns the list."""
+    """Begin a `grouped_reducescatter`. `synchronize(handle)` returns the list."""
     reduction = _scattering(op)
     _announce_complete(process_set, "reducescatter")
     pending: Handle = reduce_scatter_rows_coalesced(
@@ -575,12 +576,13 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
-    """This rank has no data left: take part in the others' `allreduce` and optimizers with zeros, until all have joined.
+    """Take part in the other ranks' `allreduce` and optimizers with zeros, until all ranks have joined.
 
-    Until then only sums and averages over all ranks can run. Collectives of process sets, and all others, raise an error.
+    Call it on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run.
+    Collectives of process sets, and all other collectives, raise an error.
 
     Returns:
-        A rank that joined last; the same on every rank.
+        A rank that joined last. It is the same on every rank.
     """
     return world().calls.join()
 
@@ -593,6 +595,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
     """Tell joined ranks about a collective of all ranks. Collectives of process sets are not announced."""
+    # Joined ranks take part only in collectives of all ranks, and a single rank has nobody to tell.
     if process_set.process_set_id != 0 or world().group.size == 1:
         return
     if op is Adasum:
@@ -641,7 +644,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, with their gradients multiplied by the factor; see the module's docstring."""
+    """The same tensors, whose gradients are multiplied by the factor. See the module's docstring."""
     return [
         _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
         for tensor in tensors

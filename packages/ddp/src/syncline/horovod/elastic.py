@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die or join: `@hvd.elastic.run`, and the states that it keeps.
+"""Let a training go on when ranks die or join: `@hvd.elastic.run`, and the states that it keeps.
 
 ::
 
@@ -7,8 +7,8 @@
     a rank waits         commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
 
 The remaining ranks make a new group (`ProcessGroup.shrink`), in the same processes. A new process is started with
-SYNCLINE_JOIN=1, and runs the same script. As in Horovod, steps after the last commit are lost. `syncline.ddp.Elastic` instead
-applies each step on all ranks or on none, and repeats no batch.
+SYNCLINE_JOIN=1, and runs the same script. As in Horovod, steps after the last commit are lost. `syncline.ddp.Elastic` is
+different: it applies each step on all ranks or on none, and repeats no applied batch.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _GIVE_UP_S = 300.0
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Raised by `commit` if processes wait to be let in; `run` lets them in."""
+    """Raised by `commit` if processes wait to be let in. `run` then lets them in."""
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """A decorator: call `func(state, ...)` again, with fewer or more ranks, when a rank is lost or one joins.
+    """A decorator that calls `func(state, ...)` again with the new ranks when a rank is lost or a rank joins.
 
     Before each call all ranks get the state of rank 0.
 
     Raises:
-        TransportError: as without the decorator, if the group cannot lose a rank (`ProcessGroup.missing_for_shrink`), or if the
-            ranks do not come together again.
+        TransportError: a rank is lost, and the group cannot go on without it (`ProcessGroup.missing_for_shrink`), or the ranks
+            do not come together again.
     """
 
     @functools.wraps(func)
@@ -68,6 +68,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 state.sync()
                 return func(state, *args, **kwargs)
             except TransportError as error:
+                # The group cannot go on without the lost rank, so the error ends the training as without the decorator.
                 if lack is not None:
                     raise
                 logger.info("rank lost or out of reach: %s", error)
@@ -76,6 +77,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             except HostsUpdatedInterrupt:
                 try:
                     _go_on(world().group.admit())
+                # A rank was lost while newcomers were let in.
                 except TransportError as error:
                     _recover(error)
             finally:
@@ -87,9 +89,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def _recover(error: TransportError) -> None:
-    """Make a group of the remaining ranks; try again if another rank is lost meanwhile."""
+    """Make a group of the remaining ranks. If another rank is lost meanwhile, try again."""
     began_s = time.perf_counter()
     while True:
+        # After the first two errors this rank cannot be in a new group.
         if isinstance(error, (RankGivenUpError, StoreError)) or time.perf_counter() - began_s > _GIVE_UP_S:
             raise error
         try:
@@ -107,23 +110,23 @@ def _go_on(group: ProcessGroup) -> None:
 
 
 class State:
-    """The state of a training. Derived classes say how it is saved, restored and made the same on all ranks."""
+    """The state of a training. Derived classes define how to save and restore it, and how all ranks get the same."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Call these functions after a change of ranks, before the state is synchronised; for example to set learning rates."""
+        """Call these functions after a change of ranks, before the state is synchronised. They may set learning rates."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Called by `run` after a change of ranks."""
+        """Reset the state and call the callbacks. `run` calls it after a change of ranks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save, then let in waiting processes. Every rank calls it at the same place of the training.
+        """Save the state, then let waiting processes in. Every rank calls it at the same place of the training.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks, if a process waits.
@@ -132,7 +135,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """The second half of `commit`."""
+        """Let waiting processes in, without saving. This is the second half of `commit`."""
         group = world().group
         if group.missing_for_admit() is not None:
             return
@@ -153,14 +156,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Called by `on_reset`, before the callbacks; does nothing by default."""
+        """Do nothing. A derived class may do more. `on_reset` calls it before the callbacks."""
 
 
 class ObjectState(State):
-    """Python objects by name, which are attributes of the state.
+    """A state of Python objects. Each object is an attribute of the state.
 
     Args:
-        kwargs: names and values; values must support pickle.
+        kwargs: the names and the objects. The objects must support pickle.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -187,11 +190,11 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """The state of a training: models, optimizers, samplers and other objects, all attributes of the state.
+    """A state of models, optimizers, samplers and other objects. Each is an attribute of the state.
 
     Args:
         model: a module, or None.
-        optimizer: one of torch's, a `DistributedOptimizer`, or None.
+        optimizer: an optimizer of torch, a `DistributedOptimizer`, or None.
         kwargs: further modules, optimizers, `ElasticSampler`s, and other objects.
     """
 
@@ -241,15 +244,15 @@ def _has_state(thing: object) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """This rank's share of the samples that are not used yet in this epoch; divided again when the ranks change.
+    """This rank's share of the samples that this epoch has not used yet. It is divided again when the ranks change.
 
     Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
     gets equally many samples. If they cannot be divided evenly, some are used twice.
 
     Args:
-        dataset: of constant size.
-        shuffle: another order in each epoch, the same on all ranks.
-        seed: for the orders.
+        dataset: the data set. Its size must not change.
+        shuffle: use a new order in each epoch, the same on all ranks.
+        seed: the seed of the orders.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -287,7 +290,7 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices: every size-th of the remaining ones, beginning at its rank."""
+        """This rank's indices. With n ranks, these are every n-th of the remaining ones, from this rank's number on."""
         total = self.num_samples * self.num_replicas
         padded = self.remaining_indices + self.remaining_indices[: total - len(self.remaining_indices)]
         return iter(padded[self.rank : total : self.num_replicas])

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: averages gradients during backward, for the optimizer that it wraps.
+"""DistributedOptimizer averages gradients during backward for the optimizer that it wraps.
 
 ::
 
@@ -7,7 +7,7 @@
     a rank without a backward (or with too few)     `synchronize` runs one that adds zeros, so that it takes part
     a rank that has joined                          shadows the others' backward
 
-The reducer asks autograd which parameters a backward will not reach, so each rank may reach other parameters; see
+The reducer asks autograd which parameters a backward will not reach. So each rank may reach other parameters. See
 `DynamicUsage`.
 """
 
@@ -55,30 +55,32 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Make an optimizer whose class is derived from the given one's class, and which steps with the gradients of all ranks.
+    """Make an optimizer that steps with the gradients of all ranks. Its class is derived from the given optimizer's class.
 
-    Gradients are combined while backward runs. On a rank that did not reach a parameter, its gradient counts as zeros.
+    Gradients are combined while backward runs. If a rank did not reach a parameter, its gradient counts as zeros there.
     Parameters that no rank reached get zeros. To read or clip gradients before the step, call `optimizer.synchronize()`, then
-    step within `with optimizer.skip_synchronize():`. The new optimizer shares options and state with the given one, which must
-    not step any more.
+    step within `with optimizer.skip_synchronize():`. The new optimizer shares options and state with the given one. The given
+    optimizer must not step any more.
 
     Args:
-        optimizer: one of torch's; the same on every rank.
-        named_parameters: names for errors, usually `model.named_parameters()`; must name all of the optimizer's parameters.
-        compression: for the sent gradients.
-        backward_passes_per_step: the number of backwards before a step. All add to this rank's gradients; the last one is
+        optimizer: an optimizer of torch. It is the same on every rank.
+        named_parameters: names for errors, usually `model.named_parameters()`. They must name all of the optimizer's
+            parameters.
+        compression: the compressor for the gradients that are sent.
+        backward_passes_per_step: the number of backwards before a step. All add to this rank's gradients. Only the last one is
             reduced.
         op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum` each rank first steps with its own
             gradients, and then the changes of the parameters are combined.
-        gradient_predivide_factor: with `Average`: divide by it before the sum, and by the rest after the sum.
+        gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum, and by the rest after
+            the sum.
         num_groups: deprecated; the same as `groups`.
-        groups: how gradients share buckets: a number of buckets, or lists of parameters, one for each bucket. None fills
-            buckets of HOROVOD_FUSION_THRESHOLD bytes; if it is not set, the first bucket has 1 MiB, and all others 25 MiB.
-        sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
-        process_set: the ranks. On a rank outside of the set the optimizer steps alone.
+        groups: how gradients share buckets: a number of buckets, or a list of parameters for each bucket. None: buckets of
+            HOROVOD_FUSION_THRESHOLD bytes. If this variable is not set, the first bucket has 1 MiB, and all others have 25 MiB.
+        sparse_as_dense: reduce sparse gradients as dense ones. Afterwards they are sparse again.
+        process_set: the ranks that combine gradients. On a rank outside of the set, the optimizer steps alone.
 
     Raises:
-        InvalidArgumentError: an argument is refused; says what to pass instead.
+        InvalidArgumentError: an argument is refused. The text says what to pass instead.
     """
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise InvalidArgumentError(f"gradient_predivide_factor splits an average, found op={op.name}; leave it out")
@@ -111,20 +113,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 class _Distributed:
-    """The additional methods of a `DistributedOptimizer`; the first base class, before the optimizer's class."""
+    """The additional methods of a `DistributedOptimizer`. It is the first base class, before the optimizer's class."""
 
     _combining: _GradientCombining | _StepCombining
     _should_synchronize = True
     _is_synchronized = False
 
     def synchronize(self) -> None:
-        """Combine the gradients; they are in place on return. Every rank calls it, or `step`."""
+        """Combine the gradients. They are in place on return. Every rank calls this method, or `step`."""
         self._combining.synchronize()
         self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A context in which `step` does not call `synchronize`, because the script has called it before."""
+        """A context in which `step` does not call `synchronize`, because the script has called `synchronize` before."""
         self._combining.check_can_skip()
         self._should_synchronize = False
         try:
@@ -133,7 +135,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize, unless the script has done so, and step."""
+        """Call `synchronize`, unless the script has called it, and step."""
         if self._should_synchronize:
             if self._is_synchronized:
                 warnings.warn(
@@ -147,14 +149,14 @@ class _Distributed:
         return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's `zero_grad`; also forgets backwards since the last step."""
+        """Call the optimizer's `zero_grad`, and forget backwards since the last step."""
         self._combining.forget()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # the optimizer's
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's `add_param_group`.
+        """Call the optimizer's `add_param_group`, and combine the new parameters, too.
 
-        New parameters are combined from the next step on. Every rank adds the same ones.
+        New parameters are combined from the next step on. Every rank must add the same ones.
         """
         super().add_param_group(param_group)  # type: ignore[misc]  # the optimizer's
         index = len(self.param_groups) - 1  # type: ignore[attr-defined]  # the optimizer's
@@ -162,18 +164,18 @@ class _Distributed:
         self._combining.add([(f"group{index}.{number}", parameter) for number, parameter in enumerate(added)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's `load_state_dict`; also forgets backwards since the last step."""
+        """Call the optimizer's `load_state_dict`, and forget backwards since the last step."""
         self._combining.forget()
         self._is_synchronized = False
         super().load_state_dict(state_dict)  # type: ignore[misc]  # the optimizer's
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backwards there are in a step."""
+        """The number of backwards in a step."""
         return self._combining.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backwards there are in a step, between two steps."""
+        """Change the number of backwards in a step. Call it between two steps."""
         self._combining.set_passes(passes)
 
 
@@ -184,7 +186,7 @@ _living: list[weakref.ref[_GradientCombining]] = []
 
 
 def regroup() -> None:
-    """Let all optimizers use the new group, after `replace_world`. They come in the order of their creation on every rank."""
+    """Let all optimizers use the new group, after `replace_world`. On every rank the order is the order of creation."""
     for reference in list(_living):
         combining = reference()
         if combining is None:
@@ -223,7 +225,7 @@ class _GradientCombining:
         self.enter_world()
 
     def enter_world(self) -> None:
-        """Use the present ranks. Gradients are dropped, because they may lie in memory of the old group."""
+        """Use the present ranks. Drop the gradients, because they may be in memory of the old group."""
         if self._reducer is not None:
             for _, parameter in self._named:
                 parameter.grad = None
@@ -235,7 +237,7 @@ class _GradientCombining:
         self.forget()
 
     def forget(self) -> None:
-        """Start a new step: no gradient has come yet."""
+        """Start a new step, in which no gradient has come yet."""
         self._counts: Counter[int] = Counter()  # how many gradients each parameter has got
         self._reduced: set[int] = set()
         self._uncombined: set[int] = set()  # parameters with gradients that are not reduced yet
@@ -245,7 +247,7 @@ class _GradientCombining:
             self._reducer.keep_local(self.passes > 1)
 
     def add(self, named: NamedParameters) -> None:
-        """Combine these parameters, too."""
+        """Combine these parameters, too, from the next step on."""
         self._named += [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._drop_reducer()
         self._hook_parameters()
@@ -259,14 +261,15 @@ class _GradientCombining:
         self.forget()
 
     def check_can_skip(self) -> None:
-        """Do nothing: gradients may be synchronised before the step."""
+        """Do nothing, because gradients may be synchronised before the step."""
 
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """The optimizer's own step."""
+        """Call the optimizer's own step."""
         return own_step(closure)
 
     def synchronize(self) -> None:
-        """See `_Distributed.synchronize`."""
+        """Combine the gradients; see `_Distributed.synchronize`."""
+        # On a rank outside of the set the optimizer steps alone.
         if not self._process_set.included():
             return
         if self._world is not world():  # the script has called shutdown() and init() again
@@ -298,12 +301,13 @@ class _GradientCombining:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _came(self, index: int, _: torch.Tensor) -> None:
-        """Called for a gradient before it is added to `parameter.grad`."""
+        """Count a gradient. Called before it is added to `parameter.grad`."""
+        # The zeros of `_reduce_what_is_there` are no gradients of the script.
         if not self._is_filling:
             self._count(index)
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        """Called after a gradient was added. With `sparse_as_dense` it makes the sum dense before the reducer looks at it."""
+        """Make a sparse sum of gradients dense, before the reducer looks at it. Called after a gradient was added."""
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(index)
             parameter.grad = parameter.grad.to_dense()
@@ -325,12 +329,12 @@ class _GradientCombining:
                 self._reducer.keep_local(self._counts[index] < self.passes)
 
     def _began(self) -> None:
-        """Called when a reduced backward begins."""
+        """Announce a reduced backward to ranks that have joined. Called when the backward begins."""
         if self._process_set.process_set_id == 0:
             self._roll = world().calls.announce_step(self._backward_step)
 
     def _ended(self, _: object) -> None:
-        """Called when a backward was reduced."""
+        """Note which parameters are combined. Called when a backward was reduced."""
         if self._roll is not None:
             self._roll.wait()
             self._roll = None
@@ -363,7 +367,7 @@ class _GradientCombining:
         self._densified: set[int] = set()
 
     def _layouts_here(self) -> list[int]:
-        """For each parameter 1 if its gradient on this rank is sparse, 2 if it was made dense, else 0."""
+        """For each parameter, 1 if its gradient on this rank is sparse, 2 if the gradient was made dense, else 0."""
         sparse = [parameter.grad is not None and parameter.grad.is_sparse for _, parameter in self._named]
         return [2 if index in self._densified else int(is_sparse) for index, is_sparse in enumerate(sparse)]
 
@@ -401,7 +405,7 @@ class _GradientCombining:
         self._reducer.keep_local(self.passes > 1)
 
     def _choose_reduction(self, reducer: Reducer) -> None:
-        """Choose a plain all_reduce in the bucket if that is enough, because a communication hook needs one more copy."""
+        """Choose a plain all_reduce of the bucket if it is enough, because a communication hook needs one more copy."""
         is_plain = self._compression is Compression.none and self._predivide == 1.0
         if is_plain and self._op is Average:
             return
@@ -411,7 +415,7 @@ class _GradientCombining:
             reducer.set_hook(_reduce_bucket, (self._compression, self._op, self._predivide))
 
     def _reduce_what_is_there(self) -> None:
-        """Run a backward that adds zeros to all gradients, and is reduced."""
+        """Run a backward that adds zeros to all gradients. This backward is reduced."""
         assert self._reducer is not None
         self._is_filling = True
         self._reducer.keep_local(False)
@@ -427,7 +431,7 @@ class _GradientCombining:
             self._is_filling = False
 
     def _fill(self) -> None:
-        """Give zeros to parameters that no rank reached, and make gradients sparse again that were made dense."""
+        """Give zeros to parameters that no rank reached. Make gradients sparse again if they were made dense."""
         for index, (_, parameter) in enumerate(self._named):
             if parameter.grad is None:
                 parameter.grad = _zeros_like(parameter, is_sparse=self._layouts[index] == 1)
@@ -461,7 +465,7 @@ def _weakly(method: Callable[[int, torch.Tensor], None], index: int) -> Callable
 
 
 def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: compress, reduce, decompress."""
+    """A communication hook that compresses, reduces and decompresses a bucket."""
     compression, op, predivide = state
     group, buffer = bucket.process_group(), bucket.buffer()
     # A sparse gradient is reduced as it is, without compression.
@@ -485,6 +489,7 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
         done.value()
         for piece, target, context in zip(pieces, targets, contexts, strict=True):
+            # A compressor may return the tensor itself; then the result is in place already.
             if target is not piece:
                 piece.copy_(compression.decompress(target, context))
         return buffer.mul_(predivide / group.size) if is_split else buffer
@@ -496,7 +501,7 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
 
 
 class _StepCombining:
-    """Each rank steps with its own gradients; then Adasum combines the changes of the parameters."""
+    """Each rank steps with its own gradients. Then Adasum combines the changes of the parameters."""
 
     passes = 1
 
@@ -506,21 +511,21 @@ class _StepCombining:
         self._process_set = process_set
 
     def synchronize(self) -> None:
-        """Do nothing: gradients are not combined."""
+        """Do nothing, because gradients are not combined."""
 
     def forget(self) -> None:
-        """Do nothing: nothing is remembered."""
+        """Do nothing, because nothing is remembered."""
 
     def add(self, named: NamedParameters) -> None:
         """Combine these parameters, too."""
         self._parameters += [parameter for _, parameter in named if parameter.requires_grad]
 
     def set_passes(self, passes: int) -> None:
-        """Note the number; any number of backwards may add to this rank's gradients."""
+        """Note the number. It has no effect, because any number of backwards may add to this rank's gradients."""
         self.passes = passes
 
     def check_can_skip(self) -> None:
-        """Not supported.
+        """Raise an error, because there is nothing to skip.
 
         Raises:
             MisuseError: always.
@@ -531,7 +536,7 @@ class _StepCombining:
 
     @torch.no_grad()
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Step, then combine; a collective."""
+        """Step, then combine the changes. A collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -560,7 +565,7 @@ class _StepCombining:
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> NamedParameters:
-    """The optimizer's parameters, in its order, with their names."""
+    """The optimizer's parameters with their names, in the optimizer's order."""
     in_groups = [
         (f"group{index}.{number}", parameter)
         for index, group in enumerate(optimizer.param_groups)
@@ -599,9 +604,9 @@ def _checked_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> in
 
 
 def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]] | None) -> tuple[list[int], list[int] | None]:
-    """An order of the parameters, by index, and bucket sizes, so that each bucket holds exactly one of the groups.
+    """An order of the parameters' indices, and bucket sizes, with which each bucket holds exactly one of the groups.
 
-    The reducer fills buckets from the end of this order, and separately for each dtype.
+    The reducer fills buckets from the end of this order, separately for each dtype.
     """
     everything = list(range(len(named)))
     if groups is None:
@@ -620,7 +625,7 @@ def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]]
 
 
 def _caps_bytes() -> list[int]:
-    """The bucket sizes that HOROVOD_FUSION_THRESHOLD sets, or the default."""
+    """The bucket sizes that HOROVOD_FUSION_THRESHOLD sets, or the default sizes."""
     text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
     if not text:
         return _DEFAULT_CAPS_BYTES
@@ -630,7 +635,7 @@ def _caps_bytes() -> list[int]:
 
 
 def _nothing_of(parameter: torch.Tensor, *, is_sparse: bool) -> torch.Tensor:
-    """The sum of no elements of a parameter: its gradient is zeros, whatever the values are."""
+    """The sum of no elements of a parameter. Its gradient is zeros, whatever the parameter's values are."""
     if is_sparse:
         nowhere = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return torch.nn.functional.embedding(nowhere, parameter, sparse=True).sum()

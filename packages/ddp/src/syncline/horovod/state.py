@@ -1,4 +1,4 @@
-"""Gives every rank the same model, optimizer and objects."""
+"""Give every rank the same model, optimizer and objects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .world import ProcessSet, global_process_set
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's tensors, in place, in buffers of 250 MiB, two of them in flight.
+    """Give every rank the root's tensors, in place. They are sent in buffers of 250 MiB, with two buffers in flight.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()`, or tensors; the same on every rank.
-        root_rank: a rank among all ranks.
-        process_set: the ranks.
+        params: `model.state_dict()`, `model.named_parameters()`, or tensors. They are the same on every rank.
+        root_rank: the root's rank among all ranks.
+        process_set: the ranks that take part.
     """
     if isinstance(params, Mapping):
         # By name, because dictionaries may have another order on each rank.
@@ -48,11 +48,11 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's `optimizer.state_dict()`, with learning rates and other options.
 
-    A new optimizer can take the state of one that has stepped. Every optimizer works, also L-BFGS.
+    A new optimizer can take the state of an optimizer that has stepped. This works for every optimizer, also for L-BFGS.
 
     Args:
-        optimizer: one of torch's, or a `DistributedOptimizer`.
-        root_rank: a rank among all ranks.
+        optimizer: an optimizer of torch, or a `DistributedOptimizer`.
+        root_rank: the root's rank among all ranks.
         model: ignored.
     """
     _announce_complete(global_process_set, "broadcast_optimizer_state")
@@ -92,7 +92,7 @@ def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
-    """The object with new tensors in its holes. They are added to the list in the same order as in `_outlined`."""
+    """The object with new tensors in its holes. The tensors are added to the list in the same order as in `_outlined`."""
     if isinstance(outline, _Hole):
         device = outline.device_type if outline.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))
@@ -110,7 +110,7 @@ def broadcast_object(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object, which is sent as a pickle."""
+    """Return the root's object on every rank. It is sent as a pickle."""
     _announce_complete(process_set, "broadcast_object")
     group = process_set.group()
     received = object_of(obj, None, group, root_in(group, root_rank))
@@ -122,6 +122,6 @@ def allgather_object(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return the objects of all ranks, by rank; they are sent as pickles."""
+    """Return the objects of all ranks, by rank. They are sent as pickles."""
     _announce_complete(process_set, "allgather_object")
     return exchange_objects(obj, group=process_set.group())

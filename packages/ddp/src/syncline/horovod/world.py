@@ -26,7 +26,7 @@ from syncline.collectives import (
 from syncline.collectives import is_initialized as has_default_group
 
 HorovodInternalError = TransportError
-"""The error for a lost rank; `elastic.run` recovers from it."""
+"""The error for a lost rank. `elastic.run` recovers from it."""
 
 
 class World:
@@ -34,7 +34,7 @@ class World:
 
     Attributes:
         group: all ranks.
-        placement: which ranks share a node.
+        placement: the placement, which says which ranks share a node.
         calls: announces collectives to ranks that have joined.
         is_ours: whether `init` made the group, so that `shutdown` destroys it.
     """
@@ -54,7 +54,7 @@ def world() -> World:
     """The present world.
 
     Raises:
-        NotInitializedError: `init` was not called, or `shutdown` was.
+        NotInitializedError: `init` was not called, or `shutdown` was called after it.
     """
     if _world is None:
         raise NotInitializedError("syncline.horovod is not initialised: call hvd.init() first (and not after hvd.shutdown())")
@@ -62,18 +62,18 @@ def world() -> World:
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, **options: Any) -> None:
-    """Connect all ranks. Every rank calls it; a second call does nothing.
+    """Connect all ranks. Every rank calls this function. A second call does nothing.
 
     An existing default group (`syncline.collectives.init_process_group`) is used unchanged. Otherwise `init` makes one that
     compares all calls before they run (`check_calls=True`).
 
     Args:
-        comm: a communicator of mpi4py; only its ranks call `init`. None takes all ranks of the job.
-        process_sets: sets to add at once, the same on every rank. "dynamic" adds none: sets can be added at any time.
+        comm: a communicator of mpi4py. Only its ranks call `init`. None: all ranks of the job.
+        process_sets: sets to add at once, the same on every rank. "dynamic" adds none, because sets can be added at any time.
         options: further arguments of `init_process_group`, such as an `init_method`. Horovod's `init` does not have them.
 
     Raises:
-        InvalidArgumentError: a list of ranks was given, or the same set twice.
+        InvalidArgumentError: `comm` is a list of ranks, or the same set was given twice.
     """
     global _world
     if _world is not None:
@@ -97,7 +97,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Finish all collectives, and close the group if `init` made it. Every rank calls it; without `init` it does nothing."""
+    """Finish all collectives, and close the group if `init` made it. Every rank calls it. Without `init` it does nothing."""
     global _world
     if _world is None:
         return
@@ -108,9 +108,9 @@ def shutdown() -> None:
 
 
 def replace_world(group: ProcessGroup) -> None:
-    """From now on use the ranks of another group. Every rank of the new group calls this.
+    """Use the ranks of another group from now on. Every rank of the new group calls this function.
 
-    All process sets are removed, because their ranks have other numbers. (`elastic` calls this after a loss.)
+    All process sets are removed, because ranks have other numbers in the new group. `elastic` calls this after a loss.
     """
     old = world()
     for process_set in old.process_sets:
@@ -145,7 +145,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks on its node. Known since `init`, so it may be called on one rank only."""
+    """This process's number among the ranks on its node. It is known since `init`, so a single rank may call this function."""
     return world().placement.local_rank
 
 
@@ -177,12 +177,12 @@ class ProcessSet:
     """Some of the ranks, over which collectives can run.
 
     Args:
-        ranks_or_comm: ranks, each once; or a communicator of mpi4py, whose ranks are taken.
+        ranks_or_comm: a list of ranks, each once; or a communicator of mpi4py, whose ranks form the set.
 
     Attributes:
-        process_set_id: 0 for the set of all ranks, another number for an added set; None before it is added and after it is
-            removed.
-        ranks: in ascending order.
+        process_set_id: 0 for the set of all ranks, another number for an added set. None before the set is added and after it
+            is removed.
+        ranks: the ranks, in ascending order.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
@@ -221,6 +221,7 @@ class ProcessSet:
             InvalidArgumentError: the set was not added, or was removed.
             MisuseError: this process is not in the set.
         """
+        # The set of all ranks follows a change of the world, such as after a loss.
         if self.process_set_id == 0:
             return world().group
         if self._group is None:
@@ -243,7 +244,7 @@ _next_id = 1
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a set. Every rank calls it, also ranks outside of the set.
+    """Add a set. Every rank calls this function, also ranks outside of the set.
 
     Returns:
         The set, which can be used now.
@@ -263,7 +264,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close the group of a set; every rank calls it. Returns whether the set was removed: the set of all ranks stays."""
+    """Close the group of a set. Every rank calls it. Returns False for the set of all ranks, which stays, and unknown sets."""
     if process_set not in world().process_sets:
         return False
     world().process_sets.remove(process_set)
@@ -288,7 +289,7 @@ def gloo_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may use mpi4py beside Syncline. True over MPI, where Syncline asks for MPI_THREAD_MULTIPLE."""
+    """Whether several threads may use mpi4py beside Syncline. True over MPI, because Syncline needs MPI_THREAD_MULTIPLE."""
     return mpi_enabled()
 
 
@@ -303,7 +304,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """1 if CuPy is installed, through which NCCL is used, else 0."""
+    """1 if CuPy is installed, else 0. Syncline uses NCCL through CuPy."""
     return int(find_spec("cupy") is not None)
 
 
@@ -313,25 +314,25 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """False: there is no backend for ROCm."""
+    """False, because there is no backend for ROCm."""
     return False
 
 
 def ddl_built() -> bool:
-    """False: there is no backend for DDL."""
+    """False, because there is no backend for DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: there is no backend for oneCCL."""
+    """False, because there is no backend for oneCCL."""
     return False
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # noqa: ARG001 - Horovod's
-    """Not supported: traces are started from outside.
+    """Raise an error, because traces are started from outside.
 
     Raises:
-        MisuseError: says how to record a trace.
+        MisuseError: always. The text says how to record a trace.
     """
     raise MisuseError(
         "start_timeline: there is no timeline of Horovod's. Wrap the model in syncline.ddp.DistributedDataParallel and set "
@@ -340,4 +341,4 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # no
 
 
 def stop_timeline() -> None:
-    """Do nothing: no timeline can have been started."""
+    """Do nothing, because no timeline can have been started."""

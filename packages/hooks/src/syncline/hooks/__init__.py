@@ -1,4 +1,4 @@
-"""Communication hooks: functions that reduce a bucket of gradients, under our DDP and under torch's."""
+"""Communication hooks: functions that reduce a bucket of gradients. They run under Syncline's DDP and under torch's."""
 
 from .adasum import adasum_hook
 from .allreduce import allreduce_hook, noop_hook

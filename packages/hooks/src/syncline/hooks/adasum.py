@@ -14,16 +14,16 @@ from .stages import finished
 def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Combine the gradients of all ranks by Adasum, for each parameter separately.
 
-    Orthogonal gradients are added up, equal ones are averaged. So a learning rate for one process fits any number of ranks: do
-    not multiply it. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys
-    2021.)
+    Orthogonal gradients are added up, and equal gradients are averaged. So a learning rate for one process fits any number of
+    ranks. Do not multiply it by the number of ranks. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation",
+    MLSys 2021.)
 
     Args:
-        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
-        bucket: the gradients; a floating-point dtype.
+        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        bucket: the gradients, of a floating-point dtype.
 
     Returns:
-        A future of the bucket's buffer. It is already finished when the hook returns: nothing overlaps with backward.
+        A future of the bucket's buffer. It is finished when the hook returns, so nothing overlaps with backward.
 
     Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is not a power of two. Extra memory:
     two buckets, and three copies in float64 of one parameter's gradient.

@@ -1,4 +1,4 @@
-"""A plain average, which DDP also takes without a hook; and a hook that does not communicate."""
+"""A hook for a plain average, which DDP also computes without a hook, and a hook that does not communicate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket over the ranks, in its own dtype and in place.
 
     Args:
-        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
+        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
         bucket: the gradients.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of the bucket's bytes; no extra memory.
+    Cost: one all_reduce of the bucket's bytes, without extra memory.
     """
     group = group_of(process_group, bucket)
     work = group.all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True)
@@ -32,9 +32,9 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 
 @communication_hook
 def noop_hook(state: Any, bucket: Bucket) -> TensorFuture:
-    """Return the bucket unchanged, without communicating. Use it only to measure what communication costs.
+    """Return the bucket unchanged, without communicating. Use this hook only to measure the cost of communication.
 
-    The replicas drift apart.
+    With it, the replicas drift apart.
     """
     future: TensorFuture = torch.futures.Future()
     future.set_result(bucket.buffer())

@@ -1,4 +1,4 @@
-"""PowerSGD of a whole bucket at once: faster and less accurate than by parameter."""
+"""PowerSGD of a whole bucket at once. It is faster and less accurate than PowerSGD of each parameter."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .stages import Stages
 
 @communication_hook
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately, as one square matrix; zeros fill up the square.
+    """Average the bucket approximately, as one square matrix. Zeros fill the square up.
 
-    It works like `powerSGD_hook`, but the rows of the matrix do not follow the rows of the parameters. So the approximation is
-    worse: use `powerSGD_hook` unless it takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have no
+    It works like `powerSGD_hook`, but the rows of the matrix are not the rows of the parameters. So the approximation is worse.
+    Use `powerSGD_hook` unless it takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have no
     effect here, as in torch. A bucket with NaN or infinity becomes NaN on every rank, and the state drops its error and its
     factor.
 
     Source: as `powerSGD_hook`.
 
     Args:
-        state: settings and memory. The factor belongs to the whole bucket: after a change of buckets it starts at random.
-        bucket: the gradients; a floating-point dtype. Halves are computed in float32 and sent as halves.
+        state: settings and memory. The factor belongs to the whole bucket. After a change of buckets it starts at random.
+        bucket: the gradients, of a floating-point dtype. Halves are computed in float32 and sent as halves.
 
     Returns:
         A future of the bucket's buffer.
@@ -91,7 +91,7 @@ def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffe
 def _pieces(state: PowerSGDState, bucket: Bucket, padded: torch.Tensor, layout: str) -> tuple[list[str], list[torch.Tensor]]:
     """Split the square into the parts of the parameters, each in its parameter's shape, and the padding.
 
-    A part is in the order of memory, whatever the parameter's strides are. So a parameter always finds its own part again.
+    A part has the order of the memory, whatever the parameter's strides are. So it always belongs to the same parameter.
     """
     shapes = [parameter.shape for parameter in bucket.parameters()]
     sizes = [shape.numel() for shape in shapes]

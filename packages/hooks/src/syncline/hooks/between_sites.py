@@ -1,4 +1,4 @@
-"""bfloat16 between sites, the bucket's own dtype inside them."""
+"""A hook that sends bfloat16 between sites, and the bucket's own dtype inside sites."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .sites import Sites
 
 @communication_hook
 def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
-    """Average the bucket: in its own dtype inside each site, as bfloat16 between sites. Sums are float32.
+    """Average the bucket in its own dtype inside each site, and as bfloat16 between sites. Sums are float32.
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
-    `bf16_compress_hook` rounds the gradients of each rank. It rounds sums only once, so the sums travel between nodes as
+    `bf16_compress_hook` rounds the gradients of each rank. It rounds sums only once, so it sends sums between nodes as
     float32. This hook rounds only the mean of each site and the mean of all sites, and sends bfloat16 between sites.
 
     Args:
         sites: the ranks that train together.
-        bucket: the gradients; a floating-point dtype.
+        bucket: the gradients, of a floating-point dtype.
 
     Returns:
         A future of the bucket's buffer, which has the same bits on all ranks.

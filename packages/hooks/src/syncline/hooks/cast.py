@@ -20,13 +20,13 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     harm, but a single gradient beyond this limit becomes infinite.
 
     Args:
-        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
-        bucket: the gradients; a floating-point dtype.
+        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        bucket: the gradients, of a floating-point dtype.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of two bytes for each element; two bytes of extra memory for each element.
+    Cost: one all_reduce of two bytes for each element, and two bytes of extra memory for each element.
     """
     return _average_as(torch.float16, process_group, bucket)
 
@@ -39,13 +39,13 @@ def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     `fp16_compress_hook`. Sums are accumulated in float32, and are divided before they are rounded.
 
     Args:
-        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
-        bucket: the gradients; a floating-point dtype.
+        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        bucket: the gradients, of a floating-point dtype.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of two bytes for each element; two bytes of extra memory for each element.
+    Cost: one all_reduce of two bytes for each element, and two bytes of extra memory for each element.
     """
     return _average_as(torch.bfloat16, process_group, bucket)
 
@@ -64,13 +64,13 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
     Returns:
         A hook with the same state. Its result is the bucket's own buffer, in the bucket's own dtype.
 
-    Cost: the cost of the wrapped hook on a bucket of float16; two bytes of extra memory for each element.
+    Cost: the cost of the wrapped hook on a bucket of float16, and two bytes of extra memory for each element.
     """
     return _with_cast(torch.float16, hook)
 
 
 def bf16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Give a hook the bucket cast to bfloat16, and cast its result back; see `fp16_compress_wrapper`."""
+    """Give a hook the bucket cast to bfloat16, and cast its result back. See `fp16_compress_wrapper`."""
     return _with_cast(torch.bfloat16, hook)
 
 
@@ -95,7 +95,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """A hook's result: a tensor, or a list with one tensor (the value of a Work's own future)."""
+    """The tensor in a hook's result. The result may be the tensor or a list with it, as the value of a Work's own future."""
     result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     if not isinstance(result, torch.Tensor):
         raise MisuseError(f"expected the wrapped hook's future to hold the reduced bucket, found {type(result).__name__}")

@@ -26,12 +26,13 @@ class CompressionState:
     """A compressor, and the memory of `compression_hook`. Every rank passes the same arguments.
 
     Args:
-        compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or one of your own.
-        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
-        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. It takes as
+        compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or your own.
+        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
             much memory as the gradients.
-        random_seed: for random compressors, 0 to 2**32 - 1.
-        named_parameters: as from `model.named_parameters()`; `state_dict` saves under these names. None numbers the parameters.
+        random_seed: the seed of random compressors, 0 to 2**32 - 1.
+        named_parameters: as from `model.named_parameters()`. `state_dict` saves under these names. None: parameters are
+            numbered.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -59,7 +60,7 @@ class CompressionState:
         self.origin = Origin()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: only numbers, texts and tensors; see `saved_state`."""
+        """This rank's state, which contains only numbers, texts and tensors. See `saved_state`."""
         return {
             "kind": _KIND,
             "format": FORMAT,
@@ -90,13 +91,13 @@ class CompressionState:
 
 @communication_hook
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
-    """Average the compressed gradients of all ranks, and keep for the next step what was not sent.
+    """Average the compressed gradients of all ranks. Keep the part that was not sent for the next step.
 
-    All ranks end with the same bits. The compressor decides how NaN and infinity arrive; the state does not keep them.
+    All ranks get the same bits. The compressor decides how NaN and infinity arrive. The state does not keep them.
 
     Args:
-        state: the compressor, and memory.
-        bucket: the gradients; a floating-point dtype. 16-bit gradients are computed in float32.
+        state: the compressor, and its memory.
+        bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32.
 
     Returns:
         A future of the bucket's buffer.
@@ -136,7 +137,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
 
 def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The message, and the gradients that it stands for. Gradients without elements are left out."""
+    """Return the message, and the gradients that are in it. Gradients without elements are left out."""
     named = zip(state.names.of(bucket), bucket.gradients(), strict=True)
     names, gradients = zip(*[(name, gradient) for name, gradient in named if gradient.numel() > 0], strict=True)
     if not state.use_error_feedback:
@@ -151,7 +152,7 @@ def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[tor
 
 
 def _finite(error: torch.Tensor) -> torch.Tensor:
-    """Set NaN and infinity to 0, in place, so that one bad step does not spoil all later ones."""
+    """Set NaN and infinity to 0, in place, so that one bad step does not spoil all later steps."""
     return torch.nan_to_num_(error, nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -29,16 +29,16 @@ class Compressor(ABC):
         """Make the message.
 
         Args:
-            gradients: tensors of one dtype and any shapes; not changed.
+            gradients: tensors of one dtype and any shapes. They are not changed.
             seed: the same on every rank, different in every call.
 
         Returns:
-            A flat tensor; of uint8 unless the subclass says otherwise.
+            A flat tensor, of uint8 unless the subclass says otherwise.
         """
 
     @abstractmethod
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The tensors of a message, with the gradients' shapes; float32 for 16 bits. Every rank gets the same bits.
+        """Restore the tensors of a message, in the gradients' shapes; 16 bits become float32. Every rank gets the same bits.
 
         Args:
             message: a result of `compress` on any rank.
@@ -56,7 +56,7 @@ class Compressor(ABC):
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The mean of the tensors that the messages stand for, added in the order of ranks: the same bits on every rank."""
+        """The mean of the tensors of all messages. They are added in the order of ranks, so every rank gets the same bits."""
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):
@@ -65,7 +65,7 @@ class Compressor(ABC):
 
 
 class LinearCompressor(Compressor):
-    """A compressor whose messages can be averaged without decompressing them, so that an all_reduce carries them."""
+    """A compressor whose messages can be averaged before they are decompressed. So an all_reduce carries them."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
         """Start an all_reduce that averages. Its result is a single message."""
@@ -77,7 +77,7 @@ def check_compressor(compressor: object) -> None:
     """Check that the argument is a compressor.
 
     Raises:
-        InvalidArgumentError: it is something else, for example the class and not an instance.
+        InvalidArgumentError: the argument is something else, for example the class and not an instance.
     """
     if not isinstance(compressor, Compressor):
         raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {compressor!r}")

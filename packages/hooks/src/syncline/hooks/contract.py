@@ -1,4 +1,4 @@
-"""The hook contract: the arguments of a communication hook, under any caller.
+"""The hook contract: the arguments and the result of a communication hook, under any caller.
 
 A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. The caller (our reducer, or torch's) calls it
 during backward, on every rank, for the same buckets in the same order. The bucket holds this rank's own gradients, not
@@ -49,13 +49,13 @@ class Bucket(Protocol):
 
 
 def communication_hook(hook: Hook) -> Hook:
-    """A decorator: lets torch's `register_comm_hook` take a typed hook, too.
+    """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
-    torch compares the hook's annotations with its own types, by identity. A hook for both callers has other annotations.
-    Besides, `from __future__ import annotations` makes texts of them. So `inspect.signature` must show no annotations.
+    torch compares the hook's annotations with its own types, by identity. A hook for both callers has other annotations. Also,
+    `from __future__ import annotations` turns annotations into texts. So `inspect.signature` must show no annotations.
 
-    torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ sees. This
-    error has the text of ours. See Note [Futures that fail] in `syncline.collectives.work`.
+    torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ can see. This
+    error has the text of the hook's error. See Note [Futures that fail] in `syncline.collectives.work`.
     """
 
     @functools.wraps(hook)
@@ -72,7 +72,7 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:
-    """The bucket's buffer, if its dtype is a floating-point one. The error's text contains `purpose`.
+    """The bucket's buffer, which must have a floating-point dtype. An error's text contains `purpose`.
 
     Raises:
         MisuseError: the dtype is integer or complex. (A cast would drop the imaginary part of a complex number.)
@@ -87,8 +87,8 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     """The group over which a hook communicates.
 
     Args:
-        state: a group of ours, a group of torch.distributed, or None. None means the group of our reducer if it runs the
-            hook, and torch's default group if native DDP runs the hook.
+        state: a group of Syncline, a group of torch.distributed, or None. If Syncline's reducer runs the hook, None means the
+            reducer's group. If torch's DDP runs the hook, None means torch's default group.
         bucket: the bucket that the hook was given.
 
     Raises:

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one outer step by the average of all replicas; all parameters at once, or in fragments."""
+"""DiLoCo: many local steps, then an outer step by the average of all replicas, for all parameters at once or in fragments."""
 
 from __future__ import annotations
 
@@ -29,39 +29,43 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         outer gradient          the parameters after the latest synchronisation, minus the average of the replicas' present ones
         outer step              SGD with Nesterov momentum; every replica continues from the result
 
-    The model is not wrapped: gradients are not averaged (except inside a site, see `sites`). Buffers, such as the statistics of
-    batch normalisation, are not synchronised.
+    The model is not wrapped, so gradients are not averaged (except inside a site, see `sites`). Buffers, such as the statistics
+    of batch normalisation, are not synchronised.
 
     With `fragments` above 1 this is Streaming DiLoCo. The parameters are divided into fragments of about the same number of
     bytes, and the fragments are synchronised in turn. So N fragments divide the peak of sent bytes by N. With `overlap_steps`,
-    the average of a fragment is under way during this number of inner steps. Afterwards each parameter becomes `mixing` times
-    its own value plus `1 - mixing` times the outer step's result.
+    the average of a fragment is under way during this number of inner steps. Then each parameter becomes `mixing` times its
+    own value plus `1 - mixing` times the outer step's result.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
-    "Streaming DiLoCo with overlapping communication", 2025. Defaults are those of the first paper.
+    "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
 
     Args:
-        optim: the inner optimizer, AdamW in the papers. This optimizer shares its parameter groups and its state.
-        named_parameters: the parameters to synchronise, with names, as from `model.named_parameters()`; floating-point dtypes.
-            Pass the same names on all ranks. The constructor is a collective: it gives all ranks the first rank's values.
-        process_group: a group (ours or torch's) of one rank of each replica; None means torch's default group. Pass either a
-            group or `sites`.
-        sites: each site holds one replica, and averages the gradients of its ranks at every step (by DDP over
-            `sites.inside`). Only the first rank of each site communicates with other sites.
-        sync_every: H, in inner steps; the same on all ranks.
-        outer_lr: learning rate of the outer optimizer; above 0.
-        outer_momentum: 0 to below 1.
-        fragments: the number of fragments; or one list of parameter names for each fragment, with every name in one list.
-        overlap_steps: 0 to below `sync_every`.
-        mixing: 0 to below 1; 0 if there is no overlap. The second paper found 0.5 good.
-        compressor: compresses the sent differences, with error feedback: `Int8()`, `Int4()`; None sends whole parameters.
+        optim: the inner optimizer, AdamW in the papers. The new optimizer shares the inner optimizer's parameter groups and
+            state.
+        named_parameters: the parameters to synchronise, with names, as from `model.named_parameters()`. They have
+            floating-point dtypes. Pass the same names on all ranks. The constructor is a collective: it gives all ranks the
+            first rank's values.
+        process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group. Pass
+            either a group or `sites`.
+        sites: each site has one replica, and averages the gradients of its ranks at every step (by DDP over `sites.inside`).
+            Only the first rank of each site communicates with other sites.
+        sync_every: H, the number of inner steps between two outer steps. It is the same on all ranks.
+        outer_lr: the learning rate of the outer optimizer, above 0.
+        outer_momentum: the momentum of the outer optimizer, 0 to below 1.
+        fragments: the number of fragments, or a list of parameter names for each fragment. Every name is in one list.
+        overlap_steps: the number of inner steps during which an average is under way, 0 to below `sync_every`.
+        mixing: the weight of a parameter's own value, 0 to below 1. It is 0 if there is no overlap. The second paper
+            recommends 0.5.
+        compressor: compresses the differences that are sent, with error feedback: `Int8()`, `Int4()`. None: whole parameters
+            are sent.
         seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor it must be 0.
 
-    Bytes sent by each rank for each step, on average: as many as one all_reduce of all parameters sends (16 bits as float32),
-    divided by H. With a compressor: as many as one all_gather of its message sends, divided by H.
+    Bytes sent by each rank for each step, on average: the bytes of one all_reduce of all parameters (16 bits as float32),
+    divided by H. With a compressor, the bytes of one all_gather of its message, divided by H.
 
-    Extra memory: two copies of the parameters in float32 or float64 (one without momentum), and one of each fragment that is
-    under way. With a compressor there is one more copy of the parameters.
+    Extra memory: two copies of the parameters in float32 or float64 (one copy without momentum), and a copy of each fragment
+    that is under way. With a compressor, one more copy of the parameters.
 
     Raises:
         InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or given twice.
@@ -124,7 +128,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """The names of the parameters in each fragment."""
+        """For each fragment, the names of its parameters."""
         return [list(fragment.parameters) for fragment in self._fragments]
 
     @property
@@ -136,7 +140,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, then finish and start averages that are due. All ranks call it the same number of times."""
+        """Step the inner optimizer, then finish and start averages that are due. All ranks must call it equally often."""
         loss = self.optim.step(closure)
         self.steps += 1
         # Finish everything that is due before anything starts: a fragment must not start again before its outer step.
@@ -150,10 +154,10 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Finish the averages under way, then take an outer step of every fragment now, without mixing. A collective.
+        """Finish the averages under way. Then take an outer step of every fragment now, without mixing. A collective.
 
-        Call it at the end of training: afterwards the replicas are equal. (With one fragment and no overlap they are equal
-        after every `sync_every` steps already. Another outer step right after an outer step would only follow the momentum.)
+        Call it at the end of training. Afterwards the replicas are equal. (With one fragment and no overlap they are equal
+        after every `sync_every` steps anyway. A second outer step right after an outer step would only follow the momentum.)
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -164,12 +168,12 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             fragment.finish_if_due(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state; under "outer", the outer optimizer's state by the parameters' names.
+        """The inner optimizer's state. Its key "outer" has the outer optimizer's state, by the parameters' names.
 
-        Waits for averages under way. With sites this wait is a collective of the site, so all its ranks must call this method.
-        A compressor's errors differ between ranks: save on every rank, or see `merge_states` for another number of ranks.
-        Between outer steps the parameters of the replicas differ. So a job that loads one rank's model continues from the
-        replica of this rank.
+        The method waits for averages under way. With sites this wait is a collective of the site, so all its ranks must call
+        the method. A compressor's errors differ between ranks, so save on every rank. For another number of ranks, see
+        `merge_states`. Between outer steps the parameters of the replicas differ. So a job that loads one rank's model
+        continues from the replica of this rank.
         """
         exchange = self._exchange
         outer = {
@@ -216,7 +220,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - always refused
-        """Not supported: all ranks would have to begin to synchronise the new parameters at the same step.
+        """Raise an error, because all ranks would have to begin to synchronise the new parameters at the same step.
 
         Raises:
             MisuseError: always.
@@ -233,7 +237,7 @@ class _OuterSGD:
         self.mixing = mixing
 
     def moved(self, anchor: torch.Tensor, average: torch.Tensor, velocity: torch.Tensor | None) -> torch.Tensor:
-        """The parameters after the step; also updates `velocity`. See Note [Bitwise outer steps]."""
+        """Return the parameters after the step, and update `velocity`. See Note [Bitwise outer steps]."""
         result = torch.lerp(anchor, average, self.lr)  # exactly the average if the rate is 1
         if velocity is not None:
             velocity.mul_(self.momentum).add_(anchor - average)
@@ -269,7 +273,7 @@ class _Fragment:
 
     @torch.no_grad()
     def finish_if_due(self, step: int | None) -> None:
-        """If the outer step is due, wait for the average and take the step. With None it is always due."""
+        """If the outer step is due, wait for the average and take the step. With None the step is always due."""
         if self._pending is None or (step is not None and step < self._due):
             return
         averages, self._pending = self._pending.wait(), None

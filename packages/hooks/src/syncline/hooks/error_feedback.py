@@ -1,4 +1,4 @@
-"""Error feedback: what compression leaves out of one step's gradient is added to the next step's gradient."""
+"""Error feedback: the part of a gradient that compression leaves out is added to the next step's gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ErrorFeedback:
             tensors: their gradients, in any shape with the same number of elements.
 
         Raises:
-            MisuseError: an error has another number of elements: it was loaded from another model's state.
+            MisuseError: an error has another number of elements, because it was loaded from another model's state.
         """
         pairs = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if name in self._errors]
         for name, tensor in pairs:
@@ -41,7 +41,7 @@ class ErrorFeedback:
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Hand over the remembered error of a parameter and forget it; None if there is none. The caller may overwrite it.
+        """Hand over the remembered error of a parameter, and forget it. None if there is none. The caller may overwrite it.
 
         Args:
             name: the parameter's name.
@@ -51,7 +51,7 @@ class ErrorFeedback:
             The error in the shape of the gradient, on its device.
 
         Raises:
-            MisuseError: the error has another number of elements: it was loaded from another model's state.
+            MisuseError: the error has another number of elements, because it was loaded from another model's state.
         """
         if name not in self._errors:
             return None
@@ -61,12 +61,12 @@ class ErrorFeedback:
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
-        """Keep what was left out. `errors` are kept without a copy, so do not write to them afterwards.
+        """Keep the parts that were left out. `errors` are kept without a copy, so do not write to them afterwards.
 
         Args:
             names: the parameters' names.
-            errors: the compressor's input minus its output; finite.
-            shapes: the parameters' shapes; None if the errors have these shapes already.
+            errors: for each parameter, the compressor's input minus its output. All numbers are finite.
+            shapes: the parameters' shapes. None if the errors already have these shapes.
         """
         for number, (name, error) in enumerate(zip(names, errors, strict=True)):
             self._errors[name] = error if shapes is None else error.view(shapes[number])
@@ -85,7 +85,7 @@ class ErrorFeedback:
         return math.sqrt(sum(float(torch.linalg.vector_norm(error)) ** 2 for error in self._errors.values()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the errors, each with its parameter's shape, by name."""
+        """Copies of the errors by parameter name, each in its parameter's shape."""
         return {name: error.detach().clone() for name, error in self._errors.items()}
 
     def load_state_dict(self, errors: Mapping[str, torch.Tensor]) -> None:

@@ -10,18 +10,17 @@ from syncline.collectives import InvalidArgumentError
 def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Distribute items over `count` fragments of about the same size.
 
-    Items are placed from the largest to the smallest. Each goes to the fragment that is the smallest so far; if several are
-    equally small, to the first of them. (Longest processing time first, Graham 1969: the largest fragment is at most 4/3 of
-    the largest fragment of the best division.) Streaming
-    DiLoCo takes every n-th block of a transformer instead. All blocks have the same size, so each fragment has the same number
-    of bytes.
+    Items are placed from the largest to the smallest. Each item goes to the fragment that is the smallest so far. If several
+    fragments are equally small, it goes to the first of them. (Longest processing time first, Graham 1969: the largest fragment
+    is at most 4/3 of the largest fragment of the best division.) Streaming DiLoCo takes every n-th block of a transformer
+    instead. All blocks have the same size, so each fragment has the same number of bytes.
 
     Args:
-        sizes: the sizes of the items; 0 or above.
-        count: the number of fragments; 1 or above.
+        sizes: the sizes of the items, 0 or above.
+        count: the number of fragments, 1 or above.
 
     Returns:
-        The items' indices, ascending in each fragment. No fragment is empty.
+        For each fragment, the indices of its items, ascending. No fragment is empty.
 
     Raises:
         InvalidArgumentError: there are fewer items than fragments.

@@ -16,13 +16,15 @@ _KIND = "post-local SGD"
 
 
 class PostLocalSGDState:
-    """Settings and step of `post_localSGD_hook`, with the arguments of torch's class of this name; the same on every rank.
+    """Settings and step of `post_localSGD_hook`, the same on every rank. The arguments are those of torch's class.
 
     Args:
-        process_group: averages all gradients until `start_localSGD_iter`; None means the group of the DDP that runs the hook.
-        subgroup: averages the gradients afterwards; a group of ours or torch's, for example the ranks of a node. You must give
-            a subgroup unless `post_local_gradient_allreduce` is False. (With None, torch makes one for each node.)
-        start_localSGD_iter: the number of first steps that average over all ranks; 0 or above.
+        process_group: the group that averages all gradients until `start_localSGD_iter`. None means the group of the DDP that
+            runs the hook.
+        subgroup: the group that averages the gradients afterwards, for example the ranks of a node. It is a group of Syncline
+            or of torch. You must give a subgroup unless `post_local_gradient_allreduce` is False. (With None, torch makes one
+            for each node.)
+        start_localSGD_iter: the number of first steps that average over all ranks, 0 or above.
         post_local_gradient_allreduce: if False, no gradient is averaged after these steps.
 
     Raises:
@@ -70,9 +72,9 @@ class PostLocalSGDState:
 
 @communication_hook
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average over the group until `start_localSGD_iter`, then over the subgroup, or not at all.
+    """Average over the group until `start_localSGD_iter`. Then average over the subgroup, or not at all.
 
-    After `start_localSGD_iter` the replicas drift apart. A model averager makes them equal again: see `PostLocalSGDOptimizer`.
+    After `start_localSGD_iter` the replicas drift apart. A model averager makes them equal again. See `PostLocalSGDOptimizer`.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 
@@ -83,7 +85,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of the bucket's bytes, in the group or the subgroup; none without `post_local_gradient_allreduce`.
+    Cost: one all_reduce of the bucket's bytes, in the group or in the subgroup. Without `post_local_gradient_allreduce`, later
+    steps cost nothing.
 
     Raises:
         MisuseError: the state is not a PostLocalSGDState.

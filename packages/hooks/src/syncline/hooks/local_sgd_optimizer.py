@@ -12,13 +12,13 @@ from .model_averaging import ModelAverager
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps an optimizer, then lets an averager average its parameters if a step of the averager is due.
+    """Steps a local optimizer. Then an averager averages the optimizer's parameters over the ranks, if an average is due.
 
     The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer. This optimizer shares its parameter groups and its state.
-        averager: called after every step.
+        optim: the local optimizer. The new optimizer shares the local optimizer's parameter groups and state.
+        averager: the averager, which is called after every step.
 
     Cost: the cost of `ModelAverager.average_parameters`.
     """
@@ -38,14 +38,14 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's state; under "step", the averager's step."""
+        """The local optimizer's state. Its key "step" has the averager's step."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the local optimizer and the averager's step.
 
         Raises:
-            MisuseError: there is no "step". (torch gives a warning and starts the warm-up again.)
+            MisuseError: the state has no "step". (torch gives a warning and starts the warm-up again.)
         """
         if "step" not in state_dict:
             raise MisuseError(
@@ -64,9 +64,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The local optimizer's `zero_grad`."""
+        """Call the local optimizer's `zero_grad`."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The local optimizer's `add_param_group`."""
+        """Call the local optimizer's `add_param_group`."""
         self.optim.add_param_group(param_group)

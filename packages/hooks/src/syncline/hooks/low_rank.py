@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How one gradient is sent: as [rows, rank] and [columns, rank], or whole if `rank` is 0."""
+    """How one gradient is sent: as two factors [rows, rank] and [columns, rank], or as a whole if `rank` is 0."""
 
     rows: int
     columns: int
@@ -22,12 +22,12 @@ class MatrixPlan:
 
     @property
     def numel_sent(self) -> int:
-        """The number of elements sent; for two factors, their sum."""
+        """The number of elements that are sent. For two factors, the sum of their elements."""
         return (self.rows + self.columns) * self.rank if self.is_compressed else self.rows * self.columns
 
 
 def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) -> MatrixPlan:
-    """Decide about one gradient, by the rule in torch's documentation.
+    """Decide how one gradient is sent, by the rule in torch's documentation.
 
     Args:
         shape: the gradient's shape. Its first dimension becomes the rows, the others the columns.
@@ -46,7 +46,7 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
     """The number of elements in gradients of these shapes, divided by the number of elements that are sent.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
-    appendix F. The paper compresses every gradient that becomes smaller. A `min_compression_rate` of 1 does this, too.
+    appendix F. The paper compresses every gradient that becomes smaller. This is the same as a `min_compression_rate` of 1.
     """
     plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
     return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)

@@ -16,8 +16,8 @@ class ModelAverager(ABC):
     """Averages parameters over a group after some steps of the optimizer.
 
     Args:
-        process_group: a group of ours or torch's; None means torch's default group.
-        warmup_steps: the number of first steps that average nothing; 0 or above.
+        process_group: a group of Syncline or of torch; None means torch's default group.
+        warmup_steps: the number of first steps that average nothing, 0 or above.
 
     Attributes:
         step: how often `average_parameters` was called. You may set it to resume.
@@ -55,9 +55,9 @@ class PeriodicModelAverager(ModelAverager):
     """Averages over all ranks every `period` steps, beginning at the end of the warm-up.
 
     Args:
-        period: in steps, 1 or above. (With 1 it costs as much as averaging gradients.)
+        period: the number of steps from one average to the next, 1 or above. (1 costs as much as averaging gradients.)
         warmup_steps: the number of first steps that average nothing.
-        process_group: a group of ours or torch's; None means torch's default group.
+        process_group: a group of Syncline or of torch; None means torch's default group.
 
     Raises:
         InvalidArgumentError: the period is below 1, or the warm-up is negative.
@@ -77,21 +77,22 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages often over small groups, less often over larger groups, and least often over all ranks.
 
-    In each step, the largest period that divides the step's number decides which group averages. Steps are counted from 0, so
-    step 0 averages over
-    all ranks if there is no warm-up.
+    In each step, the largest period that divides the step's number decides which group averages. Steps are counted from 0. So
+    step 0 averages over all ranks if there is no warm-up.
 
     Args:
         period_group_size_dict: for each period in steps, the size of the groups of consecutive ranks. Periods rise, and sizes
-            do not fall; with few ranks some sizes may be equal. The last size is the size of the whole group, and all other
+            do not fall. With few ranks some sizes may be equal. The last size is the size of the whole group, and all other
             sizes divide it.
         warmup_steps: the number of first steps that average nothing.
-        process_group: a group of ours or torch's; None means torch's default group. The constructor splits it: a collective.
+        process_group: a group of Syncline or of torch; None means torch's default group. The constructor splits the group,
+            which is a collective.
 
     Source: the hierarchy of torch's averager of this name.
 
     Raises:
-        InvalidArgumentError: there is no period, one is below 1, periods do not rise, or sizes fall or do not fit the group.
+        InvalidArgumentError: there is no period, a period is below 1, periods do not rise, or sizes fall or do not fit the
+            group.
     """
 
     def __init__(self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, process_group: Any = None) -> None:
@@ -135,7 +136,7 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
 
 
 def group_of_ranks(process_group: Any) -> ProcessGroup:
-    """The given group, ours or torch's; for None torch's default group.
+    """Syncline's group for the given group, which may be one of torch. None means torch's default group.
 
     Raises:
         MisuseError: the argument is not a process group.

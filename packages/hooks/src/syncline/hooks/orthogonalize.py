@@ -13,14 +13,16 @@ _DEPENDENT = 32
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    Matrices with one or two columns: modified Gram-Schmidt, with each column projected twice ("twice is enough": Giraud,
-    Langou, Rozloznik, 2005). Other matrices: Householder QR. Every matrix of a batch is treated separately. A column that is
+    Matrices with one or two columns use modified Gram-Schmidt, with each column projected twice ("twice is enough": Giraud,
+    Langou, Rozloznik, 2005). Other matrices use Householder QR. Every matrix of a batch is treated separately. A column that is
     zero or depends on earlier columns is replaced by an independent column, so that a factor never loses its rank. A matrix
     with a NaN or an infinity yields NaN.
 
     Args:
-        matrices: [batch, rows, columns], columns <= rows, floating-point; not changed. 16 bits are computed in float32.
-        epsilon: added to each column's length before the division by it; 0 or above. QR ignores it, as in torch.
+        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. They are not changed. 16 bits are
+            computed in float32.
+        epsilon: a number that is added to each column's length before the division by it, 0 or above. QR ignores it, as in
+            torch.
 
     Returns:
         A tensor like `matrices`.
@@ -72,6 +74,6 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
-    """A direction that gradients do not have by chance; the same on every rank."""
+    """A column in a direction that gradients do not have by chance. It is the same on every rank."""
     rows = torch.arange(1, matrices.shape[1] + 1, dtype=matrices.dtype, device=matrices.device)
     return torch.cos(rows * (number + 1)).view(1, -1, 1).expand(matrices.shape[0], -1, 1)

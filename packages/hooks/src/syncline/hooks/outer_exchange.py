@@ -24,7 +24,7 @@ class PendingAverage(ABC):
     _averages: list[torch.Tensor] | None = None
 
     def wait(self) -> list[torch.Tensor]:
-        """The averages, with the parameters' shapes, in their `math_dtype`; the same bits on every rank."""
+        """The averages, in the parameters' shapes and in their `math_dtype`. Every rank gets the same bits."""
         if self._averages is None:
             self._averages = self._receive()
         return self._averages
@@ -47,11 +47,12 @@ class OuterExchange:
     """Averages parameters over replicas, as whole tensors or as compressed differences from the anchors.
 
     Args:
-        group: one rank of each replica; None on a rank that is not the first of its site (the first rank communicates for it).
-        inside: the ranks of this replica's site. They hold the same parameters, and their first rank gives them the average.
-            None if this rank is alone.
-        compressor: compresses the differences, with error feedback; None averages whole parameters.
-        seed: for the compressor; the same on every rank.
+        group: a group of one rank of each replica. None on a rank that is not the first of its site, because the first rank
+            communicates for the whole site.
+        inside: a group of the ranks of this replica's site. They have the same parameters, and their first rank gives them the
+            average. None if this rank is alone.
+        compressor: compresses the differences, with error feedback. None: whole parameters are averaged.
+        seed: the compressor's seed, the same on every rank.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class OuterExchange:
 
     @classmethod
     def between(cls, sites: Sites, compressor: Compressor | None, seed: int) -> OuterExchange:
-        """An exchange between sites. The ranks inside a site already hold equal parameters."""
+        """An exchange between sites. The ranks inside a site already have equal parameters."""
         return cls(sites.between, sites.inside, compressor, seed)
 
     def start(
@@ -77,8 +78,9 @@ class OuterExchange:
 
         Args:
             names: the parameters' names.
-            parameters: of a floating-point dtype; not changed, and not read after the call.
-            anchors: the parameters of all replicas after the latest synchronisation, in `math_dtype`; the same on every rank.
+            parameters: the parameters, of a floating-point dtype. They are not changed, and not read after the call.
+            anchors: the parameters of all replicas after the latest synchronisation, in `math_dtype`. They are the same on
+                every rank.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()
@@ -147,7 +149,7 @@ class _WholeAverage(PendingAverage):
 
 
 class _CompressedAverage(PendingAverage):
-    """The anchors minus the mean of the differences."""
+    """The average as the anchors minus the mean of the differences."""
 
     def __init__(
         self, work: Work, messages: torch.Tensor, compressor: Compressor, anchors: list[torch.Tensor], seed: int

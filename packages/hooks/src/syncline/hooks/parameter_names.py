@@ -16,8 +16,8 @@ class ParameterNames:
     """Names for the parameters of buckets, so that a hook's memory stays valid when the buckets change.
 
     Args:
-        named_parameters: as from `model.named_parameters()`. None: the parameters are numbered in the order in which buckets
-            first show them. This order is the same in every run that builds the same model and buckets.
+        named_parameters: as from `model.named_parameters()`. None: the parameters are numbered in the order in which they first
+            come in a bucket. This order is the same in every run that builds the same model and buckets.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:

@@ -26,22 +26,22 @@ else:
 
 @communication_hook
 def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately: each gradient M as P Q^T, with one step of power iteration.
+    """Average the bucket approximately. Each gradient M becomes P Q^T, by one step of power iteration.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
 
     1. Each gradient becomes a matrix [first dimension, all others]. The error of the previous step is added to it.
-    2. P = M Q, with the latest Q (or a random one), made orthonormal.
+    2. P = M Q. Q is the latest Q or random, and is made orthonormal first.
     3. One all_reduce averages the Ps together with the gradients that are not worth compressing.
     4. P is made orthonormal, Q = M^T P, and a second all_reduce averages the Qs.
     5. M becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
-    The first `start_powerSGD_iter` steps average plainly. A gradient with NaN or infinity becomes NaN on every rank. Then the
-    state drops the errors and factors of its bucket, so that the next step is sound.
+    The first `start_powerSGD_iter` steps average without compression. A gradient with NaN or infinity becomes NaN on every
+    rank. Then the state drops the errors and factors of its bucket, so that the next step is sound.
 
     Args:
         state: settings and memory.
-        bucket: the gradients; a floating-point dtype. 16 bits are computed in float32 and sent in 16 bits.
+        bucket: the gradients, of a floating-point dtype. 16 bits are computed in float32 and sent in 16 bits.
 
     Returns:
         A future of the bucket's buffer.
@@ -80,8 +80,8 @@ class _Batch:
     """Gradients of one matrix shape. They are computed in one batch, but each is compressed separately.
 
     `matrices` is [members, rows, columns]. With error feedback, `matrices` has memory of its own and becomes the next error. It
-    reuses the memory of the latest error, if there is one. Without error feedback, `matrices` is a view of a single gradient
-    if the gradient's memory allows a view, else a copy.
+    reuses the memory of the latest error, if there is one. Without error feedback, `matrices` is a view of a single gradient if
+    the gradient's memory allows a view. Else it is a copy.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
 def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], list[_Batch]]:
     """The gradients that are sent whole, and the others in batches.
 
-    Batches are in the order in which shapes first occur: torch draws its random factors in this order.
+    Batches are in the order in which shapes first occur, because torch draws its random factors in this order.
     """
     plain: list[torch.Tensor] = []
     by_shape: dict[MatrixPlan, list[tuple[str, torch.Tensor]]] = {}

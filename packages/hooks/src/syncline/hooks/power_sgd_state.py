@@ -33,26 +33,29 @@ _logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """Settings and memory of `powerSGD_hook` and `batched_powerSGD_hook`; the arguments of torch's class of this name.
+    """Settings and memory of `powerSGD_hook` and `batched_powerSGD_hook`. The arguments are those of torch's class.
 
     Every rank passes the same arguments. Ranks must train the same model, and one state serves one model.
 
     Args:
-        process_group: a group of ours or torch's; None means the group of the DDP that runs the hook.
-        matrix_approximation_rank: columns of the factors, 1 or above; usually 1 to 4. Bytes and time grow with it.
-        start_powerSGD_iter: the number of first steps that average plainly. At least 2 with error feedback or warm start.
+        process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
+        matrix_approximation_rank: the number of columns of the factors, 1 or above, usually 1 to 4. Bytes and time grow with
+            it.
+        start_powerSGD_iter: the number of first steps that average without compression. At least 2 with error feedback or warm
+            start.
         min_compression_rate: compress a gradient only if it becomes smaller by this factor. With a factor below 1, a gradient
             that becomes larger is compressed, too.
-        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. It takes as
+        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
             much memory as the compressed gradients.
         warm_start: begin each step with the latest factors instead of random factors.
-        orthogonalization_epsilon: added to each column's length if there are one or two columns. (QR, for more columns, has no
-            epsilon.) You need no epsilon here, because a column of zeros is replaced.
-        random_seed: for the first factors, 0 to 2**32 - 1.
-        compression_stats_logging_frequency: log `compression_stats()` each time after this number of steps.
+        orthogonalization_epsilon: a number that is added to each column's length if there are one or two columns. (QR, for more
+            columns, has no epsilon.) You need no epsilon here, because a column of zeros is replaced.
+        random_seed: the seed of the first factors, 0 to 2**32 - 1.
+        compression_stats_logging_frequency: log `compression_stats()` after every so many steps.
         batch_tensors_with_same_shape: compute the gradients of one shape in one batch, which costs a copy. Each gradient is
             still compressed separately.
-        named_parameters: as from `model.named_parameters()`; `state_dict` saves under these names. None numbers the parameters.
+        named_parameters: as from `model.named_parameters()`. `state_dict` saves under these names. None: parameters are
+            numbered.
 
     Raises:
         InvalidArgumentError: a rank or a rate is out of range, or the start is below 2 with error feedback or warm start.
@@ -117,7 +120,7 @@ class PowerSGDState:
         return self.iter >= self.start_powerSGD_iter
 
     def enter(self, group: ProcessGroup) -> None:
-        """Check where the state comes from. The hook calls it for every bucket that it compresses."""
+        """Check that the state fits this rank of this group. The hook calls it for every bucket that it compresses."""
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
@@ -143,7 +146,7 @@ class PowerSGDState:
         return (before / after if after else 0, before, after)
 
     def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Standard normal factors: the same on every rank, and different in every call.
+        """Factors of standard normal numbers, which are the same on every rank and different in every call.
 
         Args:
             shapes: the factors' shapes.
@@ -156,9 +159,9 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: only numbers, texts and tensors; loads under `weights_only=True`.
+        """This rank's state, which contains only numbers, texts and tensors. It loads under `weights_only=True`.
 
-        Each rank's state differs; see `saved_state` for a change of the number of ranks. The group is not saved.
+        Each rank has another state. See `saved_state` for a change of the number of ranks. The group is not saved.
         """
         return {
             "kind": _KIND,
@@ -200,11 +203,11 @@ class PowerSGDState:
         self.total_numel_before_compression, self.total_numel_after_compression = state["numel"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything except the group, as in torch."""
+        """All attributes except the group, as in torch."""
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The group becomes None, the caller's group; set `process_group` for another one. Parameters are numbered anew."""
+        """Restore a pickle. The group becomes None; set `process_group` for another group. Parameters are numbered anew."""
         self.process_group = None
         for name, value in state["settings"].items():
             setattr(self, name, value)

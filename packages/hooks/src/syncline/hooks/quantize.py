@@ -30,14 +30,14 @@ class _Symmetric(Compressor):
         return f"int{self._bits} per {'channel' if self._per_channel else 'tensor'}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """First the scales, then the numbers."""
+        """Make a message with the scales first, then the numbers."""
         rows = [in_math_dtype(gradient).reshape(self._channels(gradient), -1) for gradient in gradients]
         scales = [row.abs().amax(dim=1) / self._largest for row in rows]
         numbers = [self._packed(_quantized(row, scale, self._largest)) for row, scale in zip(rows, scales, strict=True)]
         return packed([*scales, *numbers])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Multiply numbers by scales."""
+        """Multiply the numbers by their scales."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(self._channels(tensor), math_dtype(tensor.dtype)) for tensor in like]
         return [
@@ -77,7 +77,7 @@ class Int8(_Symmetric):
 class Int4(_Symmetric):
     """4-bit quantization: as `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
 
-    It is coarse, so use error feedback. Streaming DiLoCo sends 4-bit floats (E3M0) instead, which are finer near 0.
+    Four bits are coarse, so use error feedback. Streaming DiLoCo sends 4-bit floats (E3M0) instead, which are finer near 0.
 
     Args:
         per_channel: as for `Int8`.
@@ -109,13 +109,13 @@ def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.T
 
 
 class OneBit(Compressor):
-    """The sign of each number, and the mean magnitude of each tensor.
+    """Sends the sign of each number, and the mean magnitude of each tensor.
 
     Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
     DNNs", 2014; the scale follows Karimireddy et al., "Error feedback fixes SignSGD", 2019. This compressor needs error
     feedback.
 
-    0 counts as positive. NaN or infinity spoils its whole tensor.
+    Zero counts as positive. NaN or infinity spoils its whole tensor.
 
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor. It
     receives as many from each rank.
@@ -127,12 +127,12 @@ class OneBit(Compressor):
         return "one bit"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """First the scales, then the signs."""
+        """Make a message with the scales first, then the signs."""
         scales = [in_math_dtype(gradient).abs().mean() for gradient in gradients]
         return packed([*scales, *(_bits(gradient.reshape(-1) >= 0) for gradient in gradients)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The scale, with each number's sign."""
+        """Give each number the tensor's scale with the number's sign."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(1, math_dtype(tensor.dtype)) for tensor in like]
         found = []

@@ -1,9 +1,8 @@
 """Saved states: plain dictionaries of numbers, texts and tensors (they load under `weights_only=True`).
 
-The errors of error feedback differ between ranks; everything else in a state is the same on all ranks. So a saved state
+The errors of error feedback differ between ranks. Everything else in a state is the same on all ranks. So a saved state
 contains its rank and the number of ranks, and fits only a job with this number of ranks. For another number, `merge_states`
-makes one state that fits
-all ranks. It holds the mean of all ranks' errors, because training depends only on this mean.
+makes one state that fits all ranks. It has the mean of all ranks' errors, because training depends only on this mean.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ FORMAT = 1
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the saved states of all ranks into one that every rank of a job of any size can load.
+    """Merge the saved states of all ranks into one state that every rank of a job of any size can load.
 
     Args:
-        states: results of `state_dict()`, one for each rank. A single state is allowed: its errors then stand for the errors of
-            all ranks.
+        states: results of `state_dict()`, one for each rank. If there is a single state, its errors are taken
+            for the errors of all ranks.
 
     Returns:
         The first rank's state, with the mean of the errors (float32 for 16 bits) and without a rank.
@@ -73,11 +72,11 @@ def check_kind(state: Mapping[str, Any], kind: str) -> None:
 
 
 def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Compare saved errors with the model's parameters.
+    """Check that saved errors fit the model's parameters.
 
     Args:
         saved: errors by parameter name.
-        shapes: the model's parameters' shapes by name.
+        shapes: the shapes of the model's parameters, by name.
 
     Raises:
         MisuseError: a name is unknown, or a shape differs.
@@ -100,7 +99,7 @@ class Origin:
 
     Args:
         rank: the rank that saved a loaded state.
-        world_size: the number of ranks when it was saved.
+        world_size: the number of ranks when the state was saved.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
@@ -109,15 +108,15 @@ class Origin:
         self._is_settled = False
 
     def __reduce__(self) -> tuple[type[Origin], tuple[int | None, int | None]]:
-        """Pickle without the settled flag: another rank may load it."""
+        """Pickle without the settled flag, because another rank may load the pickle."""
         return Origin, (self.rank, self.world_size)
 
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
-        """Note the group's rank and size. Called whenever the state is used.
+        """Note this process's rank in the group, and the group's size. Called whenever the state is used.
 
         A state in use belongs to this process, even if the group changes because a rank was lost or has joined. The first call
         drops errors that another rank saved (in a job with the same number of ranks), with a warning. For example, all ranks
-        load the state that rank 0 saved, as torch's documentation shows: then rank 0 keeps its errors, and the other ranks
+        may load the state that rank 0 saved, as torch's documentation shows. Then rank 0 keeps its errors, and the other ranks
         begin their error feedback at zero.
 
         Raises:

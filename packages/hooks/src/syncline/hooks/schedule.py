@@ -22,7 +22,7 @@ class Phase:
 
     Attributes:
         first_step: the first step that calls the hook, counted from 0.
-        hook: any hook, also one of torch's.
+        hook: any hook, also a hook of torch.
         state: the hook's first argument.
     """
 
@@ -32,14 +32,14 @@ class Phase:
 
 
 class ScheduleState:
-    """The phases of a training, and the present step. The same on every rank.
+    """The phases of a training, and the present step. They are the same on every rank.
 
-    "Plain for 1,000 steps, then bf16, then PowerSGD": `ScheduleState([Phase(0, allreduce_hook), Phase(1000,
-    bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. A phase's state counts only the steps of its phase:
-    a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
+    An example averages plainly for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0, allreduce_hook),
+    Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. A phase's state counts only the steps of
+    its phase. So a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
 
     Args:
-        phases: in the order of their first steps, which rise from 0.
+        phases: the phases, in the order of their first steps. First steps rise from 0.
 
     Raises:
         InvalidArgumentError: there is no phase, the first one does not begin at step 0, first steps do not rise, or a hook
@@ -61,11 +61,11 @@ class ScheduleState:
 
     @property
     def current(self) -> Phase:
-        """The phase of the present step, or of the next one between steps."""
+        """The phase of the present step. Between two steps, the phase of the next step."""
         return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
 
     def enter(self, bucket: Bucket) -> Phase:
-        """The phase of this bucket's step; the hook calls it with every bucket."""
+        """The phase of this bucket's step. The hook calls it with every bucket."""
         phase = self.current
         for other in self.phases:
             # Parameters without names get numbers in the first step of a run. So every phase's state numbers them now, even
@@ -81,7 +81,7 @@ class ScheduleState:
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
         """Use another hook from the next step on, and drop all later phases.
 
-        Every rank calls it between the same steps.
+        Every rank must call it between the same two steps.
 
         Raises:
             MisuseError: a step is under way.
@@ -93,7 +93,7 @@ class ScheduleState:
         self.phases.append(Phase(self.iter, hook, state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and the states of the phases that can be saved; see `saved_state`."""
+        """The step, and the states of phases if they can be saved. See `saved_state`."""
         saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
@@ -101,7 +101,7 @@ class ScheduleState:
         """Continue from a saved state.
 
         Raises:
-            MisuseError: the phases are not the saved ones, or a phase's state refuses its saved state.
+            MisuseError: the phases are not the saved phases, or a phase's state refuses its saved state.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():

@@ -1,4 +1,4 @@
-"""Seeds that are the same on all ranks: the numbers of numpy's RandomState, without numpy."""
+"""Seeds that are the same on all ranks. They are the numbers of numpy's RandomState, made without numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Check a seed; `name` is the argument's name for the error.
+    """Check a seed. `name` is the argument's name for the error.
 
     Raises:
         InvalidArgumentError: the seed is out of range.
@@ -25,11 +25,11 @@ def check_seed(name: str, seed: int) -> None:
 class SharedSeeds:
     """The numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`; torch's PowerSGD uses such seeds.
 
-    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but makes its first state from a seed in
-    another way.
+    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but it makes its first state from the seed
+    in another way.
 
     Args:
-        seed: 0 to 2**32 - 1; the same on every rank.
+        seed: the seed, 0 to 2**32 - 1. It is the same on every rank.
     """
 
     def __init__(self, seed: int) -> None:

@@ -15,17 +15,17 @@ class Sites:
         site "b":  rank 3   rank 4
 
     Attributes:
-        inside: the ranks of this rank's site, ordered as in the group.
-        between: the first rank of each site; None on all other ranks.
+        inside: a group of the ranks of this rank's site, ordered as in `group`.
+        between: a group of the first rank of each site; None on all other ranks.
         number: how many sites there are.
         ranks: how many ranks the group has.
 
     Args:
-        group: the group to divide; one of Syncline's own. The constructor is a collective of the group.
+        group: the group to divide. It must be one of Syncline. The constructor is a collective of the group.
         site: the name of this rank's site.
 
     Raises:
-        MisuseError: the group is one of torch's, which cannot split.
+        MisuseError: the group is one of torch, which cannot split.
     """
 
     def __init__(self, group: ProcessGroup, site: str) -> None:

@@ -14,13 +14,13 @@ from .compressor import Compressor, LinearCompressor, Unpacker, in_math_dtype, p
 
 
 class TopK(Compressor):
-    """The numbers with the largest magnitude in each tensor, with their indices.
+    """Sends the numbers with the largest magnitude in each tensor, with their indices.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified SGD with
-    memory", 2018. It needs error feedback. A NaN counts as the largest number, so it is sent.
+    memory", 2018. This compressor needs error feedback. A NaN counts as the largest number, so it is sent.
 
     Args:
-        fraction: how much of each tensor is sent, above 0 and up to 1; at least one number.
+        fraction: the fraction of each tensor's numbers that are sent, above 0 and up to 1. At least one number is sent.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
     of its dtype. It receives as many from each rank.
@@ -35,7 +35,7 @@ class TopK(Compressor):
         return f"top {self._fraction:g}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """First the values, then the indices."""
+        """Make a message with the values first, then the indices."""
         values, indices = [], []
         for gradient in gradients:
             flat = gradient.reshape(-1)
@@ -45,7 +45,7 @@ class TopK(Compressor):
         return packed([*values, *indices])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Zeros, with the values at their indices."""
+        """Make tensors of zeros, with the values at their indices."""
         unpacker = Unpacker(message)
         counts = [_count(tensor.numel(), self._fraction) for tensor in like]
         values = [unpacker.take(count, tensor.dtype) for count, tensor in zip(counts, like, strict=True)]
@@ -56,12 +56,12 @@ class TopK(Compressor):
 
 
 class RandomK(LinearCompressor):
-    """Numbers at random places of each tensor. The places are the same on every rank, so an all_reduce without indices does.
+    """Sends numbers at random places of each tensor. All ranks choose the same places, so an all_reduce needs no indices.
 
-    Source: Stich et al., "Sparsified SGD with memory", 2018. It needs error feedback.
+    Source: Stich et al., "Sparsified SGD with memory", 2018. This compressor needs error feedback.
 
     Args:
-        fraction: how much of each tensor is sent, above 0 and up to 1; at least one number.
+        fraction: the fraction of each tensor's numbers that are sent, above 0 and up to 1. At least one number is sent.
 
     Bytes: one all_reduce of the chosen numbers, in the gradients' dtype.
     """
@@ -75,12 +75,12 @@ class RandomK(LinearCompressor):
         return f"random {self._fraction:g}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """The values, in the gradients' dtype."""
+        """Make a message of the chosen values, in the gradients' dtype."""
         places = self._places(gradients, seed)
         return torch.cat([gradient.reshape(-1)[chosen] for gradient, chosen in zip(gradients, places, strict=True)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Zeros, with the values at their places."""
+        """Make tensors of zeros, with the values at their places."""
         places = self._places(like, seed)
         values = torch.split(message, [len(chosen) for chosen in places])
         return [_scattered(*triple) for triple in zip(like, places, values, strict=True)]

@@ -2,14 +2,13 @@
 
 Note [Stages]
 ~~~~~~~~~~~~~
-A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this work
-has finished, and at last returns the reduced bucket. Every rank must issue the same collectives in the same order, also when
-several
-buckets are in flight and ranks are scheduled differently. So the group decides who resumes a generator:
+A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this
+work has finished, and at last returns the reduced bucket. Every rank must issue the same collectives in the same order, even
+if several buckets are in flight and ranks are scheduled differently. So the group decides who resumes a generator:
 
-1. Most of our groups have one total order (`has_total_order`): a collective that a callback issues comes before every later
-   collective (Note [One total order] in `syncline.collectives.engine.queue`). In these groups the future of each work resumes
-   its generator: `_chained`.
+1. Most groups of Syncline have one total order (`has_total_order`): a collective that a callback issues comes before every
+   later collective (Note [One total order] in `syncline.collectives.engine.queue`). In these groups the future of each work
+   resumes its generator: `_chained`.
 2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` takes turns in this order. So a
    collective that a callback issues races with the thread of backward. In these groups only the thread of backward resumes
    generators, at fixed places: `Pipeline`. Each new bucket moves every earlier bucket on by one stage, and the last bucket of
@@ -41,16 +40,16 @@ def finished(tensor: torch.Tensor) -> TensorFuture:
 
 
 class Pipeline:
-    """The buckets in flight of one hook's state; see Note [Stages]."""
+    """The buckets in flight of one hook's state. See Note [Stages]."""
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
         self._latest = -1
 
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
-        """Start the stages. Called on the thread of backward, on every rank for the same buckets in the same order.
+        """Start a bucket's stages. Call it on the thread of backward, on every rank for the same buckets in the same order.
 
-        An error of the first stage is raised here; an error of a later stage is set on the future.
+        An error of the first stage is raised here. An error of a later stage is set on the future.
         """
         future = _future_on(bucket.buffer())
         if group.has_total_order:
@@ -74,7 +73,7 @@ class Pipeline:
         return future
 
     def _drop_stale(self) -> None:
-        """Fail the buckets that an earlier backward left behind when it raised an error."""
+        """Fail buckets that are left from an earlier backward, which has raised an error."""
         for entry in self._pending:
             _fail(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
         self._pending = []

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """Sums on this rank, over all buckets since the state was made.
+    """Sums of this rank over all buckets since the state was made.
 
     Attributes:
-        bytes_before: bytes of the gradients that the hook got.
-        bytes_sent: bytes of the tensors that the hook gave to collectives.
-        seconds_by_stage: for each stage, the seconds of computing, without waiting.
+        bytes_before: the bytes of the gradients that the hook got.
+        bytes_sent: the bytes of the tensors that the hook gave to collectives.
+        seconds_by_stage: for each stage, the seconds that it computed, without waiting.
     """
 
     bytes_before: int = 0
@@ -24,17 +24,17 @@ class HookStatistics:
 
     @property
     def ratio(self) -> float:
-        """Bytes before compression divided by bytes sent; 1 before anything was sent."""
+        """The bytes before compression divided by the bytes sent. 1 before anything was sent."""
         return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
 
     def sends(self, bytes_before: int, bytes_sent: int) -> None:
-        """Count a bucket, or a part of one."""
+        """Count the bytes of a bucket, or of a part of a bucket."""
         self.bytes_before += bytes_before
         self.bytes_sent += bytes_sent
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
+        """A context. Add the time inside it to a stage."""
         began = time.perf_counter()
         try:
             yield

@@ -13,9 +13,9 @@ class FakeBucket:
     """A bucket that keeps the hook contract. The test chooses its gradients.
 
     Args:
-        gradients: tensors of any shapes and one dtype; copied into a flat buffer in this order.
+        gradients: tensors of any shapes and one dtype. They are copied into a flat buffer in this order.
         group: the result of `process_group()`.
-        parameters: the result of `parameters()`; None makes zeros with the gradients' shapes.
+        parameters: the result of `parameters()`. None: zeros with the gradients' shapes.
         index: the bucket's number.
         is_last: whether it is the last bucket of the backward.
     """
@@ -45,7 +45,7 @@ class FakeBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Show another buffer."""
+        """Make `buffer()` and `gradients()` show another buffer."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:

@@ -2,14 +2,15 @@
 
 The life of one gradient, file by file:
 
-1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index and wakes the reducer. 2.
-   `pending_gradients`: says when a bucket has as many gradients as it needs, and when all users' hooks on the latest gradient
+1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index and wakes the reducer.
+2. `pending_gradients`: says when a bucket has as many gradients as it needs, and when all users' hooks on the latest gradient
    have run. Then `reducer` asks `usage` which of these gradients are final. All this happens on the thread of backward, under
-   the reducer's lock. 3. `readiness`: decides which buckets may start: strictly in order, the same on every rank. 4.
-   `backward_reduction`: lets each of these buckets collect its gradients into one flat buffer (`bucket`), and issues the
-   bucket. 5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on. 6.
-   `finalize`: at the end of backward, waits for each bucket, and lets `bucket` write the averages into `.grad`.
-6. `finalize`: at the end of backward, waits for each bucket, and has `bucket` write the averages into `.grad`.
+   the reducer's lock.
+3. `readiness`: decides which buckets may start: strictly in order, the same on every rank.
+4. `backward_reduction`: lets each of these buckets collect its gradients into one flat buffer (`bucket`), and issues the
+   bucket.
+5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on.
+6. `finalize`: at the end of backward, waits for each bucket, and lets `bucket` write the averages into `.grad`.
 
 Four more files: `sync_policy` says which backwards are reduced. `gradient_aliasing` saves copies. `bucket_building` makes the
 buckets, and makes them a second time in the `arrival_order` of their gradients. `torch_internals` has the private parts of

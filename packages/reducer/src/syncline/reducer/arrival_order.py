@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ArrivalOrder:
-    """Indices of the parameters, in the order in which the last gradient of each came.
+    """The indices of the parameters, ordered by the time at which each parameter's last gradient came.
 
     Args:
         count: how many parameters there are.
@@ -23,16 +23,16 @@ class ArrivalOrder:
         self.is_used = False
 
     def arrived(self, index: int) -> None:
-        """Note a gradient of the running backward; a parameter may get several."""
+        """Note a gradient of the running backward. A parameter may get several gradients."""
         self._arrivals.append(index)
 
     def learn(self) -> None:
-        """Take the order of the backward that has ended. Parameters without a gradient stand at the end."""
+        """Learn the order of the backward that has ended. Parameters without a gradient come last."""
         # A parameter may get several gradients: only the last one makes it ready.
         latest = dict.fromkeys(reversed(self._arrivals))
         came = list(reversed(latest))
         self.learned = [*came, *(index for index in range(self._count) if index not in latest)]
 
     def forget_arrivals(self) -> None:
-        """Start over: the next gradient belongs to another backward."""
+        """Forget the gradients so far, because the next one belongs to another backward."""
         self._arrivals.clear()

@@ -16,13 +16,13 @@ from .usage import UsageModel
 
 
 class BackwardReduction:
-    """The collectives that one backward issues, and the wait at its end. Used on the thread of this backward.
+    """The collectives of one backward, and the wait at its end. Use it on the thread of this backward.
 
     Args:
-        buckets: the reducer's, in the order in which they are reduced.
-        usage: its `begin` was called for this backward.
-        reduction: starts a bucket.
-        group: the ranks that average. It compares their calls after the last bucket.
+        buckets: the reducer's buckets, in the order in which they are reduced.
+        usage: the usage model. Its `begin` was called for this backward.
+        reduction: starts the reduction of a bucket.
+        group: the group of the ranks that average. The group compares their calls after the last bucket.
         statistics: gets the times.
         mark: the text about this backward that the ranks compare, together with the first bucket; see Note [Which backward is
             reduced] in `sync_policy`.
@@ -48,7 +48,7 @@ class BackwardReduction:
         self._left_alone: GloballyUnused = usage.globally_unused
 
     def start(self, numbers: range, *, is_last: bool) -> None:
-        """Collect these buckets and issue their reductions: 0, 1, 2, ... in every backward.
+        """Collect these buckets and issue their reductions. Every backward starts with bucket 0, and leaves out none.
 
         See Note [Buckets start in order] in `readiness`.
 
@@ -66,7 +66,7 @@ class BackwardReduction:
             self._statistics.waited_s += time.perf_counter() - began
 
     def start_empty(self) -> None:
-        """Issue all that a backward issues, with zeros as gradients. This rank's own gradients stay unchanged."""
+        """Issue the same collectives as a backward, with zeros as gradients. This rank's own gradients stay unchanged."""
         self._left_alone = frozenset
         for number in range(len(self._buckets)):
             self._start(number, empty=True)
@@ -85,6 +85,7 @@ class BackwardReduction:
 
     def _start(self, number: int, *, empty: bool = False) -> None:
         bucket = self._buckets[number]
+        # All ranks agree that no rank uses it, so all leave it out.
         if self._usage.may_skip(bucket.indices):
             return
         ready = time.perf_counter()
@@ -103,14 +104,15 @@ class BackwardReduction:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """After the last bucket, on every rank: agree on the used parameters, and on whether all ranks made the same calls."""
+        """Start the agreement on the used parameters and on the calls so far. Every rank calls it after its last bucket."""
         self._usage.sync_used_map()
         if not self._compares_at_end():
             self._verification = self._group.agree_on_calls(async_op=True)
 
     def _compares_at_end(self) -> bool:
-        """Whether calls are compared only after the buckets, because a hook's callbacks may issue collectives until then.
+        """Whether the ranks compare their calls only at the end of backward, not right after the last bucket.
 
-        A group without a total order may put such a collective before the comparison on one rank, and after it on another.
+        A hook's callbacks may issue collectives until the end. A group without a total order may put such a collective before
+        the comparison on one rank, and after it on another.
         """
         return self._reduction.hook is not None and not self._group.has_total_order

@@ -30,15 +30,15 @@ class Bucket:
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of theirs
 
-    A view has the shape of its parameter. It has the parameter's strides, too, if these are dense (the view of a channels-last
-    parameter is channels-last). So a gradient fits without a change of layout.
+    A view has the shape of its parameter. If the parameter's strides are dense, the view has the same strides (the view of a
+    channels-last parameter is channels-last). So a gradient fits without a change of layout.
 
     Attributes:
         indices: the parameters' indices in the reducer.
-        parameters: of one dtype and device.
+        parameters: the parameters, all of one dtype and device.
         names: the parameters' names, for errors.
-        buffer: flat, on the parameters' device; from `group.allocate`.
-        views: one for each parameter. With `as_view` the views are the gradients, and nothing is copied back.
+        buffer: the flat buffer, on the parameters' device, from `group.allocate`.
+        views: one view for each parameter. With `as_view` the views are the gradients, so nothing is copied back.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Bucket:
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """One view of a flat buffer for each parameter, shaped and strided like it."""
+        """Views of a flat buffer, one for each parameter, with the parameter's shape, and its strides if these are dense."""
         views, start = [], 0
         for parameter in self.parameters:
             piece = buffer[start : start + parameter.numel()]
@@ -79,17 +79,17 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reduced."""
+        """The number of bytes that are reduced."""
         return self.buffer.nbytes
 
     # ---- before the reduction ----
 
     def collect(self, unused: Collection[int] = ()) -> None:
-        """Copy the parameters' gradients into the buffer, except those that already lie there.
+        """Copy the parameters' gradients into the buffer. Gradients that are already in the buffer are not copied.
 
         Args:
-            unused: indices of parameters that this rank does not use in this backward. Their gradients are collected as they
-                are, None as zeros. If no rank uses such a parameter, `deliver` leaves its gradient unchanged.
+            unused: indices of parameters that this rank does not use in this backward. An existing gradient is
+                collected, and None counts as zeros. If no rank uses such a parameter, `deliver` leaves its gradient unchanged.
 
         Raises:
             MisuseError: a gradient has another dtype or layout than its parameter had.
@@ -98,6 +98,7 @@ class Bucket:
         self._has_graph = False
         gradients = list(map(_grad_of, self.parameters))
         in_place = self._positions_in_place(gradients)
+        # The reduction overwrites the buffer, so keep gradients that must stay if no rank uses their parameter.
         for position in in_place:
             if self.indices[position] in unused:
                 self._keep(position)
@@ -106,6 +107,7 @@ class Bucket:
             self._copy_some(gradients, frozenset(in_place))
         else:
             self._copy(self.views, cast("list[torch.Tensor]", gradients))
+        # From now on the gradients are the views, unless their parameter is unused, or they are part of a graph.
         if self._as_view:
             self._set_views(gradients, {*unused, *self._differentiable(gradients)} if self._has_graph else unused)
 
@@ -120,7 +122,7 @@ class Bucket:
         self.buffer.zero_()
 
     def _choose_memory(self) -> None:
-        """Use the bucket's own memory, unless other code still reads it.
+        """Choose the bucket's own memory, unless other code still reads this memory.
 
         See Note [Aliased gradients] in `gradient_aliasing`.
         """
@@ -132,6 +134,7 @@ class Bucket:
             return
         if self._aliasing.is_memory_free():
             self.buffer, self.views = self._own_memory
+        # Other code reads the own memory, so take other memory. If the bucket has other memory already, it stays.
         elif self._is_in_own_memory:
             with torch.inference_mode(False):
                 self.buffer = torch.zeros_like(self.buffer)
@@ -142,9 +145,9 @@ class Bucket:
         return self.buffer is self._own_memory[0]
 
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """Positions of the gradients that lie in the buffer already.
+        """The positions of gradients that are in the buffer already.
 
-        In the list, replace a gradient at a wrong place by a copy.
+        If a gradient is at a wrong place in the buffer, replace it in the list by a copy.
         """
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
@@ -187,6 +190,7 @@ class Bucket:
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # `copy_` converts another dtype silently, so the dtype is checked first. Other mistakes are looked for when the copy
         # fails.
+        # A gradient of another dtype would be converted without a word.
         if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
             self._refuse_gradients()
         if any(map(_requires_grad_of, sources)):
@@ -200,6 +204,7 @@ class Bucket:
             try:
                 foreach_copy(targets, sources)
             except RuntimeError:
+                # This raises if a gradient is the cause. Else the error is not about the gradients, and goes on.
                 self._refuse_gradients()
                 raise
 
@@ -213,7 +218,7 @@ class Bucket:
     # ---- after the reduction ----
 
     def release_gradients(self) -> None:
-        """Give memory of their own to the gradients that `deliver` left in the bucket's memory. Views of the bucket stay."""
+        """Move the gradients that `deliver` left in the bucket's memory to memory of their own. With `as_view`, do nothing."""
         if self._aliasing is not None:
             self._aliasing.move_out()
 
@@ -223,6 +228,7 @@ class Bucket:
         Raises:
             MisuseError: a hook returned no tensor, or another number of elements, dtype or device than it was given.
         """
+        # The usual case: the collective has reduced in place.
         if result is self.buffer:
             return
         error = error_messages.not_the_reduced_bucket(result, self.buffer, self.names)
@@ -253,7 +259,7 @@ class Bucket:
         return {index for index, gradient in found if gradient is not None and gradient.requires_grad}
 
     def _deliver_into_graph(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Where a gradient is part of a graph, give the parameter a reduced one that is so, too; returns these indices."""
+        """Replace gradients that are part of a graph by reduced ones that are also part of it. Returns the indices."""
         chosen = self._differentiable(gradients).difference(untouched)
         for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
             if index in chosen:
@@ -263,6 +269,7 @@ class Bucket:
 
     def _set_views(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
         """Make each parameter's gradient the view itself, except for the `untouched` indices."""
+        # The usual case after the first backward: nothing to do.
         if all(map(operator.is_, gradients, self.views)):
             return
         try:
@@ -275,15 +282,18 @@ class Bucket:
 
     def _copy_out(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_alias: bool) -> None:
         done = {position for position, index in enumerate(self.indices) if index in untouched} if untouched else set()
+        # In other memory there are no aliases.
         if self._aliasing is not None and self._is_in_own_memory:
             done.update(self._aliasing.move(gradients, done) if may_alias else self._aliasing.in_place(gradients))
         with torch.inference_mode():  # as in `_copy`
+            # The usual case: every parameter has a gradient, and all are copied by one call.
             if not done:
                 with suppress(TypeError):  # raised for None, before anything is copied
                     foreach_copy(cast("list[torch.Tensor]", gradients), self.views)
                     return
         targets, sources = [], []
         for position, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
+            # A parameter that another rank uses gets a gradient here, too.
             if position not in done:
                 targets.append(_new_gradient(parameter) if gradient is None else gradient)
                 sources.append(view)
@@ -292,18 +302,19 @@ class Bucket:
                 foreach_copy(targets, sources)
 
     def _restore(self, untouched: Collection[int]) -> None:
-        """Write back the gradients in the buffer that no rank has used."""
+        """Write back the kept gradients of parameters that no rank has used."""
         if not self._kept:
             return
         kept, self._kept = self._kept, {}
         with torch.no_grad():
             for index, view in zip(self.indices, self.views, strict=True):
+                # A kept gradient that is not `untouched` has its reduced value already.
                 if index in untouched and index in kept:
                     view.copy_(kept[index])
 
 
 def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-    """The gradients' addresses; 0 for None and for a gradient without strided memory."""
+    """The gradients' addresses. The address is 0 for None, and for a gradient without strided memory."""
     try:
         return list(map(_address_of, cast("list[torch.Tensor]", gradients)))
     except (TypeError, RuntimeError):  # one is None, or sparse
@@ -325,22 +336,23 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """For a parameter that is unused here, or whose gradient was dropped by other code while backward ran."""
+    """Make a gradient for a parameter that has none: it is unused here, or other code has dropped its gradient."""
     parameter.grad = torch.empty_like(parameter)
     return parameter.grad
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of a flat piece with the parameter's shape, and with its strides if they fill the piece exactly."""
+    """A view of a flat piece with the parameter's shape. If the parameter is dense, the view has its strides, too."""
     if _is_dense(parameter):
         return torch.as_strided(piece, parameter.shape, parameter.stride(), piece.storage_offset())
     return piece.view(parameter.shape)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gap or overlap, in any order of dimensions."""
+    """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # The stride of such a dimension means nothing.
         if length == 1:
             continue
         if stride != expected:

@@ -1,4 +1,4 @@
-"""From parameters to buckets: their assignment, their memory, and the move from old buckets into new ones."""
+"""Build buckets from parameters: assign the parameters, allocate memory, and move gradients from old buckets to new ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BucketBuilder:
         parameters: the parameters; their positions are the indices.
         group: allocates the memory.
         caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
-        sparse: a flag for each parameter: a sparse gradient has a bucket of its own.
+        sparse: for each parameter, whether its gradient is sparse. A sparse gradient has a bucket of its own.
         delayed: indices of parameters that come after all others, in buckets without a size limit.
         as_view: let gradients be views of the buckets.
     """
@@ -38,11 +38,11 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """The members of the first buckets: in reverse order of definition, because the order of gradients is not known yet.
+        """The members of the first buckets, in reverse order of definition. The order of gradients is not known yet.
 
-        With one size limit, the buckets are filled from the front of the model, as in torch. Then the same parameters share a
-        bucket as in torch, which matters for buckets that no rank uses. With several limits the buckets are filled from the
-        model's end: the first limit is for the first bucket.
+        With one size limit, the buckets are filled from the front of the model, as in torch. So the same parameters share a
+        bucket as in torch, which matters for buckets that no rank uses. With several limits, the buckets are filled from the
+        model's end, because the first limit is for the first bucket.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
@@ -55,7 +55,7 @@ class BucketBuilder:
         return [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
 
     def nbytes(self, members: Sequence[int]) -> int:
-        """Bytes that a bucket with these members reduces; 0 for a sparse gradient, because its size is not known before."""
+        """The bytes that a bucket with these members reduces. A sparse gradient counts 0, because its size is not known."""
         return sum(self.parameters[index].nbytes for index in members if not self.sparse[index])
 
     def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
@@ -70,6 +70,7 @@ class BucketBuilder:
             buckets.append(self._bucket(indices))
             with torch.no_grad():
                 for index, parameter, view in _members(buckets[-1]):
+                    # The new bucket's memory replaces the old one's, which is freed with its last view.
                     if index in kept_views and parameter.grad is not None:
                         view.copy_(parameter.grad)
                         parameter.grad = view
@@ -81,7 +82,7 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-        """Fill buckets from the other end; return buckets and members in the given order."""
+        """Fill the buckets from the other end. Return the buckets and their members in the given order."""
         forwards = self._assign(backwards[::-1], caps_bytes)
         return [bucket[::-1] for bucket in sorted(forwards, key=min, reverse=True)]
 

@@ -1,4 +1,4 @@
-"""The reduction of a bucket: started by all_reduce or by a communication hook, and waited for at the end of backward."""
+"""Start the reduction of a bucket by all_reduce or by a communication hook, and wait for it at the end of backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BucketReduction:
     """Starts the reduction of buckets over a group.
 
     Attributes:
-        hook: what reduces a bucket; None for all_reduce.
+        hook: the communication hook that reduces a bucket; None for all_reduce.
         hook_state: the hook's first argument.
     """
 
@@ -42,15 +42,16 @@ class BucketReduction:
         self._op: Reduction = ReduceOp.AVG
 
     def divide_by(self, count: int | None) -> None:
-        """Divide sums by this number; None means the number of ranks. A hook is not affected: it divides by itself."""
+        """Divide sums by this number; None means the number of ranks. This does not affect a hook, which divides itself."""
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
-        """Issue the reduction of a bucket. Every rank does so, for the same buckets in the same order.
+        """Issue the reduction of a bucket. Every rank issues the same buckets in the same order.
 
-        `is_last` is called for a hook only, because its answer may need a wait for other ranks.
+        Only a hook needs `is_last`. It is not called without a hook, because it may wait for other ranks.
         """
         with naming_parameters(lambda: bucket.names):
+            # A hook comes first: it may reduce sparse buckets and any group by itself.
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
                 return HookReduction(bucket, times, self._future(self.hook, shown), shown, self._group)
@@ -71,10 +72,10 @@ class BucketReduction:
 
 
 class PendingReduction(ABC):
-    """A bucket whose reduction was issued. `times` gets the moment of its end.
+    """A bucket whose reduction was issued. When the reduction ends, the time goes into `times`.
 
-    The callbacks of its end hold no group. They may run on the group's own thread, and might hold the last reference to the
-    group. A group of torch that is dropped on its own thread waits for this thread, and so for ever.
+    The callbacks that run at the end hold no reference to the group. They may run on the group's own thread, and their
+    reference might be the last one. A group of torch that is dropped on its own thread waits for this thread for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may keep it.
@@ -87,10 +88,10 @@ class PendingReduction(ABC):
         self._times = times
 
     def wait(self) -> object:
-        """Block until the reduction is over, and return its result: the flat tensor, if a hook keeps its contract.
+        """Block until the reduction is over, and return its result. This is the flat tensor, unless a hook breaks its contract.
 
         Raises:
-            TransportError, DisagreementError: of the type that the group raised; the text names the parameters, too.
+            TransportError, DisagreementError: the group's error, with the same type. The text also names the parameters.
         """
         with naming_parameters(lambda: self.bucket.names):
             return self._wait()
@@ -121,7 +122,7 @@ class CollectiveReduction(PendingReduction):
 
 
 class HookReduction(PendingReduction):
-    """A bucket that a communication hook reduces: the hook was given `shown`, and returned `future`."""
+    """A bucket that a communication hook reduces. The hook got `shown`, and returned `future`."""
 
     shows_bucket = True
 
@@ -133,6 +134,7 @@ class HookReduction(PendingReduction):
         self._shown = shown
         self._group = group
         self._is_over: threading.Event | None = None
+        # A hook that has already finished needs no callback and no event.
         if future.done():
             times.note_end()
         else:
@@ -145,6 +147,7 @@ class HookReduction(PendingReduction):
             future.add_done_callback(note_end)
 
     def _wait(self) -> object:
+        # The event has a time limit; the future's own `wait` has none.
         if self._is_over is not None:
             self._wait_for(self._is_over)
         value = self._future.wait()
@@ -162,17 +165,18 @@ class HookReduction(PendingReduction):
             )
 
     def _as_given(self, result: object) -> object:
-        """Cast the result back if the hook has set a buffer of another dtype, as torch's hooks do, and returns this dtype."""
+        """If the hook has set a buffer of another dtype, and returns this dtype, cast the result to the bucket's dtype."""
+        # Anything else is left to `Bucket.accept`, which knows the errors.
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result
         return result.to(self.bucket.buffer.dtype)
 
 
 class DeferredReduction(PendingReduction):
-    """A sparse bucket on a group without a total order (a group of torch's). It is reduced when `wait` reaches it.
+    """A sparse bucket on a group without a total order, such as a group of torch. Its reduction runs inside `wait`.
 
-    A sparse all_reduce goes on in a callback. Such a group does not order a callback's collectives among those of other
-    threads. At the end of backward all ranks have issued everything else, so the order is the same on all.
+    A sparse all_reduce issues further collectives in a callback. Such a group does not order them among the collectives of
+    other threads. At the end of backward all ranks have issued everything else, so the order is the same on all ranks.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

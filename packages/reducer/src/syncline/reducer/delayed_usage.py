@@ -8,13 +8,13 @@ from .usage import UsageModel
 
 
 class DelayedUsage(UsageModel):
-    """Some parameters get any number of gradients, until the gradient of another one comes.
+    """Some parameters may get any number of gradients, until the gradient of another parameter comes.
 
     Args:
         usage: the usage model for everything else.
-        delayed: indices of the parameters that wait; they are in the last buckets.
-        until: the parameter for whose last gradient they wait. If this gradient does not come, or `until` is None, they wait
-            for the end of backward.
+        delayed: indices of the parameters that wait. They are in the last buckets.
+        until: the index of the parameter for whose last gradient they wait. If this gradient does not come, or `until` is None,
+            they wait for the end of backward.
     """
 
     def __init__(self, usage: UsageModel, delayed: Collection[int], until: int | None) -> None:
@@ -37,9 +37,9 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """As without delay, for buckets that have no delayed parameter and not `until`.
+        """The other model's answer, if the bucket has neither a delayed parameter nor `until`.
 
-        In other buckets each gradient is checked.
+        Else None: each gradient of the bucket must be looked at.
         """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
@@ -57,8 +57,10 @@ class DelayedUsage(UsageModel):
         if index in self._delayed and index != self._until:
             self._usage.accumulated([index], undefined)  # raises if the usage model does not expect this gradient
             self._usage.arrived([index], undefined)
+            # Before the release a delayed gradient is never final, because another may come.
             return (index,) if self._released else ()
         final = self._usage.arrived([index], undefined)
+        # No release: another parameter, a second gradient of `until`, or `until` will get more gradients.
         if index != self._until or self._released or index not in final:
             return final
         self._released = True
@@ -69,7 +71,7 @@ class DelayedUsage(UsageModel):
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """The other model's answer; and the delayed parameters, if they still wait."""
+        """The parameters that the other model names. If the delayed parameters still wait, they follow."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         return final if self._released else [*final, *sorted(self._delayed)]
 

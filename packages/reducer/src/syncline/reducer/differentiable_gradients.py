@@ -9,7 +9,7 @@ import torch
 
 
 class _Average(torch.autograd.Function):
-    """The reduced gradient, as a function of this rank's: a mean, in which the other ranks' gradients are constants."""
+    """The reduced gradient as a function of this rank's gradient. In this mean, the gradients of other ranks are constants."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:  # noqa: ARG004 - torch's
@@ -26,7 +26,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
     Args:
         local: this rank's gradient, which requires a gradient.
-        reduced: the mean over the ranks, in the same shape; lies in a bucket's memory, which is overwritten later.
+        reduced: the mean over the ranks, in the same shape. It is in a bucket's memory, which is overwritten later.
         world_size: the number of ranks.
     """
     with torch.enable_grad():
@@ -34,7 +34,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
 
 def warn_of_graph() -> None:
-    """Warn that a second derivative is not averaged, as torch's DistributedDataParallel does."""
+    """Warn that a second derivative is not averaged. torch's DistributedDataParallel has the same warning."""
     warnings.warn(
         "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. What is "
         "derived from them is derived from this rank's loss alone, and has to be averaged by its own backward",

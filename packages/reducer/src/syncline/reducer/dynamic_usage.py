@@ -1,4 +1,4 @@
-"""Unused parameters: those that a backward does not reach on this rank, and those that no rank uses."""
+"""Unused parameters. A backward does not reach them on this rank, or on no rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .usage import UsageModel
 
 
 class UsedMap:
-    """One byte for each parameter, agreed between the ranks: is it used on any rank? Levels above 1 can say how it is used."""
+    """The ranks' agreement on the used parameters: one byte for each, 0 if no rank uses it. The byte may say how it is used."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -22,7 +22,7 @@ class UsedMap:
         self._anywhere: Sequence[int] | None = None
 
     def sync(self, used: bytes) -> None:
-        """Start an all_reduce (MAX) of these bytes. A collective, unless this rank is alone."""
+        """Start an all_reduce (MAX) of these bytes. A collective, unless the group has only one rank."""
         if self._group.size == 1:
             self._anywhere = used
             return
@@ -31,7 +31,8 @@ class UsedMap:
         self._work = self._group.all_reduce(self._bytes, ReduceOp.MAX, async_op=True)
 
     def unused(self, indices: Collection[int], level: int = 1) -> frozenset[int]:
-        """The given parameters that no rank uses, at this level or a higher one; waits for the other ranks."""
+        """The given parameters that no rank uses at this level or a higher one. Waits for the other ranks."""
+        # The first question waits for the other ranks; the answer stays until the next `sync`.
         if self._anywhere is None:
             assert self._work is not None, "sync() comes first"
             self._work.wait()
@@ -41,18 +42,17 @@ class UsedMap:
 
 
 def without(indices: Collection[int], used: set[int], count: int) -> frozenset[int]:
-    """The given parameters that are not used. Fast in the usual case, where all `count` parameters are used."""
+    """The given parameters that are not used. This is fast in the usual case that all `count` parameters are used."""
     if len(used) == count or used.issuperset(indices):
         return frozenset()
     return frozenset(indices) - used
 
 
 class DynamicUsage(UsageModel):
-    """Each backward may reach other parameters, and other ones on each rank (`find_unused_parameters=True`).
+    """Each backward may reach other parameters, and on each rank different ones (`find_unused_parameters=True`).
 
     Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second one at the
-        beginning
-    of backward. A rank waits for it only if it uses no parameter of some bucket.
+    beginning of backward. A rank waits for it only if it uses no parameter of some bucket.
 
     Raises:
         MisuseError: this torch cannot say which nodes a backward will execute.
@@ -96,7 +96,7 @@ class DynamicUsage(UsageModel):
         self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # must be held; see `accumulation_node`
 
     def begin(self) -> Sequence[int]:
-        """Ask autograd which parameters this backward will reach.
+        """Ask autograd which parameters this backward will not reach.
 
         Raises:
             MisuseError: the gradient comes from inside a re-entrant checkpoint.
@@ -109,6 +109,7 @@ class DynamicUsage(UsageModel):
             )
         never = unreached(self._nodes)
         self._unreached = set(never)
+        # With `skip_unused`, the ranks agree now which buckets nobody uses.
         if self._forecast is not None:
             # Gradients of earlier backwards that were not synchronised are in `_used`: their buckets must be reduced.
             silent = self._unreached - self._used
@@ -116,13 +117,14 @@ class DynamicUsage(UsageModel):
         return never
 
     def shadow_backward(self) -> None:
-        """Reach nothing. The gradients that this rank has accumulated count for its next own backward."""
+        """Count no parameter as reached. The gradients that this rank has accumulated count for its own next backward."""
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
             self._forecast.sync(bytes(len(self._nodes)))
 
     def needed(self, indices: Collection[int]) -> int:
+        # The usual case: all parameters are reached, and the sets are not compared.
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
@@ -141,6 +143,7 @@ class DynamicUsage(UsageModel):
 
     def may_skip(self, indices: Collection[int]) -> bool:
         """Wait for the other ranks only if this rank uses nothing of the bucket."""
+        # This rank uses the bucket, so it knows the answer without the other ranks.
         if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
             return False
         return len(self._forecast.unused(indices)) == len(indices)
@@ -158,6 +161,6 @@ class DynamicUsage(UsageModel):
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """All uses are reduced, except those that waited while this rank took part in a `shadow_backward`."""
+        """Forget the uses, because they are reduced. Uses that waited during a `shadow_backward` count from now on."""
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

@@ -1,4 +1,4 @@
-"""The reducer's errors, in words. Pure: each function returns the error to raise, or raises it."""
+"""The texts of the reducer's errors. Pure functions: each one returns the error or raises it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _STRAY_BACKWARD = " Did a rank run a backward alone (saliency, an attack)? Run i
 
 
 def never_ready(names: Sequence[str], place: str, hint: str) -> MisuseError:
-    """Backward has ended, and gradients are missing."""
+    """The error when backward has ended, and gradients are missing."""
     quoted = _quoted(names)
     return MisuseError(f"backward ended on {place}, but these parameters got no gradient in it: {quoted}. {hint}")
 
 
 def marked_twice(name: str, place: str, hint: str) -> MisuseError:
-    """A gradient came after its parameter was ready."""
+    """The error when a gradient came after its parameter was ready."""
     return MisuseError(f"the gradient of parameter '{name}' became ready twice in one backward on {place}. {hint}")
 
 
 def not_expected(name: str, place: str) -> MisuseError:
-    """A gradient came that no backward would reduce."""
+    """The error when a gradient came that no backward would reduce."""
     return MisuseError(
         f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
         "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
@@ -36,7 +36,7 @@ def not_expected(name: str, place: str) -> MisuseError:
 
 
 def compiled_autograd(place: str) -> MisuseError:
-    """Compiled autograd runs the backward, so the reducer would never learn its end."""
+    """The error when compiled autograd runs the backward. The reducer would never learn the end of this backward."""
     return MisuseError(
         f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
         "not be averaged. Set torch._dynamo.config.compiled_autograd=False, or compile the forward only: torch.compile(ddp)"
@@ -44,7 +44,7 @@ def compiled_autograd(place: str) -> MisuseError:
 
 
 def no_buckets(place: str) -> MisuseError:
-    """The latest forward has failed while it rebuilt the buckets."""
+    """The error when the latest forward has failed while it rebuilt the buckets."""
     return MisuseError(
         f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
         "again"
@@ -52,7 +52,7 @@ def no_buckets(place: str) -> MisuseError:
 
 
 def needs_everyone(place: str) -> MisuseError:
-    """With a static graph, a rank has no gradients in the first backward, from which all ranks learn the graph."""
+    """The error when a rank has no gradients in the first backward of a static graph. This backward shows the graph."""
     return MisuseError(
         f"shadow_backward on {place}: with static_graph=True every rank must have gradients in the first backward, from which "
         "all ranks learn the graph"
@@ -60,7 +60,7 @@ def needs_everyone(place: str) -> MisuseError:
 
 
 def another_reducer(place: str) -> MisuseError:
-    """Two reducers share parameters, and average in views or use one group."""
+    """The error when two reducers share parameters, and one averages in views, or both use one group."""
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "
         "gradient_as_bucket_view one of them would read what the other has not averaged to the end. Close the other one, or "
@@ -69,7 +69,7 @@ def another_reducer(place: str) -> MisuseError:
 
 
 def backward_never_ended(what: str, place: str) -> MisuseError:
-    """The previous backward is still open."""
+    """The error when the previous backward is still open."""
     return MisuseError(
         f"{what} on {place}: the previous backward started to reduce gradients and never ended. Did it raise an error that "
         "was caught? Gradients of this rank may be incomplete: build the model's wrapper anew, and close or delete this one"
@@ -77,7 +77,7 @@ def backward_never_ended(what: str, place: str) -> MisuseError:
 
 
 def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
-    """A gradient is sparse although a dense one was announced, or the other way round."""
+    """The error when a gradient is sparse although a dense one was announced, or the other way round."""
     if gradient.layout is torch.strided:
         return MisuseError(
             f"expected a sparse gradient for parameter '{name}' on {place}, found a dense one: the parameter is also used by "
@@ -91,7 +91,7 @@ def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
 
 
 def wrong_dtype(name: str, gradient: torch.Tensor, expected: torch.dtype, place: str) -> MisuseError:
-    """A gradient does not have the dtype that its parameter had at construction."""
+    """The error when a gradient does not have the dtype that its parameter had at construction."""
     return MisuseError(
         f"expected a gradient of {expected} for parameter '{name}' on {place}, found {gradient.dtype}: its bucket was made "
         "for the dtype that the parameter had at construction. Convert the module before it is wrapped, or wrap it anew"
@@ -132,22 +132,22 @@ _AFTER_AVERAGE = (
 
 
 def gone_before_average(name: str, place: str) -> MisuseError:
-    """A hook of the user has dropped a gradient."""
+    """The error when a hook of the user has dropped a gradient."""
     return MisuseError(f"the gradient of parameter '{name}' was gone before it was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def changed_before_average(name: str, place: str) -> MisuseError:
-    """A hook of the user has stepped a parameter."""
+    """The error when a hook of the user has stepped a parameter."""
     return MisuseError(f"parameter '{name}' was changed before its gradient was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def sees_own_gradients(names: Sequence[str]) -> str:
-    """A warning that these parameters have hooks of the user."""
+    """The warning that these parameters have hooks of the user."""
     return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
 def differentiable(name: str) -> MisuseError:
-    """A sparse gradient is part of a graph."""
+    """The error when a sparse gradient is part of a graph."""
     return MisuseError(
         f"the sparse gradient of parameter '{name}' itself requires a gradient (backward with create_graph=True): use "
         "sparse=False in its embedding, or torch.autograd.grad for the inner derivative, and backward() for the outer one"
@@ -155,32 +155,34 @@ def differentiable(name: str) -> MisuseError:
 
 
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
-    """A transport error or a disagreement, with the parameters of its bucket; None if it is another kind of error.
+    """The same error, with the names of the bucket's parameters; None if it is no transport error and no disagreement.
 
-    If an error goes through a future of torch's own (for example `torch.futures.collect_all`), it becomes a RuntimeError whose
-    text contains the type and text of the original error. For errors of ours, both are read from this text.
+    A future of torch's own (for example `torch.futures.collect_all`) turns an error into a RuntimeError. Its text contains the
+    type and text of the original error. If this was an error of Syncline, type and text are read from there.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:
         return None
+    # A disagreement already names the calls, so the parameters go in front of them.
     if isinstance(told, DisagreementError):
         return disagreement(told, f"the reduction of the gradients of {_shortened(names, 2)}")
     return told.reworded(f"{told}\n  It was the reduction of the gradients of {_shortened(names)}")
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """A disagreement. If a backward on some ranks only has caused it, the text adds the remedy."""
+    """The disagreement, with the place where it happened. If only some ranks ran a backward, the text adds the remedy."""
     remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
     return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")
 
 
 def is_of_a_stray_backward(text: str) -> bool:
-    """Whether the differing calls belong to different backwards, or one belongs to a backward without a forward."""
+    """Whether the differing calls belong to different backwards, or one of them to a backward without a forward."""
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
 
 
 def _told(error: Exception) -> SynclineError | None:
+    # Only a RuntimeError of torch's may hold the text of another error.
     if not isinstance(error, RuntimeError):
         return None
     known = {kind.__name__: kind for family in (TransportError, DisagreementError) for kind in _family(family)}
@@ -221,12 +223,13 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 
 @contextmanager
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """A context in which transport errors and disagreements name the parameters of the gradients. They keep their type."""
+    """A context in which transport errors and disagreements name the gradients' parameters. The errors keep their type."""
     try:
         yield
     except Exception as error:
         named = with_parameter_names(error, names())
         if named is None:
+            # Another kind of error, such as a hook's own, goes on unchanged.
             raise
         # An error of ours is not chained, because the new error contains its whole text.
         raise named from error.__cause__ if isinstance(error, SynclineError) else error

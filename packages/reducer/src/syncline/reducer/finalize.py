@@ -1,4 +1,4 @@
-"""Finalize: wait for the buckets, and hand their results over. Here the reducer blocks."""
+"""Finalize: wait for the buckets, and give their results to the parameters. Here the reducer blocks."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ def finalize(
     """Wait for each bucket, in the order in which they started, and hand its result to the parameters.
 
     Args:
-        reductions: of the buckets.
+        reductions: the reductions of the buckets, in the order of their start.
         statistics: gets the beginning, the end and the seconds in between.
-        globally_unused: takes indices of parameters, returns those whose gradients stay unchanged; may wait for other ranks.
-        on_delivery: called with the parameters of each bucket that have their reduced gradients now, while later buckets are
-            still being reduced.
+        globally_unused: takes indices of parameters, and returns the ones whose gradients stay unchanged. May wait for other
+            ranks.
+        on_delivery: called for each bucket, with the parameters that have their reduced gradients now. Later buckets may still
+            be in flight.
         extra_futures: finalize waits for these, too.
-        verification: starts or returns the comparison of the group's calls; called when everything else is over.
+        verification: starts the comparison of the group's calls, or returns the running one. Called when everything else is
+            over.
 
     Raises:
         DisagreementError: the ranks called different collectives.
@@ -56,9 +58,11 @@ def finalize(
         bucket.deliver(untouched, may_alias=not reduction.shows_bucket)
         if on_delivery is not None:
             on_delivery(_touched(bucket, untouched) if untouched else bucket.parameters)
+    # For example, the futures of a hook that synchronises buffers.
     for future in extra_futures:
         future.wait()
     with naming_parameters(lambda: [name for reduction in reductions for name in reduction.bucket.names]):
+        # None: the group compares every call by itself.
         work = verification()
         if work is not None:
             work.wait()

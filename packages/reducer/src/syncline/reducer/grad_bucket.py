@@ -20,20 +20,21 @@ class GradBucket:
         self._buffer = bucket.buffer
 
     def index(self) -> int:
-        """The bucket's number, 0 for the one that is reduced first."""
+        """The bucket's number. The bucket that is reduced first has number 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket: flat, contiguous, this rank's own values, not divided.
+        """All gradients of the bucket, as one flat, contiguous tensor. The values are this rank's own, and not divided.
 
-        The bucket of a sparse gradient holds one parameter. Its buffer is this gradient: COO, coalesced, not flat.
+        The bucket of a sparse gradient holds one parameter. Its buffer is the gradient itself: COO, coalesced, in the
+        parameter's shape.
         """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` show another flat tensor with the same number of elements.
+        """Make `buffer()` and `gradients()` show another flat tensor, with the same number of elements.
 
-        Afterwards the hook's result may have the dtype of this tensor; it is cast to the bucket's own dtype.
+        Afterwards the hook's result may have this tensor's dtype. The reducer casts the result to the bucket's own dtype.
         """
         self._buffer = buffer
 

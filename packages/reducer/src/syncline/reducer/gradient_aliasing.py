@@ -1,4 +1,4 @@
-"""Large gradients stay in the bucket's memory, where they were reduced, instead of being copied back."""
+"""Large gradients stay in the bucket's memory, where they were reduced. So they need not be copied back."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class GradientAliasing:
 
     Note [Aliased gradients]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    To copy the reduced gradients back takes about as long as to reduce them. The bucket needs its memory again only when the
-    next backward fills it; by then most gradients are gone (`zero_grad`). So at the end of backward `gradient.data = alias`
+    Copying the reduced gradients back takes about as long as reducing them. The bucket needs its memory again only when the
+    next backward fills it. By then most gradients are gone (`zero_grad`). So at the end of backward `gradient.data = alias`
     moves a gradient into the bucket's memory. The tensor object stays, with its version and its hooks. The memory that autograd
     had allocated is freed. The rules:
 
     - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All others are copied.
-    - When the bucket is filled again, a moved gradient that is still its parameter's gradient is in its place already. It is
-      not copied.
+    - When the bucket is filled again, a moved gradient may still be its parameter's gradient. Then it is in its place already,
+      and is not copied.
     - If other code uses the memory of a moved gradient (a list holds the gradient, for example), the bucket takes other memory
-      for this backward. The reduction is slower there, because other ranks do not share this memory.
+      for this backward. The reduction is slower in this memory, because other ranks do not share it.
 
     Each rank decides for itself. Aliasing works on CPUs only.
 
     Args:
-        parameters: the bucket's.
+        parameters: the bucket's parameters.
         views: views of the bucket's memory, one for each parameter.
     """
 
@@ -81,18 +81,20 @@ class GradientAliasing:
         return moved
 
     def move_out(self) -> None:
-        """Give gradients in the bucket's memory memory of their own, unless other code uses the same memory."""
+        """Move gradients out of the bucket's memory into memory of their own, unless other code uses the same memory."""
         for position, alias in self._aliases.items():
             gradient = self._parameters[position].grad
+            # This gradient is not in the bucket's memory.
             if gradient is None or not self._is_moved(position, gradient) or self._is_elsewhere(position):
                 continue
             python_users, users = self._alone[position]
+            # One user more than without a gradient: only the gradient itself, so nobody else sees the move.
             if storage_users(alias) == (python_users, users + 1):
                 with torch.inference_mode(False):
                     gradient.data = alias.clone()
 
     def _make_alias(self, position: int) -> None:
-        """Make a tensor over the view's memory, with a storage of its own, whose users can be counted."""
+        """Make a tensor over the view's memory. The tensor has a storage of its own, so that its users can be counted."""
         with torch.inference_mode(False):
             alias: torch.Tensor = torch.from_dlpack(self._views[position])  # type: ignore[attr-defined]  # it is there
         self._aliases[position] = alias
@@ -114,7 +116,7 @@ class GradientAliasing:
 
 
 def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether the user can see no difference after a move, except in time and address."""
+    """Whether a move is invisible to the user, except for the time and the address."""
     return (
         type(gradient) is torch.Tensor
         and not gradient.requires_grad

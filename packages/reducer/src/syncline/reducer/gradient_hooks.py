@@ -22,23 +22,23 @@ class GradientHooks:
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Users' hooks may change a gradient. Those that were registered after ours run after ours. So a bucket is never collected
-    inside our hook on a parameter, but only when all hooks on the latest gradient have run: at the end of the parameter's node
-    in the graph. A hook on every node would double the cost of noting gradients. So only one node of a bucket is hooked: that
-    of the parameter that is expected to complete it. If another parameter completes the bucket, the bucket waits for the next
-    gradient that wakes the reducer in the same backward, or for the end of backward. From then on, this parameter's node is
-    hooked.
+    inside our hook on a parameter. It is collected when all hooks on the latest gradient have run, at the end of the
+    parameter's node in the graph. A hook on every node would double the cost of noting gradients. So each bucket has one hooked
+    node: the node of the parameter that is expected to complete the bucket. If another parameter completes it, the bucket waits
+    for the next gradient that wakes the reducer in the same backward, or for the end of backward. From then on, the node of
+    that other parameter is hooked.
 
     Args:
-        parameters: the reducer's.
+        parameters: the reducer's parameters.
         group: the ranks that average.
         reads_in_place: whether gradients are averaged where they are, so that no other reducer can read them meanwhile.
-        wake: called on the thread of backward, inside a hook, when a bucket is worth a look. A method, held
-            weakly: hooks do not keep the reducer alive.
-        node_done: called when all hooks on a parameter have run for which `hook_node` was called, with the arguments of that
-            call; held weakly, too.
-        retire: called before another reducer that shares parameters with this one is used, and would be disturbed by this one;
-            held weakly, too. It returns whether these hooks may go, because no backward of their reducer is under way or
-            expected. If so, they are off until `register` is called again.
+        wake: a method. It is called on the thread of backward, inside a hook, when a bucket is worth a look. It is held weakly,
+            so that hooks do not keep the reducer alive.
+        node_done: called when all hooks on a parameter of `hook_node` have run, with the arguments of `hook_node`. It is held
+            weakly, too.
+        retire: called before another reducer on some of the same parameters is used, if this one would disturb it. It is held
+            weakly, too. It returns whether these hooks may go, because no backward of their reducer is under way or expected.
+            If they may go, they are off until `register` is called again.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GradientHooks:
         _introduce(self)
 
     def register(self, pending: PendingGradients) -> None:
-        """Hook every parameter, after all earlier hooks are taken off. The hooks note gradients in these buckets.
+        """Take all earlier hooks off, and hook every parameter. The hooks note gradients in these buckets.
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -77,6 +77,7 @@ class GradientHooks:
         """
         self._remove()
         self.are_off = self._is_closed
+        # A closed reducer never hooks its parameters again.
         if self._is_closed:
             return
         # The CPU has no streams, so a new node in each forward is better. A new node knows the shape of a resized parameter.
@@ -88,7 +89,7 @@ class GradientHooks:
             self.hook_node(bucket.members[-1], bucket)
 
     def hook_node(self, index: int, bucket: PendingBucket) -> None:
-        """From the next backward on, call `node_done` when all hooks on this parameter have run. Its bucket is `bucket`."""
+        """From the next backward on, call `node_done` when all hooks on this parameter have run. `bucket` is its bucket."""
         node = accumulation_node(self._parameters[index])
         hooked, handle = self._hooked.get(index, (None, None))
         if self._is_closed or hooked is node:
@@ -105,13 +106,14 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take off the hooks of all other reducers that would disturb this one; return whether all of them could be taken off.
+        """Take off the hooks of all other reducers that would disturb this one. Return whether this has worked for all.
 
-        Another reducer on some of the same parameters disturbs this one if one of the two averages gradients in place. It also
-        disturbs if both use one group: gradients may come in another order on each rank, and then the buckets of the two would
-        mix. The other reducer gives way if neither a forward nor a backward of it is open. An example is an old wrapper of the
-        same module that is no longer used.
+        Another reducer on some of the same parameters disturbs this one if one of the two averages gradients in place. The two
+        also disturb each other if they use one group: gradients may come in a different order on each rank, and then the
+        buckets of the two would mix. The other reducer gives way if it has no open forward and no open backward. An example is
+        an old wrapper of the same module that is no longer used.
         """
+        # The usual case: no parameter has a second reducer.
         if not self._others:
             return True
         with _lock:
@@ -121,6 +123,7 @@ class GradientHooks:
 
     def _step_aside(self) -> bool:
         retire = self._retire()
+        # The reducer is in use. A reducer that is gone (None) needs its hooks no more.
         if retire is not None and not retire():
             return False
         self._remove()
@@ -139,6 +142,7 @@ class GradientHooks:
             add(index)
             # This runs for every gradient; see Note [What one gradient costs] in `pending_gradients`.
             if len(indices) in bucket.wake_at:
+                # The reducer is gone, but its hooks are not off yet.
                 method = wake()
                 if method is not None:
                     method(bucket)
@@ -160,7 +164,7 @@ _living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
 
 
 def _introduce(hooks: GradientHooks) -> None:
-    """Make the new hooks, and all others on some of the same parameters, known to each other."""
+    """Tell the new hooks, and all other hooks on some of the same parameters, of each other."""
     mine = set(map(id, hooks._parameters))
     with _lock:
         for other in list(_living):

@@ -10,12 +10,12 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 
 
 class NamedParameters:
-    """Checked names and parameters; the position of a parameter is its index, the same on every rank.
+    """Checked names and parameters. A parameter's position is its index, which is the same on every rank.
 
     Attributes:
-        names: for errors.
-        parameters: each requires a gradient.
-        sparse: a flag for each parameter: whether its gradients are sparse.
+        names: the names, for errors.
+        parameters: the parameters. Each requires a gradient.
+        sparse: for each parameter, whether its gradients are sparse.
 
     Raises:
         MisuseError: there is no parameter, or one requires no gradient.

@@ -38,9 +38,9 @@ class PendingBucket:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """Set how many gradients make the bucket worth a look (None: each does).
+        """Set how many gradients make the bucket worth a look. With None, each gradient does.
 
-        With `watch_all` every one wakes the reducer.
+        With `watch_all`, every gradient wakes the reducer, but this does not make the bucket worth a look.
         """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
@@ -51,9 +51,9 @@ class PendingBucket:
         return len(self.indices) >= self._needed
 
     def take(self, *, but_last: bool = False) -> list[int]:
-        """Hand over the gradients that have come, without the latest if users' hooks on it still run.
+        """Hand over the gradients that have come. With `but_last`, leave out the latest, because users' hooks on it still run.
 
-        The next one wakes at once.
+        The next gradient makes the bucket worth a look.
         """
         count = len(self.indices) - but_last
         taken = self.indices[:count]
@@ -63,7 +63,7 @@ class PendingBucket:
 
 
 class PendingGradients:
-    """The buckets of a reducer: which of them are worth a look, and which may be looked at already.
+    """The buckets of a reducer. It knows which buckets are worth a look, and which may be looked at already.
 
     ::
 
@@ -86,32 +86,34 @@ class PendingGradients:
         return iter(self._buckets)
 
     def came(self, bucket: PendingBucket, here: Where) -> list[tuple[PendingBucket, list[int]]]:
-        """A gradient of the bucket came. Called inside the hook on it.
+        """Note that a gradient of the bucket came. Called inside the hook on this gradient.
 
         Args:
             bucket: the gradient's bucket.
             here: the thread and backward of this call.
 
         Returns:
-            The buckets that waited for an earlier gradient of this thread and backward, each with its gradients; the new
+            The buckets that waited for an earlier gradient of this thread and backward, each with its gradients. The new
             gradient is left out.
         """
         done = [one for one, where in self._waiting.items() if where == here] if self._waiting else []
         for one in done:
             del self._waiting[one]
         taken = [(one, one.take(but_last=one is bucket)) for one in done]
+        # The bucket waits until users' hooks on this gradient have run.
         if bucket.are_enough:
             self._waiting[bucket] = here
         return taken
 
     def node_done(self, bucket: PendingBucket, index: int) -> list[int]:
-        """All hooks on this parameter have run: returns the bucket's gradients if the bucket waited for them, else nothing."""
+        """Note that all hooks on a parameter have run. If the bucket waited for this, return its gradients; else none."""
+        # The bucket needs more gradients, or waits for the hooks on another parameter.
         if bucket not in self._waiting or bucket.indices[-1] != index:
             return []
         del self._waiting[bucket]
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Backward has ended, or is not reduced: returns the gradients that were not taken before, by bucket."""
+        """Return the gradients that were not taken before, by bucket. Call it when backward has ended, or is not reduced."""
         self._waiting.clear()
         return [(bucket, bucket.take()) for bucket in self._buckets if bucket.indices]

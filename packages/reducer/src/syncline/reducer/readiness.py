@@ -1,4 +1,4 @@
-"""Which gradients and buckets are ready: a state machine over integers. No tensors, no ranks, no clock."""
+"""A state machine that knows which gradients and buckets are ready. It has integers, but no tensors, ranks or clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class MarkedTwiceError(ValueError):
-    """A gradient was marked ready a second time in one backward; `index` is this gradient."""
+    """A gradient was marked ready a second time in one backward. `index` is its index."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was marked ready twice")
@@ -42,7 +42,7 @@ class Readiness:
             indices: the gradients.
 
         Returns:
-            The numbers of the buckets that may start now, in order; mostly none.
+            The numbers of the buckets that may start now, in order. In most calls there is none.
 
         Raises:
             MarkedTwiceError: one of the gradients was marked before, since the last `reset`.
@@ -50,6 +50,7 @@ class Readiness:
         first = self._next
         if not indices:
             return range(first, first)
+        # A gradient of an earlier call, or the same one twice in this call.
         if not self._ready.isdisjoint(indices) or len(set(indices)) < len(indices):
             raise MarkedTwiceError(_first_repeated(indices, self._ready))
         self._ready.update(indices)
@@ -60,7 +61,7 @@ class Readiness:
         return range(first, self._next)
 
     def _counts(self, indices: Sequence[int]) -> Mapping[int, int]:
-        """How many of these gradients each bucket has; usually all are in one bucket."""
+        """For each bucket, how many of these gradients it has. Usually all are in one bucket."""
         number = self._bucket_of[indices[0]]
         if self._members[number].issuperset(indices):
             return {number: len(indices)}

@@ -62,7 +62,7 @@ def _noting_errors(method: Method) -> Method:
 
 
 class _BackwardEnd:
-    """Autograd holds this object as long as it may call back. After a failed backward, nothing holds it."""
+    """The callbacks at the end of a backward. Autograd holds this object while it may call, and drops it after a failure."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -88,33 +88,35 @@ class Reducer(Inherited):
 
     Every backward that reaches one of the parameters must reach all of them, on every rank, unless `find_unused_parameters` or
     `static_graph` changes this rule. If a backward reaches none of them on some rank, this rank does not notice the backward.
-    The other ranks wait for it, and name it when the group's timeout is over.
+    The other ranks wait for this rank, and name it when the group's timeout is over.
 
     Args:
         named_parameters: names and parameters, which require gradients; the same on all ranks. Names appear in errors.
-        group: its ranks average. The buckets are allocated, which is a collective of this group, in the first forward whose
-            backward is reduced. Without such a forward, they are allocated in the first backward.
-        bucket_cap_bytes: a bucket is closed when it reaches this size. A list gives the sizes for the first, second, ...
-            bucket; its last one holds for all further buckets.
-        first_bucket_cap_bytes: the same for the first bucket, which is small so that communication starts early; ignored if
-            `bucket_cap_bytes` is a list.
-        gradient_as_bucket_view: let `parameter.grad` be a view of the bucket; saves the copy back and the memory.
-        sparse: for each parameter, whether its gradients are sparse (COO); None if no gradient is. Each has its own bucket.
-        find_unused_parameters: a backward may leave out parameters, and other ones on each rank. Parameters that no rank used
+        group: its ranks average. The first forward whose backward is reduced allocates the buckets, by a collective of this
+            group. Without such a forward, the first backward allocates them.
+        bucket_cap_bytes: a bucket is closed when it reaches this size. A list has the sizes of the first, second, ... bucket.
+            The last size holds for all further buckets.
+        first_bucket_cap_bytes: the size of the first bucket, which is small so that communication starts early. If
+            `bucket_cap_bytes` is a list, this argument is ignored.
+        gradient_as_bucket_view: let `parameter.grad` be a view of the bucket. This saves the copy back, and the memory.
+        sparse: for each parameter, whether its gradients are sparse (COO); None: no gradient is. Each has its own bucket.
+        find_unused_parameters: a backward may leave out parameters, on each rank different ones. Parameters that no rank used
             keep their gradients, or None. Every rank must reach at least one parameter. See `DynamicUsage`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket of which no rank uses anything.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses any of its
+            parameters.
         static_graph: every backward is like the first one. A parameter may be used several times in it, from re-entrant
             checkpoints too, or never. See `StaticUsage`. It has precedence over `find_unused_parameters`, as in torch.
 
-        delayed: names of parameters that get any number of gradients, or none, until the gradient of `delayed_until` arrives or
-            backward ends; they are reduced last.
+        delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
+            backward ends. They are reduced last.
         delayed_until: the name of one parameter; None waits for the end of backward.
 
     Attributes:
         statistics: the times of the latest iteration.
         first_bucket_sizes: bytes of each bucket in the first assignment.
         seems_static: whether all backwards so far have left out the same parameters.
-        is_in_fork: whether this process is a fork of the rank. Its backwards add to its own gradients, as without a reducer.
+        is_in_fork: whether this process is a fork of the rank. A backward then adds to this process's own gradients, as without
+            a reducer.
         reductions: how many backwards were reduced; the same on all ranks.
 
     Extra memory: the buckets, as large as all gradients together. Large gradients stay in them until the next backward. With
@@ -235,9 +237,9 @@ class Reducer(Inherited):
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
-        """An error of a collective other than the buckets.
+        """Explain an error of a collective that does not reduce a bucket.
 
-        If another rank was in a stray backward, the text adds the remedy.
+        If another rank was in a stray backward, the returned error adds the remedy. Else the error is returned as it is.
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -260,10 +262,10 @@ class Reducer(Inherited):
 
     @_noting_errors
     def set_static_graph(self) -> None:
-        """Declare that every backward from now on is like the next one; see `StaticUsage`.
+        """Declare that all later backwards use the same graph as the next one. See `StaticUsage`.
 
         Raises:
-            MisuseError: a backward has given gradients already, reduced or not, so the call comes too late.
+            MisuseError: a backward has already computed gradients, even if they were not reduced. So the call comes too late.
         """
         if self._running is not None or self._has_accumulated:
             raise MisuseError(
@@ -274,17 +276,18 @@ class Reducer(Inherited):
         self._usage = self._make_usage()
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
-        """Let `hook(state, bucket)` reduce each bucket instead of `all_reduce(AVG)`; None returns to `all_reduce(AVG)`.
+        """Let `hook(state, bucket)` reduce each bucket in place of `all_reduce(AVG)`. None brings `all_reduce(AVG)` back.
 
-        The hook is called on the thread that runs backward, on every rank in the same order. It gets this rank's gradients,
-        undivided, and returns a future of the flat tensor that every rank gets. It must not call this reducer.
+        The reducer calls the hook on the thread that runs backward, on every rank in the same order. The hook gets this rank's
+        undivided gradients. It returns a future of the flat tensor that every rank gets. It must not call this reducer.
         """
         self._check_idle("set_hook")
+        # A hook may keep the bucket's memory, so no gradient may stay there.
         self._release_gradients()
         self._reduction.hook, self._reduction.hook_state = hook, state
 
     def divide_by(self, count: int | None) -> None:
-        """Let `all_reduce` divide sums by this number, the same on every rank; None divides by the number of ranks.
+        """Let `all_reduce` divide sums by this number, which is the same on every rank. None: divide by the number of ranks.
 
         Raises:
             InvalidArgumentError: the number is below 1.
@@ -295,27 +298,27 @@ class Reducer(Inherited):
         self._reduction.divide_by(count)
 
     def on_delivery(self, callback: OnDelivery | None) -> None:
-        """At the end of backward, call back with the parameters of each bucket that have their reduced gradients.
+        """At the end of backward, call back for each bucket, with the parameters that have their reduced gradients.
 
-        The callback runs on the thread of backward, while later buckets may still be in flight. None ends it.
+        The callback runs on the thread of backward, while later buckets may still be in flight. None removes the callback.
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
 
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
-        """Call back, with the times, when a backward was reduced and every gradient is in place.
+        """Call back, with the times of the iteration, when a backward was reduced and every gradient is in place.
 
         The callback runs on the thread of backward, on every rank after the same backward, so it may issue collectives. It does
-        not run on a rank that takes part by `shadow_backward`. None ends it. The change takes effect at once, also within a
-        backward.
+        not run on a rank that takes part by `shadow_backward`. None removes the callback. The change takes effect at once, also
+        within a backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
-        """Call back when a backward has begun that will be reduced, before any of its gradients are communicated.
+        """Call back when a backward begins that will be reduced, before any of its gradients are communicated.
 
-        The callback runs on the thread of backward, on every rank at the same place among the collectives, so it may issue
-        some. It does not run on a rank that takes part by `shadow_backward`. None ends it.
+        The callback runs on the thread of backward, on every rank at the same place among the collectives. So it may issue
+        collectives. It does not run on a rank that takes part by `shadow_backward`. None removes the callback.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -324,9 +327,9 @@ class Reducer(Inherited):
 
     @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
-        """Call this before each forward. The first call, and the first one after a reduced backward, build the buckets.
+        """Call this before each forward. The first call builds the buckets, and so does the first one after a reduced backward.
 
-        To build buckets is a collective. In a fork of the rank the call does nothing, if the backward is not to be reduced.
+        Building buckets is a collective. If the backward is not to be reduced, the call does nothing in a fork of the rank.
 
         Args:
             synchronizes: whether the backward of this forward is to be reduced. If not, it adds to this rank's own gradients,
@@ -334,10 +337,11 @@ class Reducer(Inherited):
 
         Raises:
             GroupClosedError: the backward is to be reduced, and this process is a fork of the rank.
-            MisuseError: the previous backward began to reduce and never ended. Or a forward or backward is open of another
-                reducer that would disturb this one: it has some of the same parameters, and the two use one group, or one of
-                them averages in views of its buckets.
+            MisuseError: the previous backward began to reduce and never ended. Or another reducer that would disturb this one
+                has an open forward or backward. A reducer disturbs this one if it has some of the same parameters, and the two
+                use one group, or one of them averages in views of its buckets.
         """
+        # A worker may run the model for itself, as without a reducer.
         if self.is_in_fork and not synchronizes:
             return
         self._check_idle("prepare_for_backward")
@@ -349,12 +353,12 @@ class Reducer(Inherited):
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets now if the next forward would: the first time, or in the order in which gradients arrived.
+        """Build the buckets now if the next forward would build them, for the first time or in the order of arrival.
 
-        A collective.
+        A collective, if the buckets are built.
 
         Returns:
-            Whether they were built in the order of the gradients.
+            Whether the buckets were built now in the order in which gradients arrived.
         """
         self._check_idle("rebuild_buckets")
         before = self.has_rebuilt_buckets
@@ -362,16 +366,16 @@ class Reducer(Inherited):
         return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
-        """Build the buckets once more, with other sizes, at the next forward that is reduced.
+        """Let the next forward that is reduced build the buckets anew, with other sizes.
 
-        Every rank calls it, between the same backwards and with the same sizes.
+        Every rank calls this method, between the same backwards and with the same sizes.
 
         Args:
             caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
 
         Raises:
-            MisuseError: a backward is under way or has failed. Or the order in which gradients arrive is not known: no backward
-                was reduced yet, or each may reach other parameters (`find_unused_parameters`).
+            MisuseError: a backward is under way or has failed. Or the order in which gradients arrive is not known, because no
+                backward was reduced yet, or because each may reach other parameters (`find_unused_parameters`).
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -389,10 +393,10 @@ class Reducer(Inherited):
         sparse: Sequence[bool] | None = None,
         bucket_cap_bytes: Sequence[int],
     ) -> None:
-        """From now on average the gradients of these parameters, because the model has changed.
+        """Average the gradients of these parameters from now on, because the model has changed.
 
-        Every rank calls it, before a forward. The next backward counts as the first one: buckets are built anew, and a static
-        graph is learnt anew. Existing gradients stay, and are part of the next reduction.
+        Every rank calls this method, before a forward. The next backward counts as the first one: buckets are built anew, and a
+        static graph is learnt anew. Existing gradients stay, and are part of the next reduction.
 
         Args:
             named_parameters: as at construction.
@@ -409,24 +413,26 @@ class Reducer(Inherited):
         self._release_gradients()
         self._close_hooks()
         self._set_up(named, bucket_cap_bytes)
+        # Gradients that exist already count as uses, so that they are part of the next reduction.
         there = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         self._usage.accumulated(there, ())
 
     def find_nodes_again(self) -> None:
-        """Call this when parameters were converted to another dtype or device and back: autograd has new nodes for them."""
+        """Look for the parameters' nodes again. Call it after parameters were converted to another dtype or device and back."""
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
         self._usage.find_nodes_again()
+        # If another reducer averages these parameters now, `_take_over` brings the hooks back later.
         if not self._hooks.are_off:
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`: its forward raised an error, and there will be no backward."""
+        """Undo the latest `prepare_for_backward`, because its forward has raised an error and has no backward."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether a backward without a forward of its own adds only to this rank's gradients, from now on."""
+        """Set whether from now on a backward without its own forward adds only to this rank's gradients."""
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
@@ -441,7 +447,7 @@ class Reducer(Inherited):
     def shadow_backward(self, *, has_forward: bool = True) -> None:
         """Take part in a forward and backward of the other ranks without gradients. This rank's gradients stay unchanged.
 
-        It repeats `prepare_for_backward` and everything that a backward communicates, with zeros, and waits for the end.
+        It does the same as `prepare_for_backward`, issues the collectives of a backward with zeros, and waits for their end.
 
         Args:
             has_forward: whether the other ranks called `prepare_for_backward` before this backward.
@@ -453,6 +459,7 @@ class Reducer(Inherited):
         if self.needs_everyone:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
+        # A second backward of one forward has no forward of its own, and the mark must say so.
         if has_forward:
             self._sync_policy.forward(reduces=True)
         self._build_if_due()
@@ -476,18 +483,18 @@ class Reducer(Inherited):
 
     @override
     def in_fork(self) -> None:
-        """See `Inherited`."""
+        """Take the hooks off in a forked child, which is not the rank."""
         self.is_in_fork = True
         self._close_hooks()
         self._running = None
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether, at the last look, the user had hooks on parameters that see a gradient before it is averaged."""
+        """Whether the user had hooks, at the last look, that see a gradient before it is averaged."""
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
-        """A warning about such hooks, with the parameters' names."""
+        """A warning about the user's hooks, with the parameters' names."""
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
@@ -498,7 +505,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """Called inside a hook, on the thread of backward.
+        """Look at a bucket whose gradient has come. Called inside a hook, on the thread of backward.
 
         See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
         """
@@ -510,8 +517,10 @@ class Reducer(Inherited):
                 call_at_backward_end(self._count_unsynchronized)
             return
         with self._lock:
+            # The first gradient of a reduced backward.
             if self._running is None:
                 self._begin()
+            # Autograd has dropped the callbacks, so the backward before this one has failed.
             elif self._backward_end() is None:
                 raise error_messages.backward_never_ended("a gradient came", self._group.place())
             if self._learns_order:
@@ -520,29 +529,31 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """Called on the thread of backward, when all hooks have run on a parameter that was expected to complete its bucket."""
+        """Process a bucket after all hooks on the expected last parameter have run. Called on the thread of backward."""
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
                 self._process(taken)
 
     def _look_at(self, buckets: Sequence[tuple[PendingBucket, list[int]]]) -> None:
-        """Process buckets that another gradient completed than expected. From the next backward on, this one is expected."""
+        """Process buckets that an unexpected gradient has completed. From the next backward on, this gradient is expected."""
         for bucket, taken in buckets:
             if taken:
                 self._hooks.hook_node(taken[-1], bucket)
                 self._process(taken)
 
     def _begin(self) -> None:
-        """Start a reduced backward, at its first gradient, before any gradient is marked."""
+        """Start a reduced backward. Called at its first gradient, before any gradient is marked."""
         if in_compiled_autograd():
             raise error_messages.compiled_autograd(self._group.place())
+        # With a forward, `prepare_for_backward` has done this.
         if not self._sync_policy.has_forward:
             self._take_over()
         if self._on_begin is not None:
             self._on_begin()
         if self._buckets is None:  # no forward was prepared
             self._buckets = self._builder.build([bucket.members for bucket in self._pending])
+        # The old buckets were freed, but the new ones could not be allocated.
         if not self._buckets:
             raise error_messages.no_buckets(self._group.place())
         backward_end = _BackwardEnd(self)
@@ -577,7 +588,7 @@ class Reducer(Inherited):
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
     def _count_unsynchronized(self) -> None:
-        """At the end of a backward that is not reduced: its gradients count for a later one."""
+        """Count the gradients of a backward that is not reduced, for a later one that is. Called at its end."""
         with self._lock:
             self._counts_at_end = False
             for _, taken in self._pending.take_all():
@@ -585,7 +596,7 @@ class Reducer(Inherited):
             self._users_hooks.reset()
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
-        """Tell the usage model which gradients came, and which of them are None."""
+        """Tell the usage model which gradients came, and which of them are None. Return its answer."""
         asks = self._usage.asks_for_undefined
         undefined = [index for index in indices if self._parameters[index].grad is None] if asks else ()
         try:
@@ -601,6 +612,7 @@ class Reducer(Inherited):
             raise error_messages.marked_twice(name, self._group.place(), self._usage.hint_twice) from None
         if startable:
             assert self._running is not None, "gradients are marked within a backward"
+            # Only parameters with users' hooks are checked, and only when their bucket starts.
             if self._users_hooks.indices:
                 for number in startable:
                     self._users_hooks.check(self.buckets[number].indices)
@@ -608,7 +620,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _end(self) -> None:
-        """Called by autograd on the thread of backward, when it has computed everything.
+        """Mark the last gradients. Autograd calls it on the thread of backward, when it has computed everything.
 
         See Note [The outermost backward] in `torch_internals`.
 
@@ -624,7 +636,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Called by autograd after `_end` of all reducers: another one may first have to collect what this one overwrites."""
+        """Finish the backward. Autograd calls it after `_end` of all reducers: this reducer overwrites what others collect."""
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
@@ -652,10 +664,10 @@ class Reducer(Inherited):
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """Build the buckets the first time, and a second time in the order in which rank 0's gradients arrived. A collective.
+        """Build the buckets the first time, and again in the order of arrival on rank 0. A collective, if it builds buckets.
 
-        The constructor does not build them: a copy of a wrapped module on one rank (for an average of its weights, for example)
-        needs no buckets, and must not wait for the other ranks.
+        The constructor does not build buckets. One rank may copy a wrapped module, for example for an average of its weights.
+        The copy needs no buckets, and must not wait for the other ranks.
         """
         if self._buckets is None:
             members = self._builder.assign_first()
@@ -688,6 +700,7 @@ class Reducer(Inherited):
     def _make_usage(self) -> UsageModel:
         usage: UsageModel = CompleteUsage()
         if self._is_static:
+            # As in torch, `static_graph` has precedence.
             usage = StaticUsage(self._parameters, self._group)
         elif self._find_unused:
             usage = DynamicUsage(self._parameters, self._group, skip_unused=self._skip_unused)
@@ -702,7 +715,7 @@ class Reducer(Inherited):
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _take_over(self) -> None:
-        """Let other reducers of the same parameters step aside: if a module has several wrappers, the one in use averages."""
+        """Let other reducers of the same parameters step aside. If a module has several wrappers, the one in use averages."""
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():
                 break
@@ -716,7 +729,7 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def _may_retire(self) -> bool:
-        """Whether no backward of this reducer is under way or expected.
+        """Whether this reducer has no backward that is under way or expected.
 
         A failed backward does not go on, so it does not count.
         """

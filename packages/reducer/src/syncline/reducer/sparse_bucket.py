@@ -14,17 +14,17 @@ from .bucket import Bucket
 
 
 class SparseBucket:
-    """One parameter whose gradient is sparse (COO). It has a bucket of its own, because its elements differ between ranks.
+    """One parameter whose gradient is sparse (COO). It has a bucket of its own, because ranks have different elements.
 
-    Between backwards it has no memory, and `gradient_as_bucket_view` does not change it. The reduced gradient has as many
-    elements as all ranks' gradients together, and replaces the parameter's gradient.
+    Between backwards the bucket has no memory, and `gradient_as_bucket_view` does not affect it. The reduced gradient has as
+    many elements as all ranks' gradients together, and replaces the parameter's gradient.
 
     Attributes:
         indices: the parameter's index in the reducer.
         parameters: the parameter.
         names: its name.
         buffer: the gradient that is being reduced, coalesced.
-        views: none.
+        views: an empty list.
     """
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, name: str, group: ProcessGroup) -> None:
@@ -41,11 +41,11 @@ class SparseBucket:
         return int(self.buffer.indices().nbytes + self.buffer.values().nbytes)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient itself."""
+        """A list with the gradient itself."""
         return [buffer]
 
     def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten
-        """Take a copy of the gradient; without a gradient, an empty one."""
+        """Take a copy of the gradient. If there is no gradient, take an empty one."""
         gradient = self.parameters[0].grad
         if gradient is None:
             self.buffer = self._nothing()
@@ -62,7 +62,7 @@ class SparseBucket:
         self.buffer = self._nothing()
 
     def release_gradients(self) -> None:
-        """Nothing to do: no gradient is in the bucket's memory."""
+        """Do nothing, because no gradient is in the bucket's memory."""
 
     def accept(self, result: object) -> None:
         """Take the reduced gradient.

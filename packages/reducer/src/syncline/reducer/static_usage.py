@@ -14,15 +14,15 @@ from .usage import UnexpectedGradientError, UsageModel
 
 
 class StaticUsage(UsageModel):
-    """Every backward gives each parameter as many gradients as the first did (`static_graph=True`).
+    """Every backward gives each parameter as many gradients as the first backward did (`static_graph=True`).
 
     A parameter may get several gradients in one backward, from re-entrant checkpoints, or none. In the first backward no rank
-    knows which gradient is the last, so all are reduced at its end. There the ranks also agree which parameters are used on any
-    rank. From the second backward on, a parameter is ready when its last gradient has come, and buckets overlap.
+    knows which gradient is the last, so all are reduced at its end. Then the ranks also agree which parameters any rank uses.
+    From the second backward on, a parameter is ready when its last gradient has come, and buckets overlap.
 
-    Backwards that are not synchronised may leave out parameters, but may not use others. Their gradients before the first
-    reduction are part of this reduction. If the first synchronised backward does not use such a parameter, only this
-    reduction includes the parameter.
+    A backward that is not synchronised may leave out parameters, but must not use additional ones. If it runs before the first
+    reduction, this reduction includes its gradients. A parameter that the first synchronised backward does not use is part of
+    this one reduction only.
     """
 
     hint_missing = (
@@ -53,7 +53,7 @@ class StaticUsage(UsageModel):
 
     @property
     def needs_everyone(self) -> bool:
-        """True until the end of the first backward, where the ranks agree which parameters are used."""
+        """True until the end of the first backward. There the ranks agree which parameters are used."""
         return not self._is_map_synced
 
     @property
@@ -65,14 +65,16 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """The gradients that were expected last. A gradient too many is final, too: then `Readiness` refuses it."""
+        """The gradients that are their parameters' last ones. A surplus gradient is final, too, so `Readiness` refuses it."""
         if self._expected is None:
             self._counts.update(indices)
             self.accumulated(indices, undefined)
             self._regular.update(index for index in indices if index not in undefined)
             return ()
+        # A gradient that was None on every rank has no place in the reduction.
         if self._undefined:
             self._refuse(index for index in indices if index in self._undefined and index not in undefined)
+        # The usual case: each of these parameters gets one gradient.
         if not self._repeated or self._repeated.isdisjoint(indices):
             return indices
         final, counts, expected = [], self._counts, self._expected
@@ -83,7 +85,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count uses up to the first backward. Later ones may not use other parameters.
+        """Count uses until the first backward ends. Later backwards must not use other parameters.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first one did not use.
@@ -108,14 +110,14 @@ class StaticUsage(UsageModel):
         return range(self._count)
 
     def sync_used_map(self) -> None:
-        """Issue one all_reduce of a byte for each parameter, in the first backward only."""
+        """Issue an all_reduce with one byte for each parameter, in the first backward only."""
         if not self._is_map_synced:
             # Level 1: used before the first reduction. Level 2: used by the first backward itself.
             self._map.sync(bytes((index in self._used) + (index in self._regular) for index in range(self._count)))
             self._is_map_synced = True
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Parameters without a gradient in the first backward; during the first backward: without a gradient so far."""
+        """The parameters without a gradient in the first backward. During the first backward: without a gradient so far."""
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:

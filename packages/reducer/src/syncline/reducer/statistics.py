@@ -11,8 +11,8 @@ class BucketTimes:
     """When one bucket was ready, started and finished; seconds of `time.perf_counter()`.
 
     Attributes:
-        nbytes: size of its buffer.
-        ready: when the bucket could start: its last gradient was there, and all earlier buckets had started.
+        nbytes: the size of the bucket's buffer, in bytes.
+        ready: when the bucket could start, because its last gradient was there and all earlier buckets had started.
         started: when its reduction was issued.
         finished: when its reduction was over; None before.
         number: its position in `Reducer.buckets`.
@@ -25,7 +25,7 @@ class BucketTimes:
     number: int = 0
 
     def note_end(self, _: object = None) -> None:
-        """The reduction is over. Only the first call counts."""
+        """Note that the reduction is over. Only the first call counts."""
         if self.finished is None:
             self.finished = time.perf_counter()
 
@@ -39,11 +39,11 @@ class IterationStatistics:
             backward.
         forward_ended: the module's forward returned; 0.0 if no wrapper sets it (DistributedDataParallel does).
         backward_started: the first gradient was ready.
-        last_gradient: the last gradient was ready: after this, no computation is left that could hide communication.
+        last_gradient: the last gradient was ready. After this, no computation is left that could hide communication.
         finalize_started: backward had computed everything.
         finished: all reduced gradients were written back.
-        waited_s: seconds that backward stood still for the reduction after the last gradient (the exposed part): to start the
-            last buckets, to wait, and to write back. Autograd's other work in this time does not count.
+        waited_s: seconds that backward stood still for the reduction after the last gradient (the exposed part). This is the
+            time to start the last buckets, to wait, and to write back. Autograd's other work in this time does not count.
         buckets: one for each bucket, in the order of their start.
     """
 

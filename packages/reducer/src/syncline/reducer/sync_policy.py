@@ -1,4 +1,4 @@
-"""Whether the next backward is reduced, and what the ranks compare about it. Forwards decide both. Pure."""
+"""Decide from the forwards whether the next backward is reduced, and which text about it the ranks compare. Pure."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class GradSyncPolicy:
         self.is_due = True
 
     def forward(self, reduces: bool) -> None:
-        """Note a forward: shall its backward be reduced?"""
+        """Note a forward, and whether its backward is to be reduced."""
         self._before = (self._announced, self._latest)
         self._set(self._announced or reduces, reduces)
 
     def cancel_forward(self) -> None:
-        """The latest forward raised an error, so it does not count."""
+        """Forget the latest forward, because it raised an error."""
         self._set(*self._before)
 
     def reduced(self) -> None:
-        """A reduced backward has ended."""
+        """Note that a reduced backward has ended."""
         self._forwards, self._backwards = self._next()
         self._set(False, self._latest)
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether backwards run within `no_sync` from now on."""
+        """Set whether from now on backwards run within `no_sync`."""
         self._is_local = is_local
         self._set(self._announced, self._latest)
 

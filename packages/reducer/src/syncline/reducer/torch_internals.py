@@ -1,4 +1,4 @@
-"""Private parts of torch that the reducer uses. Each has a probe, and a way without it.
+"""Private parts of torch that the reducer uses. The table says what happens if this version of torch lacks a part.
 
 ======================================  ==============================================================================
 private to torch                        without it
@@ -52,12 +52,12 @@ _current_graph_task_id: Callable[[], int] = getattr(
 
 
 def current_backward() -> int:
-    """A number for the backward that runs on this thread; a backward inside it has its own. If unknown, a new one each time."""
+    """A number for the backward of this thread. An inner backward has its own. If unknown, each call returns a new number."""
     return _current_graph_task_id()
 
 
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
-    """The graph's node that accumulates the parameter's gradient. After a change of dtype or device it is another node.
+    """The graph's node that accumulates the parameter's gradient. After a change of dtype or device there is another node.
 
     Autograd makes a new node if nothing holds the old one. So a caller that hooks the node must hold it.
     """
@@ -77,7 +77,7 @@ def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], o
 
 
 class _HeldHook:
-    """A hook on a node, together with the node, which stays alive with it."""
+    """The handle of a hook on a node. It also holds the node, so that the node stays alive."""
 
     def __init__(self, node: GraphNode, handle: Any) -> None:
         self.node = node
@@ -86,7 +86,7 @@ class _HeldHook:
 
 @contextmanager
 def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which a frozen parameter takes hooks, too, because it may require gradients later."""
+    """A context in which a frozen parameter accepts hooks, because it may require gradients later."""
     was_frozen = not parameter.requires_grad
     if was_frozen:
         parameter.requires_grad_(True)
@@ -98,7 +98,7 @@ def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 def unreached(nodes: Sequence[GraphNode]) -> list[int]:
-    """Positions of nodes that the running backward will not execute; among them are those inside re-entrant checkpoints.
+    """Positions of nodes that the running backward will not execute. Nodes inside re-entrant checkpoints are among them.
 
     Autograd computes this when a backward starts. Cost: 0.1 to 0.2 microseconds for each node.
     """
@@ -109,7 +109,7 @@ def unreached(nodes: Sequence[GraphNode]) -> list[int]:
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs the backward. It drops callbacks that are queued for the end of backward."""
+    """Whether compiled autograd runs the backward. Compiled autograd drops callbacks that wait for the end of backward."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # not loaded if no code uses it
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
@@ -121,14 +121,14 @@ def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows when the tensor is changed in place; always 0 if this torch has no such number."""
+    """A number that grows when the tensor is changed in place. It is always 0 if this torch has no such number."""
     return getattr(tensor, "_version", 0)
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
     """The number of Python references to a tensor's storage, and of all its users: tensors, arrays and others.
 
-    Neither number means anything alone. Compare both with the numbers of a tensor whose users are known.
+    The numbers alone mean nothing. Compare both with the numbers of a tensor whose users are known.
     """
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
@@ -153,9 +153,9 @@ def call_at_backward_end(callback: Callable[[], None]) -> None:
     Note [The outermost backward]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A re-entrant checkpoint runs a backward inside the backward of its node. Autograd calls back at the end of the running
-    backward, which is the inner one. At this moment gradients may be missing that the outer one still has to compute. So in an
-    inner backward, this function hooks the node around it. When this node is done, the outer backward is the running one, and
-    the function calls itself, until there is no outer backward.
+    backward, which is the inner one. At this moment the outer backward may still have to compute gradients. So in an inner
+    backward, this function hooks the node around it. When this node is done, the outer backward is the running one. Then the
+    function calls itself, until there is no outer backward.
     """
     node = enclosing_function()
     if node is None:

@@ -1,4 +1,4 @@
-"""How a backward uses parameters: whose gradients come, how often, and whose never come."""
+"""Usage models: for which parameters a backward brings gradients, and how many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 
 class UnexpectedGradientError(ValueError):
-    """A gradient came that the usage model excludes; `index` is its parameter."""
+    """A gradient came that the usage model excludes. `index` is the index of its parameter."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was not expected")
@@ -55,7 +55,7 @@ class UsageModel(ABC):
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Note gradients in the order in which they came; returns those that are final now.
+        """Note gradients in the order in which they came. Return the parameters whose gradients are final now.
 
         Args:
             indices: the parameters. A parameter with several gradients is there several times.
@@ -67,7 +67,7 @@ class UsageModel(ABC):
         """The parameters whose gradients are final only at the end of backward."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most need not know
-        """Called on a rank that has no gradients in a backward of the others."""
+        """Begin a backward of the other ranks in which this rank has no gradients. Called in place of `begin`."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most need not know
         """Note gradients of a backward that is not reduced. They count for a later one.
@@ -77,22 +77,22 @@ class UsageModel(ABC):
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
-        """Whether no rank uses any of these parameters; the same answer on every rank."""
+        """Whether no rank uses any of these parameters. Every rank gets the same answer."""
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - most have nothing to agree on
         """Issue the collectives by which the ranks agree. Every rank calls it at the same place among its collectives."""
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """The given parameters that this rank has not used. All of them are ready."""
+        """The given parameters that this rank has not used. Called when all of the given parameters are ready."""
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """The given parameters that no rank has used: their gradients stay unchanged. May wait for `sync_used_map`."""
+        """The given parameters that no rank has used. Their gradients stay unchanged. May wait for `sync_used_map`."""
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most hold none
-        """Called when autograd may have new nodes for the parameters."""
+        """Look for the parameters' nodes again, because autograd may have new ones."""
 
     def reset(self) -> None:  # noqa: B027 - most remember nothing
         """Forget this backward."""

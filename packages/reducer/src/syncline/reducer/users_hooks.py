@@ -15,25 +15,24 @@ _LOOK_EVERY = 32
 
 
 def is_worth_a_look(reductions: int) -> bool:
-    """Whether to look for users' hooks after this many reduced backwards: often at first, and the same on all ranks."""
+    """Whether to look for users' hooks after this many reduced backwards. The answer is often yes at first, then seldom."""
     return reductions % _LOOK_EVERY == 0 or reductions & (reductions - 1) == 0
 
 
 class UsersHooks:
-    """Finds the parameters with such hooks, and notices a hook that would make the average wrong without an error.
+    """Finds the parameters with hooks of the user. Raises an error if such a hook would make the average wrong.
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A hook may change a gradient: then the changed gradients are averaged. But a hook that steps the parameter uses this rank's
-        own
-    gradient, and a hook that drops the gradient leaves nothing to average. So for parameters with such hooks, two things are
-    checked when their bucket starts: a gradient that had come is still there, and the parameter still has the version that it
-    had when backward began. Parameters without hooks are not checked.
+    own gradient, and a hook that drops the gradient leaves nothing to average. So for parameters with such hooks, two things
+    are checked when their bucket starts: a gradient that had come is still there, and the parameter still has the version that
+    it had when backward began. Parameters without hooks are not checked.
 
     Args:
-        names: of the parameters, for errors.
-        parameters: the reducer's.
-        place: for errors.
+        names: the parameters' names, for errors.
+        parameters: the reducer's parameters.
+        place: this rank and the group in words, for errors.
 
     Attributes:
         indices: the parameters that had hooks of the user at the last look.
@@ -49,7 +48,7 @@ class UsersHooks:
         self._handles: dict[int, Any] = {}
 
     def look(self, ours: str) -> None:
-        """Find the parameters.
+        """Find the parameters that have hooks of the user now.
 
         Args:
             ours: hooks whose function is from this module are the reducer's own.
@@ -66,9 +65,9 @@ class UsersHooks:
                     self._handles[index] = self._parameters[index].register_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """A reduced backward begins.
+        """Note the parameters' versions, because a reduced backward begins.
 
-        A step inside the hook of its very first gradient is noticed only if the gradient is gone.
+        Hooks on the first gradient may have run before. So a step in such a hook is noticed only if it drops the gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 
@@ -80,8 +79,10 @@ class UsersHooks:
         """
         for index in self._versions.keys() & members:
             parameter = self._parameters[index]
+            # A gradient had come, and is gone: a hook has dropped it.
             if parameter.grad is None and index in self._came:
                 raise error_messages.gone_before_average(self._names[index], self._place)
+            # Something has changed the parameter since backward began, most likely an optimizer's step.
             if version_of(parameter) != self._versions[index]:
                 raise error_messages.changed_before_average(self._names[index], self._place)
 
@@ -97,5 +98,6 @@ class UsersHooks:
 
 
 def _note(came: set[int], index: int, gradient: torch.Tensor | None) -> None:
+    # torch calls the hook with None for an undefined gradient, which has not come.
     if gradient is not None:
         came.add(index)

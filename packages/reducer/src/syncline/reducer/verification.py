@@ -36,19 +36,19 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Compare names, shapes, strides and dtypes over all ranks, and which parameters are frozen.
+    """Check that all ranks have parameters with the same names, shapes, strides and dtypes, and the same frozen ones.
 
     Every rank of the group calls it.
 
     Args:
-        names: one for each parameter; used in errors.
+        names: one name for each parameter, for errors.
         parameters: in order of definition. In errors, a tensor that is not a `torch.nn.Parameter` is called a buffer.
         group: the ranks.
 
     Cost: an all_reduce of 16 bytes. Only if ranks differ: two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
-        DisagreementError: on every rank; names the first parameter that differs, and both versions.
+        DisagreementError: raised on every rank. The text names the first parameter that differs, and both versions.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -60,22 +60,24 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 
 
 def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -> None:
-    """Compare options by name over all ranks. Every rank of the group calls it, with the same names.
+    """Check that all ranks have the same options. Every rank of the group calls this function, with the same names.
 
     Args:
-        options: names, as in the caller's signature, and values: numbers, strings, None, or sequences of these.
+        options: a value for each name. Names are as in the caller's signature. Values are numbers, strings, None, or sequences
+            of these.
         group: the ranks.
 
     Cost: the cost of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: on every rank; names the options that differ, and the values on both ranks. Or it says why a rank has
-            refused its model (see `telling_the_others`).
+        DisagreementError: raised on every rank. The text names the options that differ, and the values on both ranks. Or it
+            says why a rank has refused its model (see `telling_the_others`).
     """
     difference = _find_difference(options, group)
     if difference is None:
         return
     rank, reference, found = difference
+    # A rank that has refused its model sends its reason in place of options, so the options cannot be compared.
     for its_rank, its in ((0, reference), (rank, found)):
         if _REFUSED in its:
             raise DisagreementError(f"rank {its_rank} has refused its model ({group.place()}): {its[_REFUSED]}")
@@ -91,13 +93,13 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 
 @contextmanager
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
-    """A context for checks before `verify_same_options`: if one rank raises, the other ranks get its error in that call.
+    """A context for checks before `verify_same_options`. If one rank raises inside, the other ranks get its error in that call.
 
-    Otherwise the others would wait for this rank, or meet it in another call if its script goes on. If all ranks raise the same
-    error, no rank waits.
+    Without this context, the other ranks would wait for the failed rank, or its next call would meet their comparison. If all
+    ranks raise the same error, no rank waits.
 
     Raises:
-        MisuseError: the error raised inside. On this rank it comes when the others have been told, or after the group's
+        MisuseError: the error that was raised inside. It is raised after the other ranks were told, or after the group's
             timeout.
     """
     try:
@@ -111,12 +113,13 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """The first difference; None if all ranks have the same. Numbers such as 25 and 25.0 are the same."""
+    """The first difference; None if all ranks have the same value. Numbers such as 25 and 25.0 are the same."""
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
         return None
     reference = json.loads(broadcast_object(text, 0, group=group))
     differs = all_gather_bytes(b"" if json.loads(text) == reference else b"x", group=group)
+    # If no rank differs, the texts are different but the values are equal: 25 and 25.0.
     rank = next((rank for rank, said in enumerate(differs) if said), None)
     return None if rank is None else Difference(rank, reference, json.loads(broadcast_object(text, rank, group=group)))
 

@@ -82,15 +82,15 @@ class Signature(NamedTuple):
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     def digest(self) -> int:
-        """A checksum of 32 bits over everything that must be the same on all ranks; if it differs, results would be wrong.
+        """A checksum of 32 bits. If two ranks have different checksums for one call, their results would be wrong.
 
-        It covers a tensor's dtype and number of elements. Shapes may differ, as in torch.distributed; only `check_calls`
-        compares them, too.
+        The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
+        It leaves out the shape, which may differ between ranks, as in torch.distributed. Only `check_calls` compares shapes.
         """
         return _digest(self)
 
     def __str__(self) -> str:
-        """In words: "all_reduce(float32[10, 3], op=SUM)"."""
+        """The signature in words: "all_reduce(float32[10, 3], op=SUM)"."""
         words = (
             "" if self.dtype is None else f"{dtype_in_words(self.dtype)}{list(self.shape)}",
             "" if self.op is None else f"op={self.op.name}",
@@ -131,16 +131,16 @@ _LIBRARIES = ("syncline.", "torch.")
 class Call:
     """One issue of a collective on this rank.
 
-    The group makes it, the group's thread runs it, the recorder keeps it, and the monitor looks at its scope. It holds its
-    tensors only until it is over, so that the recorder keeps no memory alive.
+    The group makes the call, the group's thread or the caller's runs it, and the monitor looks at its scope. The recorder keeps
+    the call after its end. So the call releases its tensors when it ends, and the recorder keeps no memory alive.
 
     Args:
         signature: which collective is called.
         number: the count of calls that this rank has issued; None if not all ranks of the group issue this one.
         reads: tensors that are only read.
         writes: tensors that are written, or read and written.
-        mark: extra words for the comparison and for errors; see `ProcessGroup.marked`. The mark is not in the signature,
-            because a call with a mark uses the same plan as a call without.
+        mark: extra words for the comparison of calls and for errors; see `ProcessGroup.marked`. The signature leaves out the
+            mark, because calls with and without a mark use the same plan.
 
     Attributes:
         position: the call's place in the group's total order, from 0; None while it has not begun.
@@ -190,11 +190,11 @@ class Call:
         self.reads = self.writes = ()
 
     def release(self) -> None:
-        """Release the tensors. The call may still run on a device: the device's stream keeps their memory until it is over."""
+        """Release the tensors. If the call still runs on a device, the device's stream keeps their memory until it is over."""
         self.reads = self.writes = ()
 
     def digest(self) -> int:
-        """A checksum of 32 bits over everything that must be the same on all ranks: the signature, and the mark if any."""
+        """The signature's checksum of 32 bits. If the call has a mark, the checksum covers the mark, too."""
         digest = self.signature.digest()
         return digest if self.mark is None else crc32(self.mark.encode(), digest)
 
@@ -204,10 +204,11 @@ class Call:
         words = str(self.signature)
         if self.mark is None:
             return words
+        # The mark goes inside the signature's closing bracket, behind a comma unless the brackets are empty.
         return f"{words[:-1]}{'' if words.endswith('()') else ', '}{self.mark})"
 
     def __str__(self) -> str:
-        """In words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
+        """The call in words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
         return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
@@ -226,8 +227,9 @@ class Call:
 
     @property
     def where(self) -> str:
-        """File and line of the user's program that issued the call, such as "train.py:88"; "?" if no frame is the user's."""
+        """File and line of the user's program that issued the call, such as "train.py:88"; "?" if all frames are libraries'."""
         code = self._code
+        # No frame of the stack was the user's, as in a thread that a library started.
         if code is None:
             return "?"
         # Most calls are never asked, so the line number is worked out here and not when the call is made.
@@ -237,7 +239,7 @@ class Call:
 
 
 def _users_line() -> tuple[CodeType | None, int]:
-    """The innermost function of the user's program, and its current instruction. Cheaper than a line number."""
+    """The innermost function of the user's program, and its current instruction, which costs less than a line number."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
@@ -271,12 +273,12 @@ class CallRecord:
     where: str
 
     def __str__(self) -> str:
-        """In words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
+        """The record in words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
         place = "" if self.position is None else f" #{self.position}"
         return f"{self.words}{place} at {self.where}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The attributes as values that `json.dumps` takes."""
         return asdict(self)
 
     @classmethod

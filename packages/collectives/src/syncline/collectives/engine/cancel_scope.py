@@ -32,6 +32,7 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
     if timeout is None:
         return default_s
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    # A limit of NaN would never be reached, because every comparison with it is false.
     if math.isnan(timeout_s) or timeout_s <= 0:
         raise InvalidArgumentError(f"a timeout must be a positive number of seconds or a timedelta, found {timeout!r}")
     return timeout_s
@@ -64,7 +65,8 @@ class CancelScope:
         self.ask = ask
 
     def cancel(self, reason: BaseException) -> None:
-        """End the scope now. The first reason counts."""
+        """End the scope now, for this reason. If the scope already has a reason, keep that one."""
+        # The first reason is the cause; later ones are mostly its consequences.
         if self.reason is None:
             self.reason = reason
         self._end_s = -math.inf
@@ -88,8 +90,10 @@ class CancelScope:
             BaseException: the reason that was given to `cancel` or returned by `ask`.
         """
         now_s = monotonic()
+        # The first check: a wait that ends within `_PATIENCE_S` never asks.
         if self._next_ask_s is None:
             self._next_ask_s = now_s + _PATIENCE_S
+        # A scope that has a reason needs no other. `ask` may cost a system call, so it is not called at every check.
         if self.reason is None and self.ask is not None and now_s >= self._next_ask_s:
             self._next_ask_s = now_s + _ASK_S
             reason = self.ask()
@@ -97,20 +101,21 @@ class CancelScope:
                 self.cancel(reason)
         if now_s >= self._end_s or self.reason is not None:
             self.was_noticed = True
+            # A reason says more than a time limit, so it comes first.
             if self.reason is not None:
                 raise self.reason
             raise TimeoutError(what)
 
 
 class DetachedCall(Generic[T]):
-    """Calls a function once, on a thread of its own. If the function never returns, the thread is left behind.
+    """Calls a function once, on a thread of its own. If the function never returns, the thread stays blocked.
 
-    Use it for libraries that block in C code and cannot be stopped: `wait` blocks, but ends when its scope ends. At the end of
-    the process these threads get a few seconds to come back, because a thread that is inside torch when the interpreter shuts
-    down crashes the process.
+    Use it for a library that blocks in C code and cannot be stopped. `wait` ends when its scope ends, even if the library does
+    not return. When the process ends, these threads together get `_EXIT_S` seconds to return, because a thread that is inside
+    torch when the interpreter shuts down crashes the process.
 
     Args:
-        function: the function. No reference to it is kept after the call.
+        function: the function. After the call, this object keeps no reference to it.
         name: the name of the thread, which is a daemon.
         context: makes a context that the thread enters around the call.
 
@@ -139,6 +144,7 @@ class DetachedCall(Generic[T]):
         Raises:
             BaseException: the function's error, or the error that `CancelScope.check` raises.
         """
+        # At least 1 ms, so that a scope that is over does not make this a busy loop before `check` raises.
         while not self.done.wait(min(look_s, max(scope.remaining_s(), 1e-3))):
             scope.check(what)
         return self.result()
@@ -164,7 +170,7 @@ _detached: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _finish_detached() -> None:
-    """Wait for all these threads, no longer than `_EXIT_S` seconds in total."""
+    """Wait for all threads of detached calls, no longer than `_EXIT_S` seconds in total."""
     scope = CancelScope(_EXIT_S)
     for thread in list(_detached):
         if thread.is_alive():

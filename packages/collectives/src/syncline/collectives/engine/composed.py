@@ -42,7 +42,7 @@ class DelegatingGroup(ProcessGroup):
 
     @property
     def profiled_as(self) -> None:
-        """None: the groups that carry out the calls show them in the profile."""
+        """None, because the groups that carry out the calls show them in the profile."""
 
     @override
     def set_timeout(self, timeout_s: float) -> None:
@@ -53,6 +53,7 @@ class DelegatingGroup(ProcessGroup):
     @override
     def close(self) -> None:
         """Close all groups, the last one first. If one raises, the others are still closed."""
+        # An `ExitStack` goes on closing after an error, and raises the error at the end.
         with ExitStack() as closing:
             for group in self._all:
                 closing.callback(group.close)
@@ -118,9 +119,9 @@ class DelegatingGroup(ProcessGroup):
 
 
 class PerDeviceGroup(DelegatingGroup):
-    """One group for each type of device. A barrier runs on the first group.
+    """A group with one member group for each type of device. A barrier runs on the first member group.
 
-    Each group has its own total order. Calls on tensors of different devices are not ordered with one another.
+    Each member group has its own total order. No order holds between calls on tensors of different devices.
 
     Args:
         groups: for each device type ("cpu", "cuda") its group. All groups have the same ranks.
@@ -183,6 +184,7 @@ class PerDeviceGroup(DelegatingGroup):
 
     def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
         parts = {name: group.split(color, key, timeout_s=timeout_s) for name, group in self.groups.items()}
+        # A rank that passed no color is in none of the new groups.
         made = {name: part for name, part in parts.items() if part is not None}
         return PerDeviceGroup(made) if made else None
 
@@ -197,6 +199,7 @@ class PerDeviceGroup(DelegatingGroup):
     @override
     def missing_for_shrink(self) -> str | None:
         strangers = [group for group in self._others() if not group.meets_in(self._host)]
+        # A group that does not meet in the host's group could not be built again after the loss.
         if strangers:
             return f"the ranks of backend '{strangers[0].backend_name}' do not meet in the group of '{self._host.backend_name}'"
         return self._host.missing_for_shrink()
@@ -208,6 +211,7 @@ class PerDeviceGroup(DelegatingGroup):
 
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
+        # Collectives on devices may hang after a loss. End them before the host's group looks for the lost ranks.
         for group in self._others():
             group.abort()
         host = self._host.shrink(silence_timeout_s=silence_timeout_s)
@@ -226,8 +230,8 @@ class PerDeviceGroup(DelegatingGroup):
 class RoundRobinGroup(DelegatingGroup):
     """Hands calls to its groups in turn, so that several collectives run at once.
 
-    Each group keeps its own total order; there is no order between the groups. Do not issue a call from a future's callback
-    here: the turn would depend on how threads are scheduled, so the call raises a `MisuseError`. Issue it on one of `groups`.
+    Each group keeps its own total order; there is no order between the groups. A call from a future's callback raises a
+    `MisuseError`, because the turn would depend on how threads are scheduled. Issue such a call on one of `groups`.
 
     Args:
         groups: at least one group; all have the same ranks in the same order.

@@ -12,7 +12,7 @@ from ..work import TensorsFuture
 
 
 class Event(ABC):
-    """A point in a stream."""
+    """A point in a stream, between two operations."""
 
     @abstractmethod
     def order_current_stream(self) -> None:
@@ -20,7 +20,7 @@ class Event(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the device has passed this event. Do not call it while the stream is being captured.
+        """Whether the device has passed this event. Do not call this method while the stream is being captured.
 
         Raises:
             RuntimeError: the device has faulted.
@@ -44,7 +44,7 @@ class Stream(ABC):
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """A context in which this is the calling thread's current stream: operations run on it, and it owns their memory."""
+        """A context in which this stream is the calling thread's current one: it runs operations, and owns their memory."""
 
     @abstractmethod
     def record(self) -> Event:
@@ -63,7 +63,7 @@ class Stream(ABC):
 
     @abstractmethod
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete a future on the CPU at once. On the device, its waiters' and callbacks' streams are ordered after `done`.
+        """Complete a future on the CPU at once. On the device, the streams of its waiters and callbacks wait for `done`.
 
         Args:
             future: gets `tensors` as its value.
@@ -135,7 +135,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context for a group's own thread: `device` is its current device, and it does not break captures of other threads.
+        """A context for a group's own thread. It makes `device` the current one, and does not break captures of other threads.
 
         Without a current device, the thread's calls of the driver would take memory on device 0.
         """
@@ -172,7 +172,8 @@ class StreamOrder:
 
     Note [Order on the device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A collective runs on another thread, later than the call. For the device, the collective has its place where it was issued:
+    A collective runs on another thread, later than the call. But the device must see the collective at the place in its stream
+    where the program issued it. Five steps keep this order:
 
     1. Construction, on the thread that issues the call: record events on its current streams.
     2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for

@@ -22,11 +22,12 @@ class FailureWords:
         self._liveness = liveness
 
     def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
-        """The error that the group raises after `error` has ended a call.
+        """Return the error that the group raises after `error` has ended a call.
 
-        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. An error of ours gets the call's name in front, and
+        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` gets the call's name in front, and
         becomes a `RankLostError` if a rank is lost. Any other error (Ctrl-C, a bug) is not changed.
         """
+        # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):
             return self._timed_out(error, call, timeout_s)
         if isinstance(error, SynclineError):
@@ -35,6 +36,7 @@ class FailureWords:
             # No chain between our own errors: the new text contains all of the old one.
             failure.__cause__ = error.__cause__
             return failure
+        # Ctrl-C and bugs keep their type and text, so that the program can catch them.
         return error
 
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
@@ -65,6 +67,7 @@ class FailureWords:
     def _timed_out(self, error: TimeoutError, call: Call, timeout_s: float) -> CollectiveTimeout:
         stopped = () if self._liveness is None else self._liveness.stopped()
         what = f"{call} on {self._place}, did not finish within {timeout_s:g} s"
+        # A longer time limit does not help if a rank is stopped, so leave the usual advice out.
         if stopped:
             why = f"{self._named(stopped)} stands still, stopped by a signal; let it go on (SIGCONT)"
             text = with_details(f"{what}: {why}", str(error))
@@ -79,10 +82,12 @@ class FailureWords:
         return timeout
 
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
-        """The loss of a rank, if it made the transport fail. Else the error, with the names of stopped ranks."""
+        """The loss of a rank, if this loss made the transport fail. Else the error, which then names the stopped ranks."""
+        # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
             return error
         lost = self._liveness.loss_behind(error)
+        # A broken connection is only a symptom; the user must look at the rank that ended.
         if lost is not None:
             lost.__cause__ = error.__cause__
             return lost

@@ -1,4 +1,4 @@
-"""EngineGroup is the common base of our groups. HostGroup is a process group over a transport."""
+"""EngineGroup is the common base of all groups of this package. HostGroup is a process group over a transport."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
 class EngineGroup(ProcessGroup, Inherited):
-    """The base of our groups: plans, the order and record of calls, the history that ranks compare, and the first failure.
+    """The common base of groups. It has the plans, the record of calls, the history that ranks compare, and the first failure.
 
     `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts them on a stream of a GPU.
 
@@ -133,7 +133,7 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- start ----
 
     def start(self, options: Mapping[str, object]) -> None:
-        """Compare options with the other ranks, and report failures from now on. All ranks call it, before anything else.
+        """Compare options with the other ranks, and report failures from now on. All ranks call this method before any other.
 
         Args:
             options: the options that change how the ranks communicate.
@@ -141,6 +141,7 @@ class EngineGroup(ProcessGroup, Inherited):
         Raises:
             DisagreementError: the ranks were given different options.
         """
+        # A group of one rank has no agreement of its own, but needs a name for its run.
         agreement = self._agreement or Agreement(self._carrier, 0, self.recorder)
         reporter = Reporter(agreement.on_start(options, CancelScope(self.timeout_s)), self.rank, self.size)
         self.report_to(reporter)
@@ -178,6 +179,7 @@ class EngineGroup(ProcessGroup, Inherited):
         plan = self._new_plan(signature)
         if len(self._plans) >= MOST_PLANS:  # such a program has new shapes all the time, so old plans are of little use
             self._plans.clear()
+        # After `abort`, a call that still runs must not fill the plans again.
         if not self._closed:
             self._plans[signature] = plan
         return plan
@@ -205,7 +207,8 @@ class EngineGroup(ProcessGroup, Inherited):
             raise self._words.not_started(signature, failure)
 
     def _reported(self, failure: BaseException) -> BaseException:
-        """Write a report of the failure. Returns the failure; if it is an error of ours, its text has the report's folder."""
+        """Write a report, and return the failure. The text of a `SynclineError` then names the report's folder."""
+        # An elastic training handles this loss itself; a report for each one would hide the real failures.
         if self._losses_are_expected and isinstance(failure, TransportError):
             return failure
         return reported(self._reporter, failure)
@@ -228,7 +231,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
         Raises:
             DisagreementError: the ranks have made different calls.
-            MisuseError: a future's callback called it. It would wait for the callback itself.
+            MisuseError: a future's callback calls this method, which would wait for this callback for ever.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
@@ -239,12 +242,13 @@ class EngineGroup(ProcessGroup, Inherited):
             ending.callback(self._close)
             for companion in self._companions:
                 ending.callback(self._end, companion)
+            # After a failure the other ranks are in no common place, so a comparison could only time out.
             if self.first_failure is None and self._compares_later:
                 self._compare_before_close()
 
     @abstractmethod
     def _compare_before_close(self) -> None:
-        """Compare all calls with the other ranks, which close the group, too. A rank that does not come is not an error."""
+        """Compare all calls with the other ranks, which also close the group. If a rank does not come, this is no error."""
 
     @abstractmethod
     def _close(self) -> None:
@@ -269,11 +273,12 @@ class EngineGroup(ProcessGroup, Inherited):
         self._plans.clear()
         for companion in self._companions:
             companion.abort()
+        # A group that has failed already keeps its first failure as the reason.
         self._abort(self.first_failure or self._words.aborted())
 
     @abstractmethod
     def _abort(self, failure: BaseException) -> None:
-        """Fail all calls in flight, without waiting. `_closed` is set already."""
+        """Fail all calls in flight, without waiting. The caller has set `_closed`."""
 
 
 class HostGroup(EngineGroup):
@@ -337,6 +342,7 @@ class HostGroup(EngineGroup):
         self._checks_calls = check_calls and size > 1
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
+        # Only a group that knows its processes can say which rank is lost, so only such a group is watched.
         if liveness is not None:
             watch(self)
         if leavers is not None:
@@ -383,6 +389,7 @@ class HostGroup(EngineGroup):
     def warn_of_stalls(self, stall_warning_s: float) -> None:
         """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches it off."""
         self._stall_warning_s = stall_warning_s
+        # A group of one waits for nobody.
         status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
         if status_post is not None:
             self._stall_watch = StallWatch(self.recorder, status_post, stall_warning_s)
@@ -394,6 +401,7 @@ class HostGroup(EngineGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
+        # A barrier moves no tensor, so it has no plan.
         body = self._meet if signature.name == "barrier" else self._move
         return self._start(signature, reads, writes, body, async_op)
 
@@ -407,9 +415,9 @@ class HostGroup(EngineGroup):
         *,
         is_numbered: bool = True,
     ) -> Work:
-        """Run a call here or queue it. Calls that not all ranks issue have no number. See [1].
+        """Run a call on this thread or queue it. A call that not all ranks issue has no number. See [1].
 
-        `reads` and `writes` are all the tensors that the body uses.
+        `reads` and `writes` together are all tensors that the body uses.
         """
         if self._closed:
             raise self._refusal(signature)
@@ -419,7 +427,9 @@ class HostGroup(EngineGroup):
         call = Call(signature, next(self._numbers) if is_numbered else None, reads, writes, mark=mark)
         self.recorder.add(call)
         order = self._order_on_device(reads, writes)
+        # [1] No call is in flight, so this one runs here, and its work is over when it is returned.
         if not async_op and queue.run_here(self._run, call, body, order):
+            # The host is done, but the device may not be: the caller's streams must wait for the copy back.
             if order is not None:
                 order.join()
             return FinishedWork(list(writes))
@@ -436,6 +446,7 @@ class HostGroup(EngineGroup):
             raise GroupClosedError(
                 f"{signature.name} on {self.place()}: the process ends, and the group's thread has ended before"
             )
+        # Calls that were in flight came first, so this one was queued although the caller wants to wait.
         if not async_op:
             work.wait()
         return work
@@ -444,6 +455,7 @@ class HostGroup(EngineGroup):
         if self._device is None:
             return None
         owned = [tensor for tensor in (*reads, *writes) if self._device.owns(tensor)]
+        # A group with a device also carries calls that use host tensors only.
         return self._device.order(owned) if owned else None
 
     def _run_into(self, work: PendingWork, call: Call, body: Body, order: StreamOrder | None) -> None:
@@ -463,11 +475,13 @@ class HostGroup(EngineGroup):
         # `abort` sets the first failure, then cancels the running call. Here the order is the other way round: set the running
         # call, then look at the failure. So either `abort` finds the call, or the call finds the failure.
         self._running = call
+        # The group failed after this call was issued. Its tensors must not be touched.
         if self._first_failure is not None:
             self._running = call.scope.ask = None
             call.is_over(FAILED)
             raise self._words.not_started(call, self._first_failure)
         self.recorder.begin(call)
+        # A call without a number may run on some ranks only, so it is not part of the history.
         compares = self._compares_later and call.number is not None
         try:
             if compares:
@@ -494,7 +508,9 @@ class HostGroup(EngineGroup):
     def _move(self, call: Call) -> None:
         """Carry out a collective by its plan. See [3]."""
         signature = call.signature
+        # Not `setdefault`: it would make a plan at every call.
         plan = self._plans.get(signature) or self._make_plan(signature)
+        # Only an all-to-all has splits, and no rank can see from its own whether they match.
         if signature.splits is not None and self.size > 1:
             self._check_same_splits(call)
         part, whole = pack(signature.name, call.reads, call.writes, self.size)
@@ -515,6 +531,7 @@ class HostGroup(EngineGroup):
     def _check_same_splits(self, call: Call) -> None:
         """Check that each rank sends as much as the others expect, by an all-gather of two numbers for each rank."""
         expected, sent = call.signature.splits or ((), ())
+        # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
         block = empty_block(mine, self.size)
         signature = Signature.of("all_gather_into_tensor", mine, detail=f"splits of {call.signature.name}")
@@ -525,6 +542,7 @@ class HostGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        # A group of one has nobody to compare with. Other groups without histories compare each call before it runs.
         if not self._compares_later:
             return None
         return self._start(
@@ -540,7 +558,8 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """As `ProcessGroup.allocate`. On the CPU, the transport allocates; the call has a place in the total order."""
+        """As `ProcessGroup.allocate`. On the CPU the transport allocates, and the call has a place in the total order."""
+        # The transport has fast memory only on the host; torch allocates the rest.
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
         self._refuse_if("allocate", checks.no_size(numel, dtype))
@@ -568,6 +587,7 @@ class HostGroup(EngineGroup):
         self._check_usable(signature)
         wire = in_plain_order(tensor)
         request = self._transport.start_recv(flat(wire), src, tag)
+        # A receive from any rank gives up only when no rank is left that could send.
         senders = [other for other in range(self.size) if other != self.rank] if src is None else [src]
         return self._transfer(signature, request, tensor, lambda: unpack("recv", wire, None, (tensor,)), senders, async_op)
 
@@ -591,6 +611,7 @@ class HostGroup(EngineGroup):
             deliver,
             lambda: f"{signature} on {self.place()}",
             self.timeout_s,
+            # Without a source or a peer, nothing can say that the transfer is in vain; only the time limit ends it.
             ask=ask if sources and peers else None,
             explain=lambda error: None if self._liveness is None else self._liveness.loss_behind(error),
         )
@@ -604,10 +625,12 @@ class HostGroup(EngineGroup):
         made: list[HostGroup] = []
 
         def body(call: Call) -> None:
+            # A negative number stands for no color, because ranks exchange integers here.
             mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device="cpu")
             block = empty_block(mine, self.size)
             self._transport.plan(Signature.of("all_gather_into_tensor", mine)).run(mine, block, call)
             number = next(self._splits_made)
+            # A rank without a color takes part in the all-gather, but is in no part.
             if color is not None:
                 members = members_of(color, block.view(self.size, 2).tolist())
                 made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, call.scope))
@@ -617,6 +640,7 @@ class HostGroup(EngineGroup):
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
         made: list[HostGroup] = []
+        # The members cannot agree on a number here, because the other ranks do not take part. So the name gives the number.
         number = crc32(name.encode())
         self._start(
             Signature("subset", detail=f"members={members}"),
@@ -662,10 +686,11 @@ class HostGroup(EngineGroup):
         self._start(Signature("close"), (), (), self._compare_at_close, is_numbered=False)
 
     def _compare_at_close(self, call: Call) -> None:
-        """Compare the calls. A rank that does not come is not an error: it may still compute, or have ended without closing."""
+        """Compare the calls. A rank that does not come is no error: it may still compute, or may have ended without closing."""
         scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._why_sender_will_not_send)
         try:
             self._agreed.same_history(scope)
+        # Only a disagreement is an error here. The group closes in any case.
         except (TimeoutError, TransportError) as error:
             logger.info("close on %s: calls were not compared with those of the other ranks: %s", self.place(), error)
 
@@ -700,6 +725,7 @@ class HostGroup(EngineGroup):
         if running is not None:
             running.scope.cancel(failure)
         self._transport.abort()
+        # A copy, because a work that ends on the queue's thread removes itself meanwhile.
         for work in list(self._in_flight):
             work.fail(failure)
         self._queue.stop()
@@ -728,18 +754,20 @@ class HostGroup(EngineGroup):
         raise failure from failure.__cause__
 
     def _on_failure(self, failure: BaseException) -> None:
-        """Called when the group has failed, for subclasses whose members tell each other."""
+        """Do nothing. The group calls it once, when it has failed. A subclass may tell other members there."""
 
     def _why_sender_will_not_send(self) -> TransportError | None:
-        """Why another rank will not send its message: it is lost, or has left the job; None if no reason is known."""
+        """The error if another rank is lost or has left the job, and will not send its message. None if nothing is known."""
         lost = self.reason_to_give_up()
         if lost is not None or self._leavers is None:
             return lost
+        # One rank that has left is enough here: the comparison needs a message of every rank.
         others = (peer for peer in range(self.size) if peer != self.rank)
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Why the running call will never end; None if no reason is known. Called on the thread that runs the call."""
+        """Why the running call will never end; None if no reason is known. The thread that runs the call asks."""
+        # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         return reason or self.reason_to_give_up()
 
@@ -769,7 +797,7 @@ class HostGroup(EngineGroup):
 
 
 class GroupWork(PendingWork):
-    """The work of a queued call. A callback of its own group may wait for it."""
+    """The work of a queued call. A callback of the same group may wait for this work."""
 
     __slots__ = ("_issued", "_order", "_queue", "_was_waited_for")
 
@@ -788,8 +816,9 @@ class GroupWork(PendingWork):
         self._was_waited_for = False
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the call is finished. Inside a callback, or if the turn is free, run the queue up to this call."""
+        """Block until the call is finished. Inside a callback, or if no other task runs, run the queue up to this call."""
         if self._queue.is_running_here():
+            # Inside a callback this thread has the turn, so no other thread can run the queued call.
             self._queue.run_until(self.is_completed)
         elif timeout is None and not modes_active():  # calls that run here ignore `timeout`, and a mode would see them
             self._queue.help(self.is_completed)
@@ -797,6 +826,7 @@ class GroupWork(PendingWork):
         self._was_waited_for = True
         if isinstance(self._future, GuardedFuture):
             self._future.was_waited_for = True
+        # The caller's streams must wait for the group's, although the host is done.
         if self._order is not None:
             self._order.join()
         return True
@@ -808,7 +838,8 @@ class GroupWork(PendingWork):
         return future
 
     def _settle(self, future: TensorsFuture) -> None:
-        """Complete the future, which runs its callbacks: see point 5 of Note [One total order] in `queue`."""
+        """Complete the future, which runs its callbacks. See point 5 of Note [One total order] in `queue`."""
+        # False: no helper runs this call, or the queue has stopped. Then the callbacks run on this thread.
         if not self._queue.hand_over(lambda: self._settle_here(future)):
             self._settle_here(future)
 

@@ -49,13 +49,14 @@ class Group(Protocol):
 
 
 class ObservedCall:
-    """When one call on this rank began and ended, in seconds of `time.perf_counter()`.
+    """One call on this rank, and when it began and ended, in seconds of `time.perf_counter()`.
 
     Attributes:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
         started: when the method was called.
-        finished: when the call was over; None if it is in flight, or if the end is not known (asynchronous send or receive).
+        finished: when the call ended. None while the call is in flight. An asynchronous send or receive keeps None, unless it
+            ended at once.
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -72,7 +73,7 @@ class ObservedCall:
 
 
 Observer: TypeAlias = Callable[[ObservedCall, torch.Tensor | None], None]
-"""A function that gets a call, and the first of its arguments that is a tensor. The call does not keep the tensor alive."""
+"""A function that gets a call, and the first tensor among the call's arguments. The call does not keep the tensor alive."""
 
 observers: list[Observer] = []
 """The observers that are told of calls now. Use `observe_calls` to add one."""
@@ -91,7 +92,8 @@ _here = _Here()
 def observe_calls(observer: Observer) -> Callable[[], None]:
     """Tell `observer` of each call on any group of this process, on the calling thread, right after it was issued.
 
-    If a call makes other calls, the observer is told of the outermost only. It must be quick, and must not communicate.
+    If a call makes other calls, the observer is told of the outermost call only. The observer must be quick, and must not
+    communicate.
 
     Returns:
         A function that stops the observation.
@@ -108,8 +110,8 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
 def recorded(method: Method) -> Method:
     """A decorator of a group's public method that shows each call to the profiler and to observers.
 
-    First it replaces tensors that stand for other tensors, and ends a call on tensors that do not exist; see Note [Tensors
-    that are no memory] in `tensors.checks`.
+    First the decorator replaces tensors that stand for other tensors. A call on tensors without memory ends at once. See Note
+    [Tensors that are no memory] in `tensors.checks`.
     """
     name = method.__name__
 
@@ -118,6 +120,7 @@ def recorded(method: Method) -> Method:
         if not are_usual(args) or not are_usual(kwargs.values()):
             args = tuple(map(resolved, args))
             kwargs = {key: resolved(value) for key, value in kwargs.items()}
+            # A compiler or a shape check only traces the program: there is no memory to send.
             if has_fakes((*args, *kwargs.values())):
                 return FinishedWork(list(_tensors((*args, *kwargs.values()))))
         if not (profiler_runs() or observers):  # the usual case: nobody looks
@@ -142,6 +145,7 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
         issue: issues the call.
         is_async: whether the call may go on after `issue` has returned.
     """
+    # No profiler runs, or the groups inside this one show the call.
     if not profiler_runs() or group.profiled_as is None:
         return issue()
     return profiled(f"{group.profiled_as}:{_TITLES.get(name, name)}", tensors, issue, is_async=is_async)
@@ -156,17 +160,20 @@ def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work],
         issue: issues the call, which may make other calls.
         is_async: whether the call may go on after `issue` has returned.
     """
+    # An outer call has opened the range already.
     if _here.is_profiled:
         return issue()
     span = ProfilerRange(title, tensors)
     _here.is_profiled = True
     try:
         work = issue()
+    # The range must end here, because no work exists whose future could end it.
     except BaseException:
         span.end()
         raise
     finally:
         _here.is_profiled = False
+    # The call may go on after `issue`, so its future ends the range.
     if is_async:
         span.end_with(work.get_future())
     else:
@@ -175,6 +182,7 @@ def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work],
 
 
 def _observed(name: str, group: Group, values: tuple[object, ...], issue: Callable[[], Work]) -> Work:
+    # A call that an observed call makes, such as the all-reduces of a coalesced call.
     if _here.is_observed:
         return issue()
     tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
@@ -184,6 +192,7 @@ def _observed(name: str, group: Group, values: tuple[object, ...], issue: Callab
         work = issue()
     finally:
         _here.is_observed = False
+    # The call ended before it returned, so its future is not needed.
     if work.is_completed():
         call.note_end()
     elif name not in _TRANSFERS:

@@ -44,7 +44,7 @@ class Queue:
     3. A task issued *from a callback of a running task* runs at once, on the same thread, inside the callback. On every rank
        it comes before all queued tasks. So the callback may wait for it.
     4. If a callback waits for a queued task (for its work, or for a future that depends on it), it runs the queue up to that
-       task (`run_until`). This does not work for futures that torch makes, such as that of `torch.futures.collect_all`.
+       task (`run_until`). Futures that torch makes, such as the future of `torch.futures.collect_all`, do not run the queue.
     5. If a thread waits for a work outside of a callback and the turn is free, it takes the turn and runs the queue up to that
        task itself (`help`), because waking another thread takes longer than a small collective. The callbacks of the tasks it
        has run become the next task (`hand_over`). The thread does not wait for them: they may want a lock that it holds.
@@ -58,11 +58,11 @@ class Queue:
     ~~~~~~~~~~~~~~~~~~~~~
     A callback is late if it is attached after later calls of the group were issued. One rank may run it before those calls, and
     another rank after them, so a call that it issues would have another place in the order on each rank. The queue refuses
-    such a call. Lateness follows from counts alone, so all ranks decide alike.
+    such a call. Whether a callback is late depends only on counts of calls, so all ranks decide the same.
 
-    If the program has already waited for the work, the callback runs at once on every rank, and is not late. The same holds for
-    the futures that `then` returns. The queue cannot see callbacks of a future that torch makes of ours, such as that of
-    `torch.futures.collect_all`.
+    If the program has already waited for the work, the callback runs at once on every rank, and is not late. This also holds
+    for the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from ours, such as the
+    future of `torch.futures.collect_all`.
 
     A queued task never raises: it stores its own outcome. In `run_here`, an error of the task reaches the caller.
 
@@ -100,9 +100,11 @@ class Queue:
             Whether the task was run. If not, call `enqueue`.
         """
         me = get_ident()  # before the turn is taken; see the comment below
+        # A callback of the running task: this thread has the turn already, and the call comes before all queued ones.
         if self._running_on == me:
             task(*arguments)
             return True
+        # Queued tasks come first, and another thread may have the turn. Then this task must be queued.
         if self._tasks or not self._turn.acquire(False):
             return False
         # A signal's handler, such as Ctrl-C, may raise between any two lines. Nothing may stand between `acquire` and `try`,
@@ -121,6 +123,7 @@ class Queue:
         Returns:
             The task's result. An error of the task reaches the caller.
         """
+        # Inside a task, the turn is this thread's already; the lock would block for ever.
         if self._running_on == get_ident():
             return task(*arguments, **options)
         with self._turn:
@@ -131,7 +134,7 @@ class Queue:
                 self._running_on = None
 
     def enqueue(self, task: Task) -> bool:
-        """Run a task on the queue's thread, after all tasks issued before it. Inside a callback, run it here and at once.
+        """Run a task on the queue's thread, after all tasks issued before it. Inside a callback, run it at once on this thread.
 
         Returns:
             False if `stop` was called: the task will not run.
@@ -145,6 +148,7 @@ class Queue:
         with self._changed:
             if self._stopping:
                 return False
+            # The first queued task starts the thread. Many groups never queue one.
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 thread.start()  # before the task is queued: if no thread can start, later calls still run on their callers
@@ -156,12 +160,14 @@ class Queue:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run queued tasks, in order, until `is_done` or the queue is empty. Call it inside a callback."""
+        # No turn is taken: the callback's thread holds it.
         while self._tasks and not is_done():
             self._tasks.popleft()()
 
     def help(self, is_done: Callable[[], bool]) -> None:
-        """Run queued tasks, in order, until `is_done` or another thread has the turn. Call it on a thread that is to wait."""
+        """Run queued tasks, in order, until `is_done` or another thread has the turn. Call it on a thread that must wait."""
         me = get_ident()
+        # If another thread has the turn, it runs the tasks, and this thread only needs to wait.
         while self._tasks and not is_done() and self._turn.acquire(False):
             try:
                 self._helper = me
@@ -176,9 +182,11 @@ class Queue:
         Returns:
             False if `help` does not run the current task, or the queue's thread may have ended. Then run the task yourself.
         """
+        # The task runs on the queue's own thread or on the caller's, which may complete the future themselves.
         if self._helper != get_ident():
             return False
         with self._changed:
+            # The queue's thread may have ended, so nobody would take this task.
             if self._stopping:
                 return False
             self._tasks.appendleft(task)
@@ -198,6 +206,7 @@ class Queue:
         """Wait until nothing runs and nothing is queued. False if this takes longer than `timeout_s` seconds."""
         end_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
         while self._turn.acquire(timeout=max(0.0, end_s - time.monotonic())):
+            # Another thread may queue a task right after this, so the caller must have refused new calls before.
             is_empty = not self._tasks
             self._turn.release()
             if is_empty:
@@ -206,15 +215,15 @@ class Queue:
         return False
 
     def stop(self) -> None:
-        """End the thread once the queue is empty. Does not wait for it."""
+        """Let the thread end once the queue is empty. This method does not wait for the end."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """`stop` for a finalizer. A finalizer may run on any thread, which may hold any lock, so `drop` waits for no lock.
+        """Stop the queue from a finalizer. A finalizer may run on any thread, which may hold any lock, so it waits for no lock.
 
-        If another thread has the lock, the queue's thread is not woken; at worst it sleeps on.
+        If another thread has the lock, the queue's thread is not woken. In the worst case it sleeps until the process ends.
         """
         self._stopping = True
         if self._changed.acquire(blocking=False):
@@ -247,6 +256,7 @@ class Queue:
         Raises:
             MisuseError: the thread runs a late callback.
         """
+        # The usual case: no callback runs on any thread, and the look-up is saved.
         if self._callbacks:
             is_late = self._callbacks.get(get_ident())
             if is_late:
@@ -255,6 +265,7 @@ class Queue:
                     "group had been issued, so its place in their order would be another on each rank. Attach the callback "
                     "before the next collective is issued, or wait for the work first"
                 )
+            # A callback that is in time: its call must not make callbacks late that are attached after it.
             if is_late is not None:
                 return _IN_CALLBACK
         self.issued += 1
@@ -276,6 +287,7 @@ class Queue:
         try:
             return callback(future)
         finally:
+            # Callbacks nest, if a callback waits for a work whose own callbacks then run here.
             if outer is None:
                 del self._callbacks[me]
             else:
@@ -287,6 +299,7 @@ class Queue:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._tasks or self._stopping)
+                # The queue was stopped and is empty. A stopped queue that still has tasks runs them first.
                 if not self._tasks:
                     return
             with self._turn:
@@ -303,7 +316,7 @@ class Queue:
 
 
 class GuardedFuture(GroupFuture):
-    """A future that tells the queue of each callback when it is attached. The future holds no reference to its work.
+    """A future that tells the queue when a callback is attached to it. The future holds no reference to its work.
 
     Args:
         queue: the group's queue.
@@ -342,7 +355,7 @@ _started: weakref.WeakSet[Queue] = weakref.WeakSet()
 
 
 def a_queue_runs_here() -> bool:
-    """Whether this thread is inside a call of any group, or inside a callback of one."""
+    """Whether this thread runs a call of any group, or a callback of a call."""
     return any(queue.is_running_here() for queue in list(_started))
 
 
@@ -361,7 +374,7 @@ def finish_all() -> None:
 
 
 def _run_queues_here(is_done: Callable[[], bool]) -> None:
-    """Run the queue in whose callback this thread is, if any. A future calls it before it blocks.
+    """If this thread is in a callback of a queue, run this queue. A future calls this function before it blocks.
 
     This is point 4 of Note [One total order]. The future may belong to another group, so all queues are asked.
     """

@@ -47,7 +47,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 
 
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
-    """The tag of a message on the wire. If a library has too few tags, it gets the caller's tag without the dtype.
+    """The tag of a message on the wire. If the library has too few tags, this is the caller's tag, without the dtype.
 
     Args:
         tag: the caller's tag.
@@ -57,6 +57,7 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     Raises:
         InvalidArgumentError: the tag is too large.
     """
+    # Without room for the dtype, a receive may match a send of another dtype. The program's tags must still work.
     if largest < _LEAST:
         return tag
     coded: int = tag << _BITS | _CODES.get(dtype, _OTHER_DTYPE)
@@ -66,7 +67,7 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
 
 
 def sized_wire_tag(tag: int, dtype: torch.dtype, numel: int, largest: int) -> int:
-    """`wire_tag` with a code of the number of elements. Use it for a library that does not check the size of a message.
+    """`wire_tag` with a code for the number of elements. Use it for a library that does not check the size of a message.
 
     Two numbers of elements have the same code if they differ by a multiple of `SIZES`.
     """

@@ -18,10 +18,10 @@ from .transport import Request
 
 
 class TransferWork(Work):
-    """A send or receive in flight. The thread that waits for it makes it progress.
+    """A send or receive in flight. The transfer makes progress while a thread waits for it.
 
-    It uses no thread of its own until the caller asks for a future; then a thread waits for the transfer. `_driving` lets only
-    one thread at a time wait for the request, because a transport need not support more.
+    If the caller asks for a future, a new thread waits for the transfer. Without a future there is no such thread. `_driving`
+    lets only one thread at a time wait for the request, because a transport need not support more.
 
     Args:
         request: the transport's request.
@@ -61,6 +61,7 @@ class TransferWork(Work):
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if not self._done:
+            # A forked child has the object but not the library's connections, so it must not wait.
             if self._generation != generation():
                 raise not_the_rank("wait", self._describe())
             self._drive_within(seconds(timeout, self._timeout_s))
@@ -69,7 +70,8 @@ class TransferWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the transfer is over, with or without an error, as far as the library can tell without waiting."""
+        """Whether the transfer has ended, with or without an error. False if the library cannot tell without waiting."""
+        # If another thread drives the request, that thread will note the end.
         if self._generation == generation() and self._driving.acquire(blocking=False):
             try:
                 if not self._done:
@@ -91,10 +93,11 @@ class TransferWork(Work):
         return self._request.source()
 
     def get_future(self) -> TensorsFuture:
-        """The future of this transfer; the first call starts a thread that waits for it."""
+        """The future of this transfer. The first call starts a thread that waits for the transfer."""
         with self._settling:
             if self._future is None:
                 self._future = new_future(self._tensors)
+                # Nobody will finish the transfer again, so the future is completed here.
                 if self._done:
                     self._settle()
                 else:
@@ -111,9 +114,11 @@ class TransferWork(Work):
 
     def _drive_within(self, timeout_s: float) -> None:
         scope = CancelScope(timeout_s, self._ask)
+        # Another thread waits for the request. This thread waits for it, but only as long as its own limit allows.
         if not self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise self._timed_out(timeout_s)
         try:
+            # The other thread may have finished the transfer while this one waited for the lock.
             if not self._done:
                 self._drive(scope)
         except TimeoutError as error:
@@ -132,7 +137,7 @@ class TransferWork(Work):
             raise reason.reworded(f"{self._describe()}: {reason}") from None
 
     def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
-        """Finish the transfer if the request is over. If the request fails, finish with its error, for all later waiters."""
+        """Finish the transfer if the request is over. If the request fails, finish the transfer with the request's error."""
         try:
             if is_over():
                 self._finish(None)
@@ -144,6 +149,7 @@ class TransferWork(Work):
             self._finish(self._explained(error))
 
     def _explained(self, error: BaseException) -> BaseException:
+        # Bugs and Ctrl-C keep their type and text.
         if not isinstance(error, SynclineError):
             return error
         behind = (self._explain(error) if isinstance(error, TransportError) else None) or error
@@ -154,11 +160,13 @@ class TransferWork(Work):
         with self._settling:
             if self._done:
                 return
+            # Only a received tensor that is complete may be copied to the caller's.
             if error is None:
                 with untracked():
                     self._deliver()
             self._error = error
             self._done = True
+            # `_settle` runs callbacks, which may want this lock, so it comes after the lock is free.
             future_is_waiting = self._future is not None
         if future_is_waiting:
             self._settle()

@@ -41,7 +41,7 @@ class Request(ABC):
 
 
 class Plan(ABC):
-    """How a transport carries out one signature. It makes all decisions that need no tensors when it is constructed.
+    """How a transport carries out one signature. The constructor makes all decisions that need no tensors.
 
     A group keeps its plans, and runs one call at a time. A plan keeps no tensor alive, and communicates only when it runs.
     """
@@ -59,7 +59,7 @@ class Plan(ABC):
             part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
             whole: the block with one part for each rank, if the collective has such a block; else `part` itself. None in a
                 gather or scatter on the ranks that are not the root.
-            call: the call, with the scope that ends its waits.
+            call: the call. Its scope ends the plan's waits.
 
         Raises:
             TimeoutError: the scope's time limit was reached; the text says what is known of the other ranks.
@@ -84,7 +84,7 @@ class Transport(ABC):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether the ranks compare each call before it runs. If not, the group compares later. The same on all ranks."""
+        """Whether the ranks compare each call before it runs. If not, the group compares later. All ranks return the same."""
         return False
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Transport(ABC):
     def plan(self, signature: Signature) -> Plan:
         """Make the plan for calls of this signature. Does not communicate.
 
-        Ranks may make their plans at different calls, so a new plan must do the same on the wire as one that was kept.
+        Ranks may make their plans at different calls, so a new plan must send and receive the same messages as a kept one.
         """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """A place where ranks leave lines of text for rank 0 without interrupting anybody; None if there is no such place."""
+        """A place where ranks leave lines of text for rank 0, without interrupting another rank. None if there is none."""
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
@@ -140,14 +140,14 @@ class Transport(ABC):
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """Called in a forked child: it must neither use nor free objects that the library keeps for the parent."""
+        """Leave the library's objects to the parent. A forked child calls it, and must neither use nor free these objects."""
 
     def lost_ranks(self) -> Sequence[int]:
         """The ranks that have failed, as far as the library knows. Must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Make the library end, with an error, the call that runs on another thread. No call follows. May block."""
+        """Make the library end, with an error, the call that runs on another thread. No other call comes later. May block."""
 
     @abstractmethod
     def close(self) -> None:
@@ -159,24 +159,24 @@ class Transport(ABC):
 
 
 class LibraryTransport(Transport):
-    """A transport for a library with blocking collectives on host memory. Its plans call the method named like the collective.
+    """A transport for a library with blocking collectives on host memory. Its plans call the method with the collective's name.
 
-    Each method blocks until this rank's share is done. Tensors are checked, flat, contiguous and on the CPU, of any dtype. A
-    "block" holds `size` equal parts, one for each rank. While a method waits, it calls `call.scope.check`, and lets its errors
-    through. Raise an error of the library as `TransportError`, `from` the original.
+    Each method blocks until this rank's share is done. The caller has checked the tensors: they are flat, contiguous, on the
+    CPU, and of any dtype. A "block" holds `size` equal parts, one for each rank. While a method waits, it calls
+    `call.scope.check`, and does not catch its errors. Raise an error of the library as `TransportError`, `from` the original.
     """
 
     def plan(self, signature: Signature) -> Plan:
-        """Make a plan that calls the method of the collective's name."""
+        """Make a plan that calls the method with the collective's name."""
         return LibraryPlan(self, signature)
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine in place. All ranks end with the same bits."""
+        """Combine the tensors of all ranks in place. The result has the same bits on all ranks."""
 
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """Combine in place on the root; elsewhere the tensor is not changed."""
+        """Combine the tensors of all ranks, in place on the root. The other ranks' tensors are not changed."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
@@ -196,7 +196,10 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine the blocks, and write part r to rank r's tensor. Change the block only where `tensor` is part of it."""
+        """Combine the blocks of all ranks, and write part r to rank r's tensor.
+
+        `tensor` may be a part of the block. Do not change other parts of the block.
+        """
 
     @abstractmethod
     def all_to_all(
@@ -211,7 +214,7 @@ class LibraryTransport(Transport):
 
 
 class LibraryPlan(Plan):
-    """Calls the transport's method of the collective's name, with flat tensors."""
+    """Calls the transport's method that has the collective's name, with flat tensors."""
 
     def __init__(self, transport: LibraryTransport, signature: Signature) -> None:
         self._transport = transport
@@ -219,7 +222,7 @@ class LibraryPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """The library's own."""
+        """The backend's name, because the library chooses the algorithm itself."""
         return self._transport.backend_name
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:

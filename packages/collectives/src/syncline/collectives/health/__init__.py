@@ -1,1 +1,1 @@
-"""What is wrong, and with whom: agreement of the ranks, the record of calls, the monitor, reports."""
+"""Find what is wrong, and on which rank: agreement of the ranks, the record of calls, the monitor, reports."""

@@ -2,8 +2,8 @@
 
 Ranks that make different calls may all succeed, with wrong results. So the ranks compare their calls, in two ways:
 
-- *before a call*, with `Agreement.same`, or inside the transport if that is free (over shared memory,
-  `transports.mpi.node.shared_sync`);
+- *before a call*, with `Agreement.same`. Over shared memory the transport compares calls itself, at no cost
+  (`transports.mpi.node.shared_sync`);
 - *now and then and at the end*, with `Agreement.same_history`: one number stands for all calls so far.
 
 Note [Comparison of calls]
@@ -11,8 +11,8 @@ Note [Comparison of calls]
 If a transport does not compare each call before it runs, each rank keeps a digest of all its calls in their total order. The
 ranks compare digest and count at a barrier, when the group is closed, after every `COMPARE_EVERY_CALLS` calls, and at the end
 of each backward that a reducer reduces. `Signature.digest` says which facts about a call are compared. If a rank swaps two
-calls with the same signature, the comparison cannot see it. Sends and receives have no place in the order; their transports
-compare sizes.
+calls with the same signature, the comparison cannot see it. Sends and receives have no place in the order, so the
+comparison leaves them out. Transports compare the sizes of their messages.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _MASK = (1 << 62) - 1
 class Carrier(ABC):
     """Exchanges numbers and texts between the ranks of a group, without its collectives. All ranks call in the same order.
 
-    If ranks have made different calls, their collectives may match each other and mix their data. A carrier's messages match
-    only messages of the carrier.
+    If ranks have made different calls, two different collectives may match each other and mix their data. A carrier's
+    messages match only messages of a carrier.
     """
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """For each index the largest number of all ranks. No rank returns before all have called.
+        """For each index the largest number of all ranks. A rank returns only after all ranks have called.
 
         Raises:
             TimeoutError: another rank did not come.
@@ -65,14 +65,15 @@ class Carrier(ABC):
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
         """The text of each rank, for error messages. Raises the errors of `maximum`.
 
-        With many ranks the messages would be long, so they have at most `most_told` different texts; None: all texts.
+        With many ranks the messages would be long. So each message has at most `most_told` different texts; None: all texts.
         """
 
 
 class MessageCarrier(Carrier):
     """Carries by messages of a transport, with a reserved tag.
 
-    Cost: ceil(log2(size)) messages from each rank, one after the other; twice as many for statements (lengths, then texts).
+    Cost: ceil(log2(size)) messages from each rank, one after the other. Statements cost twice as many, because the length of a
+    text goes before the text.
 
     Args:
         transport: the transport of the messages.
@@ -108,6 +109,7 @@ class MessageCarrier(Carrier):
         return said
 
     def _exchange(self, mine: torch.Tensor, after: int, theirs: torch.Tensor, before: int, scope: CancelScope) -> None:
+        # The receive starts first, so that a message that comes at once finds its tensor.
         receiving = self._transport.start_recv(theirs, before, CONTROL)
         sending = self._transport.start_send(mine, after, CONTROL)
         try:
@@ -137,7 +139,7 @@ class History(NamedTuple):
 
 
 class Agreement:
-    """Compares the calls of the ranks of one group.
+    """Compares the calls that the ranks of one group make.
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
@@ -164,6 +166,7 @@ class Agreement:
         Raises:
             TimeoutError: another rank did not come.
         """
+        # The largest of the negatives is the negative of the smallest, so one exchange finds both.
         mine = crc32(text.encode())
         largest, negative_smallest = self._carrier.maximum((mine, -mine), scope)
         return None if largest == -negative_smallest else self._statements(text, scope)
@@ -184,6 +187,7 @@ class Agreement:
             largest, negative_smallest, started_ns = self._carrier.maximum((mine, -mine, time.time_ns()), scope)
             if largest != -negative_smallest:
                 raise DisagreementError(different_options(self._statements(text, scope)))
+        # A `CollectiveTimeout` here, because no call exists yet from which the group could make one.
         except TimeoutError as error:
             raise CollectiveTimeout(
                 f"rank {self._rank} has connected, but not all ranks compared their options: {error}"
@@ -193,7 +197,7 @@ class Agreement:
     # ---- all calls so far ----
 
     def add(self, call: int) -> None:
-        """Add a call that begins, by its digest."""
+        """Add the digest of a call that begins."""
         digest, calls = self._history
         mixed = ((digest ^ call) + calls + 1) * _MULTIPLIER
         self._history = History((mixed ^ (mixed >> 31)) & _MASK, calls + 1)
@@ -201,6 +205,7 @@ class Agreement:
     @property
     def is_due(self) -> bool:
         """Whether the ranks must compare their histories after the call that was added last."""
+        # All ranks count the same calls, so all compare after the same one.
         return self._history.calls % COMPARE_EVERY_CALLS == 0
 
     @property
@@ -233,8 +238,8 @@ class Agreement:
     def _statements(self, text: str, scope: CancelScope) -> Statements:
         """The texts of all ranks, for an error that all ranks are about to raise.
 
-        A rank that returns may leave the job, and break the connections of the others. So each rank first waits until all have
-        the texts. If this wait fails, the texts are used all the same.
+        A rank that returns may leave the job, and break the connections of the others. So each rank first waits until all ranks
+        have the texts. If this wait fails, the rank uses the texts anyway.
         """
         said = self._carrier.statements(text, scope)
         with suppress(TimeoutError, TransportError):
@@ -244,19 +249,21 @@ class Agreement:
     def _who_did_what(self, calls: int, fewest: int, most: int, scope: CancelScope) -> str:
         records = self._recorder.records()
         last = [record for record in records if record.position is not None and record.position < calls][-_LAST_CALLS:]
+        # The oldest calls go first: the ranks diverged not long ago, because they compare often.
         while len(_as_text(last).encode()) > _MOST_BYTES:
             last = last[1:]
         histories: dict[int, Sequence[CallRecord]] = {self._rank: last}
         untold: Collection[int] = ()
         with suppress(TimeoutError, TransportError):  # without the others, the error has this rank's calls only
             said = self._statements(_as_text(last), scope)
+            # Each distinct text is parsed once, because most ranks have the same one.
             histories = {rank: told for text, ranks in said.ranks.items() for told in [_from_text(text)] for rank in ranks}
             untold = said.untold
         return different_histories(histories, untold, fewest, most)
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
-    """The calls as text. It is the same on all ranks that made the same calls, so it has no times and no states."""
+    """The calls as text. Ranks that made the same calls must have the same text, so the text has no times and no states."""
     return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
 
 
@@ -312,7 +319,8 @@ def name_of_run(started_ns: int) -> str:
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
     """The error text for an all-to-all whose splits do not match; None if they do.
 
-    A rank cannot see this from its own counts. Libraries leave elements that never come unwritten, or end the process.
+    A rank cannot see a mismatch from its own counts. If too few elements come, some libraries leave the rest of the output
+    unwritten, and others end the process.
 
     Args:
         counts: for each rank, how many elements it expects from each rank, then how many it sends to each.

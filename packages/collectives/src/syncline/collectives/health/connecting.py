@@ -1,4 +1,4 @@
-"""Connecting: watches a rank that connects its group, as a collective is watched."""
+"""Connecting: watches a rank while it connects its group, in the way in which the monitor watches a collective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOKS_IN_LIMIT = 10
 
 
 def speakers(size: int) -> list[int]:
-    """The ranks that report problems at the start, for all ranks: the first, the middle and the last one. A pure function.
+    """The ranks that report problems at the start for all others: the first, the middle and the last one. A pure function.
 
     There are three, because one of them may be the rank that does not come. Not all ranks report, because 64 ranks must not
     print the same message 64 times.
@@ -60,14 +60,16 @@ class Connecting:
     def set_place(self, rank: int, size: int | None) -> None:
         """Set this rank, and the number of ranks if it is known."""
         self.who = f"rank {rank}" if size is None else f"rank {rank} of {size}"
+        # Before the size is known nobody can tell who speaks, so this rank does.
         self._speaks = size is None or rank in speakers(size)
 
     @contextmanager
     def step(self, words: str) -> Iterator[None]:
-        """A context for one step. `words` name the step, and after a colon the reason why it may not go on."""
+        """A context for one step. `words` name the step, then a colon, then the reason why the step may not go on."""
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield
+        # Not in a `finally`: after an error the step is still the one that failed.
         self._step, self._missing, self._has_warned = "what comes next", "", True
 
     def say_who_is_missing(self, words: str, *, speaks: bool) -> None:
@@ -91,7 +93,7 @@ class Connecting:
         return None if self.is_over else self
 
     def reason_to_give_up(self) -> TransportError | None:
-        """The loss of a rank that had come; None if no rank is lost."""
+        """The loss of a rank that had connected before; None if no rank is lost."""
         return None if self.liveness is None else self.liveness.reason_to_give_up()
 
     def interrupt(self) -> None:

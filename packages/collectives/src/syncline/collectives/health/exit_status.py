@@ -2,8 +2,8 @@
 
 In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So we wrap `sys.exit`, and also `exit` and
 `quit`, which the module `site` gives to scripts. Many programs catch the exception (argparse in a test, a server's loop), so
-only an exception that nobody catches counts. Python frees such an exception when no frame of the main thread is left. It frees
-an exception that was caught while a frame still runs. If something else keeps the exception alive, we treat it as caught.
+only an exception that nobody catches counts. Python frees such an exception when no frame of the main thread is left. Python
+frees a caught exception earlier, while a frame still runs. If something else keeps the exception alive, we treat it as caught.
 
 If a script raises SystemExit in another way (`raise SystemExit(3)`), only `syncline run` sees the status before the process
 ends.
@@ -31,6 +31,7 @@ class _Exit(SystemExit):
 
 def _exit(status: object = None, /) -> NoReturn:
     """Exit the interpreter by raising SystemExit(status); see Python's `sys.exit`."""
+    # In another thread, `sys.exit` ends only this thread, so it says nothing about the process.
     if threading.current_thread() is threading.main_thread():
         raise _Exit(status)
     _python_exit(status)  # type: ignore[arg-type]  # `threading` compares the type
@@ -56,6 +57,7 @@ class _Quitter:
         return repr(self._before)
 
     def __call__(self, code: object = None) -> None:
+        # At a prompt, the original also closes the standard input.
         if hasattr(sys, "ps1"):
             self._before(code)
         _exit(code)
@@ -68,7 +70,7 @@ def set_exit_status(status: int) -> None:
 
 
 def exit_status() -> int:
-    """The status given to `sys.exit`; 0 if nothing called it. Call this at the interpreter's exit."""
+    """The status given to `sys.exit`; 0 if nothing called `sys.exit`. Call this function at the interpreter's exit."""
     return _status or 0
 
 
@@ -76,4 +78,5 @@ def as_status(code: object) -> int:
     """The status, 0 to 255, that the system sees for an argument of `sys.exit`. A pure function."""
     if code is None:
         return 0
+    # A text or another object: Python prints it and exits with 1. A number is cut to 8 bits by the system.
     return code & 0xFF if isinstance(code, int) else 1

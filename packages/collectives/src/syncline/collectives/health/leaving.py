@@ -8,8 +8,8 @@ started k collectives. A collective that the leaver had started still finishes, 
 lets its library work. A rank that waits for no other rank is never disturbed, even if it computes or saves for long after the
 others have left.
 
-Sends and receives have no place in this order. For them, the other ranks assume that `TRANSFER_GRACE_S` seconds after a rank's
-notice, all its messages have arrived.
+Sends and receives have no place in this order. A rank that waits for a message of a leaver waits for another
+`TRANSFER_GRACE_S` seconds after the leaver's notice. Then it assumes that all messages of the leaver have arrived.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Leaving:
 
 
 def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequence[int]) -> list[int]:
-    """The ranks that will never come to collective `number` (from 1) of a group, from the notices. A pure function."""
+    """The ranks that will never come to collective `number` of a group, counted from 1. A pure function of the notices."""
     return sorted(left.rank for left in notices if left.rank in members and left.started.get(group, 0) < number)
 
 
@@ -72,12 +72,13 @@ class Leavers:
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
         """Count the calls of a new group. All members make groups of the same name in the same order.
 
-        A group's key is the same on all its members, whichever other groups they have made. The key is kept when the group is
-        closed, because another member may still be in the last collective. Then the notice must say that this rank has started
-        it.
+        A group's key is the same on all its members, whichever other groups they have made. The key stays when the group is
+        closed, because another member may still be in the last collective. This rank's notice must then say that this rank has
+        started that collective.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
+            # A program may make several groups of one name and the same ranks; the count tells them apart.
             key = f"{same}/{self._made[same]}"
             self._made[same] += 1
             calls = self._groups[key] = GroupLeavers(self, key, ranks, is_part=is_part)
@@ -89,12 +90,13 @@ class Leavers:
             return {key: calls.count.begun for key, calls in self._groups.items()}
 
     def has_open_group(self) -> bool:
-        """Whether a group that was connected (not made from another group) was not closed properly."""
+        """Whether some group is still open that was connected, not made from another group."""
         with self._lock:
             return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
 
     def add(self, group: OpenGroup) -> None:
-        """Remember a group whose calls are counted here. No reference to it is kept."""
+        """Remember a group whose calls are counted here. Only a weak reference is kept."""
+        # Groups that are gone are forgotten here, so the list does not grow with each new group.
         self._made_by = [made for made in self._made_by if made() is not None]
         self._made_by.append(weakref.ref(group))
 
@@ -111,7 +113,7 @@ class Leavers:
 
 
 class GroupLeavers:
-    """Counts the collectives of one group that this rank has started, and finds those that will not finish.
+    """Counts the collectives of one group that this rank has started, and finds collectives that will not finish.
 
     Attributes:
         count: the count of started collectives.
@@ -145,7 +147,9 @@ class GroupLeavers:
         """Why a transfer with one of these ranks of the group will not finish; None if it may."""
         left = self._leavers.left()
         latest = monotonic() - TRANSFER_GRACE_S
+        # A message may arrive shortly after the notice, so only notices that are old enough count.
         gone = [self._ranks[peer] for peer in peers if self._ranks[peer] in left and left[self._ranks[peer]][1] < latest]
+        # For a receive from any rank, one remaining peer is enough to go on.
         return self._error(gone) if len(gone) == len(peers) else None
 
     def _error(self, gone: Sequence[int]) -> RankLostError | None:

@@ -1,4 +1,4 @@
-"""Find out which members of a group are lost. Also: the identity of a process on its node, and the run of this process."""
+"""Find out which members of a group are lost. The module also has the identity of a process, and the run of this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProcessIdentity:
     """A process that other processes of its node can find again.
 
     Attributes:
-        node: the same for all processes that can see each other's process ids: host name, boot of the kernel, PID namespace.
+        node: host name, boot of the kernel and PID namespace. Processes with the same value can see each other's process ids.
         host: the host's name, for messages.
         pid: the process id.
         started: the start time in the kernel's clock ticks. A later process with the same id has another start time.
@@ -53,9 +53,11 @@ class ProcessIdentity:
 
     def state(self) -> ProcessState | None:
         """The state according to the system; None for a process on another node."""
+        # The process id means nothing on another node, where it may belong to another process.
         if not self.is_here():
             return None
         found = _stat(self.pid)
+        # No such process, another process that got the same id later, or a zombie.
         if found is None or found[1] != self.started or found[0] in _GONE:
             return ProcessState.GONE
         return ProcessState.STOPPED if found[0] in _STOPPED else ProcessState.RUNNING
@@ -73,6 +75,7 @@ class ProcessIdentity:
         try:
             said = json.loads(text)
             return cls(str(said["node"]), str(said["host"]), int(said["pid"]), int(said["started"]))
+        # The text comes from another rank or a file, so it may be anything.
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -92,6 +95,7 @@ def own_identity() -> ProcessIdentity | None:
 def _own_node() -> str:
     try:
         return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    # Not Linux, or no /proc. `own_identity` then returns None.
     except OSError:
         return ""
 
@@ -100,6 +104,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
     """A process's state and start time; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    # The process has ended, or there is no /proc.
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the process name before may contain blanks, brackets and other bytes
@@ -136,7 +141,7 @@ _run: Run | None = None
 
 
 def note_run(name: str, rank: int, size: int) -> None:
-    """Note that a group has started. The first group with several ranks names the run, because it has all ranks."""
+    """Note that a group has started. The first group with several ranks gives the run its name, because it has all ranks."""
     global _run
     if size > 1 and current_run() is None:
         _run = Run(name, rank, size, os.getpid())
@@ -144,13 +149,14 @@ def note_run(name: str, rank: int, size: int) -> None:
 
 def current_run() -> Run | None:
     """The run of this process; None if no group with several ranks has started, and in a forked child."""
+    # A forked child has the parent's value, but is not the rank.
     return _run if _run is not None and _run.pid == os.getpid() else None
 
 
 LOOK_S = 0.2
 """The shortest time between two questions to the system, in seconds."""
 GRACE_S = 0.5
-"""A process that is gone may have done its part of the running collective. Then the collective ends within this time."""
+"""Seconds that a collective gets to end after a member is gone, because the member may have done its part before."""
 CAUSE_S = 1.0
 """How long to look for a loss that would explain an error, in seconds."""
 
@@ -161,8 +167,8 @@ LostRanks = Callable[[], Sequence[int]]
 class Liveness:
     """Finds out whether the processes of a group's ranks still exist. Any thread may call it.
 
-    It sees only processes of this node, unless `lost_ranks` knows more. It needs no lock: two threads that look at the same
-    time see the same, and a lost rank never comes back.
+    It sees only processes of this node, unless `lost_ranks` knows more. It needs no lock, because a lost rank never comes back:
+    two threads that look at the same time find the same ranks.
 
     Args:
         members: for each rank of the group its process, as far as known.
@@ -185,6 +191,7 @@ class Liveness:
     def lost(self) -> tuple[int, ...]:
         """The lost ranks, ascending. Asks the system at most every `LOOK_S` seconds."""
         now = monotonic()
+        # Every waiting thread asks often, and each question reads a file for each process.
         if now >= self._next_look:
             self._next_look = now + LOOK_S
             self._look(now)
@@ -193,6 +200,7 @@ class Liveness:
     def reason_to_give_up(self) -> RankLostError | None:
         """Why a running collective will never end; None if it may."""
         lost = self.lost()
+        # Too early: the lost rank may have sent its part before it ended, and the collective may still finish.
         if not lost or min(self._losses.values()) > monotonic() - GRACE_S:
             return None
         return self.error(lost)
@@ -201,6 +209,7 @@ class Liveness:
         """Why a transfer with one of these ranks will never end; None if it may."""
         latest = monotonic() - GRACE_S
         lost = [rank for rank in self.lost() if rank in peers and self._losses[rank] <= latest]
+        # A receive from any rank goes on while one of the possible senders is left.
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
@@ -208,11 +217,13 @@ class Liveness:
 
         It waits because a connection breaks, or a library reports an error, a little before the lost process is gone.
         """
+        # The transport has already found the lost rank.
         if isinstance(error, RankLostError):
             return None
         end = monotonic() + CAUSE_S
         while not (lost := self.lost()) and monotonic() < end:
             time.sleep(LOOK_S / 4)
+            # Look again although `LOOK_S` is not over.
             self._next_look = 0.0
         return self.error(lost) if lost else None
 
@@ -239,5 +250,6 @@ class Liveness:
         for rank, process in self._others.items():
             if rank not in self._losses and process.state() is ProcessState.GONE:
                 self._losses[rank] = now
+        # The library may know ranks on other nodes, whose processes this one cannot see.
         for rank in self._lost_ranks():
             self._losses.setdefault(rank, now)

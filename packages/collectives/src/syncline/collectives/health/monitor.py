@@ -4,18 +4,18 @@ Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
 A call runs on one thread: the caller's, or the thread of the group's queue. It can be ended in three ways, in this order:
 
-1. *By the calling thread.* If it can, the thread waits by checking again and again, and checks the call's `CancelScope`, too.
-   The scope ends when the time limit is reached, or with a reason, such as a lost rank. Then the thread raises the group's
-   error. This is the normal way.
+1. *By the calling thread.* If the library allows it, the thread waits in a loop of short checks, and also checks the call's
+   `CancelScope`. The scope ends when the time limit is reached, or with a reason, such as a lost rank. Then the thread raises
+   the group's error. This is the normal way.
 2. *By the monitor, through the library.* If the thread is inside a library's C code, it does not check the scope. Every
    `PERIOD_S` seconds, the monitor looks at the running call of each group. When a rank is lost, it cancels the scope. If the
    scope is over and the thread has not noticed for `INTERRUPT_LOOKS` looks, the monitor makes the library end the call
    (`interrupt`: ULFM revokes the communicator). Then the library returns with an error, and the thread goes on as in 1.
 3. *By the monitor, through the end of the process.* If the thread still has not noticed after `END_LOOKS` looks, no error can
    be raised in it. A thread that has noticed asks the other ranks for the reason, and may get stuck in the library again. So
-   the monitor also acts if such a thread has not come back after `NOTICED_LOOKS` looks (with step 2 half-way). It writes the
-   group's report, prints the call, the ranks that it waits for and the stacks of all threads, and ends the process with status
-   `END_STATUS`. The launcher then ends the job.
+   the monitor interrupts such a thread as in 2 after half of `NOTICED_LOOKS` looks, and ends the process after all of them. It
+   writes the group's report, prints the call, the ranks that it waits for and the stacks of all threads, and ends the process
+   with status `END_STATUS`. The launcher then ends the job.
 
 The monitor counts looks, not seconds. So a process that was stopped as a whole and goes on still gets its time.
 
@@ -109,7 +109,7 @@ class Looked(Protocol):
 
 
 class Step(Enum):
-    """The action for a call."""
+    """The action of the monitor for a running call."""
 
     NOTHING = 0
     INTERRUPT = 1
@@ -130,11 +130,13 @@ class Escalation:
             self._call, self._looks_over, self._looks_noticed = call, 0, 0
             return Step.NOTHING
         scope = call.scope
+        # The thread acts by itself, so it gets more time than a thread that is stuck.
         if scope.was_noticed:
             self._looks_noticed += 1
             if self._looks_noticed == NOTICED_LOOKS // 2:
                 return Step.INTERRUPT
             return Step.END if self._looks_noticed == NOTICED_LOOKS else Step.NOTHING
+        # The usual case: the time limit was not reached, and nobody has cancelled the scope.
         if scope.remaining_s() > 0.0:
             return Step.NOTHING
         self._looks_over += 1
@@ -143,7 +145,7 @@ class Escalation:
         return Step.END if self._looks_over == END_LOOKS else Step.NOTHING
 
     def is_same_call(self, call: Running | None) -> bool:
-        """Whether the call already ran at the last look. For a call that is short, the monitor need not ask for lost ranks."""
+        """Whether the call already ran at the last look. If the call is new, the monitor does not ask for lost ranks yet."""
         return call is not None and call is self._call
 
 
@@ -164,7 +166,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="syncline-monitor", daemon=True)
 
     def start(self) -> None:
-        """Look every `PERIOD_S` seconds, on a thread of its own."""
+        """Start the monitor's thread, which looks every `PERIOD_S` seconds."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -177,7 +179,7 @@ class Monitor:
             turn.finish(_STOP_S)
 
     def watch(self, group: Monitored) -> None:
-        """Look at the group's calls from now on, as long as the group exists."""
+        """Look at the group's calls from now on, while the group exists. The monitor keeps only a weak reference to it."""
         with self._lock:
             self._groups.append((weakref.ref(group), Escalation()))
 
@@ -195,6 +197,7 @@ class Monitor:
             groups, looked = list(self._groups), list(self._looked)
         for reference, escalation in groups:
             group = reference()
+            # The group may have gone since the list was made.
             if group is not None:
                 self._guarded(self._end_if_in_vain, group, escalation)
                 self._guarded(self._escalate, group, escalation)
@@ -208,6 +211,7 @@ class Monitor:
         try:
             look(group, escalation)
         except Exception:
+            # Only once: the same error would come ten times a second.
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("the monitor goes on after an error", exc_info=True)
@@ -218,6 +222,7 @@ class Monitor:
 
     def _end_if_in_vain(self, group: Monitored, escalation: Escalation) -> None:
         call = group.running
+        # A call that has a reason ends already; a call that began since the last look is not in trouble yet.
         if call is not None and escalation.is_same_call(call) and call.scope.reason is None:
             reason = group.reason_to_give_up()
             if reason is not None:
@@ -227,12 +232,15 @@ class Monitor:
         call = group.running
         step = escalation.look(call)
         if step is Step.INTERRUPT:
+            # On a thread of its own, because the library may block there, too.
             threading.Thread(target=group.interrupt, name="syncline-interrupt", daemon=True).start()
+        # If the call ended since the look, the process must go on.
         elif step is Step.END and group.running is call:
             words = "a collective did not end"
             try:
                 words = group.missing_in_words()
                 group.report(words)
+            # Even if the report fails: a process that hangs for ever is worse.
             finally:
                 self._end_process(words)
 
@@ -250,8 +258,9 @@ class _Turn:
         self.is_over = False
 
     def look(self, looked: Looked, now_s: float) -> None:
-        """Call the look if it is due and the last one is over."""
+        """Call the object's `look` if it is due and its last look has ended."""
         is_looking = self._running is not None and not self._running.done.is_set()
+        # Not due yet, still looking, or nothing to see.
         if now_s < self._next_s or is_looking or looked.is_idle:
             return
         self._next_s = now_s + looked.period_s
@@ -261,7 +270,7 @@ class _Turn:
             self._look(looked, now_s)
 
     def finish(self, limit_s: float) -> None:
-        """Wait for a running look, because a thread that is inside torch when the interpreter ends crashes the process."""
+        """Wait for a running look. A thread that is inside torch when the interpreter ends would crash the process."""
         if self._running is not None:
             self._running.done.wait(limit_s)
 
@@ -291,6 +300,7 @@ _has_ended = False
 def monitor() -> Monitor | None:
     """The monitor of this process. The first call starts its thread. None while the process ends."""
     global _monitor
+    # A process that ends gets no new monitor, because nothing would stop its thread.
     with _starting:
         if _monitor is None and not _has_ended:
             _monitor = Monitor(end_process)

@@ -28,7 +28,7 @@ class CallCount:
 class Recorder:
     """Keeps the last `MOST_CALLS` calls. A call that is over holds no tensor, so the recorder keeps no memory alive.
 
-    Any thread may call. `begin` and `end` are called for one call after the other, in the group's total order.
+    Any thread may call the methods. The group calls `begin` for one call after the other, in its total order.
 
     Args:
         group_name: the group's name in messages.
@@ -47,6 +47,7 @@ class Recorder:
 
     def begin(self, call: Call) -> None:
         """Note that the call begins to run. If all ranks issue it, give it its position in the total order."""
+        # Calls without a number run on some ranks only, so they have no place in the order of all.
         if call.number is not None:
             call.position = self.count.begun
             self.count.begun += 1
@@ -54,6 +55,7 @@ class Recorder:
 
     def latest(self) -> float:
         """The time when the last call was issued, in seconds since the epoch; 0 if there is none."""
+        # The group has issued no call yet. A test before the access would race with other threads.
         try:
             return self._calls[-1].issued_at
         except IndexError:
@@ -104,12 +106,15 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}
+    # Ranks that have begun nothing say nothing about where to start, but are compared below.
     if not known:
         return None
+    # Only positions that every rank may remember can be compared.
     first = max(min(calls) for calls in known.values())
     last = max(max(calls) for calls in known.values())
     for position in range(first, last + 1):
         calls = {rank: mine.get(position) for rank, mine in placed.items()}
+        # None stands for a rank that has not come so far; so such a rank diverges, too.
         if len({None if call is None else call.digest for call in calls.values()}) > 1:
             return Divergence(position, calls, _sentence(position, placed))
     return None
@@ -144,10 +149,13 @@ def _deviation(
 ) -> tuple[str, str]:
     """The words for a rank that did not make the usual call: for one rank, and for several ranks."""
     place = f"{usual.name} #{usual.position}"
+    # The rank waits somewhere before, or still computes.
     if mine is None:
         return f"has not come to {place}", f"have not come to {place}"
+    # The rank's call here is the one that the others make next.
     if following is not None and mine.digest == following.digest and mine.digest != usual.digest:
         return f"skipped {place} (it called {mine})", f"skipped {place} (they called {mine})"
+    # The rank's next call is the one that the others make here.
     if my_next is not None and my_next.digest == usual.digest:
         return (f"made a call that the others did not, {mine}",) * 2
     return (f"called {mine}",) * 2

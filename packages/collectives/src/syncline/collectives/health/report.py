@@ -90,6 +90,7 @@ def read_reports(folder: Path) -> list[RankReport]:
             report = RankReport.parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidArgumentError(f"{path} is no report of Syncline: {type(error).__name__}: {error}") from error
+        # A rank may have written several reports, one for each failing group or signal.
         if report.rank not in latest or latest[report.rank].written_at < report.written_at:
             latest[report.rank] = report
     if not latest:
@@ -100,8 +101,8 @@ def read_reports(folder: Path) -> list[RankReport]:
 def merged(reports: Sequence[RankReport]) -> str:
     """The reports of all ranks as text. A pure function.
 
-    It names the rank that reported first, and the reason. For each group it has a table of the ranks, and a sentence that says
-    which rank is behind, or where the ranks diverge.
+    The text names the rank that reported first, and its reason. For each group, the text has a table of the ranks and a
+    sentence. The sentence says which rank is behind, or where the ranks diverge.
     """
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
@@ -126,6 +127,7 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
     rows = [("rank", "host", "pid", "calls begun", "last call", "state")]
     for report in reports:
         for group in report.groups:
+            # Two groups may have one name, if their ranks differ.
             if (group.name, group.ranks) == (name, ranks):
                 calls[report.rank] = group.calls
                 last = current_call(group.calls)
@@ -142,11 +144,13 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
         missing: ranks of the group that have not reported.
     """
     divergence = find_divergence(calls)
+    # Different calls explain everything else, so they come first.
     if divergence is not None:
         return divergence.sentence
     all_who = f"all that reported ({ranks_in_words(sorted(calls))})" if missing else "all"
     rest = f"; what {ranks_in_words(missing)} called is not known" if missing else ""
     waiting = {rank: current for rank, mine in calls.items() if (current := current_call(mine)) and current.state != DONE}
+    # All agree, but some are still in a call: one waits for a rank that did not report, or the library hangs.
     if waiting:
         unfinished = f"{ranks_in_words(sorted(waiting))} did not finish {next(iter(waiting.values()))}"
         return f"{all_who} made the same calls; {unfinished}{rest}"
@@ -157,6 +161,7 @@ def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
     """The first call that has begun but not succeeded; else the last call that has begun; else the last call."""
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
+    # The rank stands in its first call that failed or still runs.
     if unfinished:
         return unfinished[0]
     return next(reversed(begun or calls), None)
@@ -231,7 +236,7 @@ def set_report_folder(folder: str | None) -> None:
 
 
 def report_folder() -> str:
-    """The folder for reports: `SYNCLINE_REPORT_DIR`, else the site's, else the working directory. "" means no reports."""
+    """The folder for reports: `SYNCLINE_REPORT_DIR`, else the site's folder, else the working directory. "": no reports."""
     return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
 
 
@@ -258,11 +263,11 @@ class Reporter:
         self._pid = os.getpid()
 
     def watch(self, recorder: Recorder) -> None:
-        """Report this group, too."""
+        """Include this group's calls in later reports."""
         self._recorders.add(recorder)
 
     def write(self, reason: str) -> Path | None:
-        """Write a report. Any thread may call it. It never raises, because it is called while another error is raised.
+        """Write a report. Any thread may call it. It never raises, because callers are handling another error already.
 
         Args:
             reason: why the report is written.
@@ -275,6 +280,7 @@ class Reporter:
         if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
             return None
         number = next(self._numbers)
+        # A program that fails again and again must not fill the disk.
         if number > _MOST_REPORTS:
             return None
         folder = Path(base).absolute() / f"syncline-report-{self.job}"
@@ -288,7 +294,7 @@ class Reporter:
         return folder
 
     def write_within(self, reason: str, limit_s: float) -> Path | None:
-        """`write` on a thread of its own, because a file system may not answer. Also None if it takes longer than `limit_s`.
+        """Call `write` on a thread of its own, because a file system may not answer. Returns None after `limit_s` seconds, too.
 
         If no thread can start, it writes on this thread.
         """
@@ -296,12 +302,14 @@ class Reporter:
         thread = threading.Thread(target=lambda: written.append(self.write(reason)), name="syncline-report", daemon=True)
         try:
             thread.start()
+        # The process has too many threads, or the interpreter ends.
         except RuntimeError:
             return self.write(reason)
         thread.join(limit_s)
         return written[0] if written else None
 
     def _content(self, reason: str) -> dict[str, Any]:
+        # Only the groups with the latest calls, because a job may have made many groups.
         recorders = sorted(self._recorders, key=lambda recorder: recorder.latest(), reverse=True)[:_MOST_GROUPS]
         return {
             "version": 1,
@@ -333,6 +341,7 @@ def reported(reporter: Reporter | None, failure: BaseException) -> BaseException
     if reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
         return failure
     folder = reporter.write_within(f"{type(failure).__name__}: {failure}", _WRITE_S)
+    # No report was written, or the failure is an exception of another library, whose text is not ours to change.
     if folder is None or not isinstance(failure, SynclineError):
         return failure
     return failure.reworded(
@@ -341,7 +350,7 @@ def reported(reporter: Reporter | None, failure: BaseException) -> BaseException
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
-    """Write a new file, with the next free number. So the reports of several groups, or of two jobs of one name, all stay."""
+    """Write a new file, with the next free number. So no report of another group, or of another job, is overwritten."""
     while True:
         path = folder / f"{stem}.{number}.json"
         try:

@@ -25,8 +25,8 @@ _STOP_S = 5.0
 def report_on_signal(reporter: Reporter) -> bool:
     """Write a report on every SIGUSR1 from now on. A Python handler that exists already is still called, too.
 
-    If the program sets its own handler after the first call, this handler replaces ours for good. Then there are no reports,
-    and a later call, for another group, does not change this.
+    If the program sets its own handler after the first call, this handler replaces ours. Then there are no more reports. A
+    later call, for another group, does not set our handler again.
 
     Python runs handlers between two instructions of the main thread, which may be inside a library for long. So a thread
     listens, too. Python's own C handler tells it through a pipe (`signal.set_wakeup_fd`), unless the program uses this pipe.
@@ -36,12 +36,15 @@ def report_on_signal(reporter: Reporter) -> bool:
         handler, or if the program has replaced ours.
     """
     global _ours
+    # Python allows only the main thread to set handlers, and Windows has no such signal.
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return False
     earlier = signal.getsignal(signal.SIGUSR1)
+    # Our handler is still set, so a new group only changes who reports.
     if isinstance(earlier, _OnSignal):
         earlier.reporter = reporter
         return True
+    # C code's handler cannot be called from here. If the program replaced ours, it wants its own.
     if earlier is None or _ours is not None:
         return False
     _ours = handler = _OnSignal(reporter, earlier)
@@ -69,13 +72,14 @@ class _OnSignal:
         return signal.getsignal(signal.SIGUSR1) is self
 
     def report(self) -> None:
-        """Write one report for each signal. Does not wait for a report that is being written.
+        """Write one report for each signal. If a report is being written, do nothing.
 
-        The writer may be this thread itself, interrupted by the signal.
+        Do not wait for the writer: it may be this thread itself, interrupted by the signal.
         """
         if not self._writing.acquire(blocking=False):
             return
         try:
+            # The other listener has already written the report of this signal.
             if time.monotonic() - self._latest_s < _ONCE_S:
                 return
             folder = self.reporter.write("SIGUSR1")
@@ -93,6 +97,7 @@ def _listen(handler: _OnSignal) -> None:
     heard, told = os.pipe()
     os.set_blocking(told, False)
     others = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    # The program or another library uses the pipe, so leave it as it was. Reports then come from Python's handler only.
     if others != -1:
         signal.set_wakeup_fd(others)
         os.close(heard)
@@ -108,6 +113,7 @@ def _report_when_told(heard: int, handler: _OnSignal) -> None:
     while True:
         try:
             signals = os.read(heard, 64)
+        # The pipe was closed.
         except OSError:
             return
         if signal.SIGUSR1 in signals and handler.is_set():

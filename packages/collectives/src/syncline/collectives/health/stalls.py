@@ -31,7 +31,7 @@ class StatusPost(ABC):
     It never waits for a rank, but may wait for a library's lock or a store's answer.
 
     Attributes:
-        hops: the number of looks of all ranks after which rank 0 has a line.
+        hops: how many looks a line needs at most to reach rank 0.
     """
 
     hops = 1
@@ -42,10 +42,10 @@ class StatusPost(ABC):
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
-        """On rank 0: the latest line of each rank that has left a line since the last call. May include older lines."""
+        """On rank 0: the latest line of each rank that has left a line since the last call. It may also contain older lines."""
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
-        """On other ranks: send lines of other ranks that have arrived here on towards rank 0."""
+        """On other ranks: send the lines that have arrived here from other ranks on to rank 0."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class StallWatch:
             now_s: the time on the monotonic clock.
         """
         with self._lock:
+            # `stop` was called after this look was scheduled.
             if self._is_over:
                 return
             mine = self._stalled(now_s)
@@ -121,6 +122,7 @@ class StallWatch:
     def _stalled(self, now_s: float) -> Waiting | None:
         call = self._recorder.running()
         position = None if call is None else call.position
+        # Another call runs than at the last look, so the time counts anew.
         if position != self._position:
             self._position, self._since = position, now_s
         if call is None or position is None or now_s - self._since < self.limit_s - self._gather_s:
@@ -128,6 +130,7 @@ class StallWatch:
         return Waiting(position, str(call.record())[:_LONGEST])
 
     def _say(self, mine: Waiting | None) -> None:
+        # Only changes are posted, because each post costs a message.
         if mine != self._said:
             self._said = mine
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
@@ -135,6 +138,7 @@ class StallWatch:
     def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
         """Log once, when the limit is reached and the lines of the others have had time to arrive."""
         first = min((one.position for one in waiting.values()), default=None)
+        # The earliest call in which ranks wait has changed: set the time of the warning anew.
         if first != self._noticed:
             limit_s = self._since + self.limit_s if first == self._position else now_s
             self._noticed, self._log_at_s = first, max(limit_s, now_s + self._gather_s)

@@ -17,7 +17,7 @@ class Statements:
     Attributes:
         ranks: for each text its ranks.
         untold: ranks with another text, which is not known here.
-        heard: all these ranks.
+        heard: all ranks of `ranks` and `untold`.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,7 @@ class Statements:
 
     def add(self, text: str, ranks: Iterable[int]) -> None:
         """Add a text of these ranks."""
+        # The first text of a rank counts, but an unknown text may still become known.
         new = [rank for rank in ranks if rank not in self.heard or rank in self.untold]
         if new:
             self.heard.update(new)
@@ -45,6 +46,7 @@ class Statements:
         """The most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`. None: all texts."""
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]
+        # Texts that do not fit: the receiver gets only the ranks.
         rest = self.untold.union(*(self.ranks[text] for text in texts[len(told) :]))
         return json.dumps({"told": told, "untold": runs(sorted(rest))})
 
@@ -57,11 +59,11 @@ class Statements:
         self.heard.update(self.untold)
 
     def in_words(self) -> str:
-        """In words: "ranks 0-5, 7: that; rank 6: this"."""
+        """All texts in words: "ranks 0-5, 7: that; rank 6: this"."""
         return "; ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """In words, one line for each text: "ranks 0-5, 7: that"."""
+        """All texts in words, one line for each text: "ranks 0-5, 7: that"."""
         said = [(sorted(ranks), text) for text, ranks in self.ranks.items()]
         if self.untold:
             said.append((sorted(self.untold), "something else"))

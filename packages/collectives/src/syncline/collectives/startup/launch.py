@@ -234,7 +234,7 @@ def launch_by(communicator: Any) -> Launch:
 
 
 def parent_rank(environ: Mapping[str, str]) -> int | None:
-    """The process id of the rank whose child this process is; None if it is not the child of a rank."""
+    """If this process is a child of a rank, the process id of this rank. Else None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
     if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
         return None

@@ -15,7 +15,7 @@ class HostIdentity:
     """The identity of a node: host name and boot id.
 
     The name alone is not enough, because unconfigured machines are all called "localhost". The boot id alone is not enough
-    either: containers with different names on one machine have the same, and may share no memory and no devices.
+    either: two containers on one machine have the same boot id, but different names, and may share no memory and no devices.
     """
 
     hostname: str

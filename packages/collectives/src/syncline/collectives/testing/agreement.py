@@ -20,7 +20,7 @@ _FORWARDING_S = 0.3
 class Agreement:
     """Exchanges small objects between all ranks of the MPI job.
 
-    It uses mpi4py directly, and not our collectives, because these are what the tests check.
+    It uses mpi4py directly. It does not use our collectives, because the tests check our collectives.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs ranks as processes without a launcher. The ranks find each other through a file."""
+"""Run ranks as processes without a launcher. The ranks find each other through a file."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run_processes(
     killed: frozenset[int] = frozenset(),
     preload: Sequence[str] = (),
 ) -> None:
-    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all. The ranks get this process's `sys.path`.
+    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks. They get this process's `sys.path`.
 
     The first call starts a process that loads torch and does nothing else (`rank_server`). The ranks of all calls are forks of
-    it. This has two effects:
+    this process. This has two effects:
 
     - Environment variables that Python and torch read when they start (PYTHON*, OMP_*, MKL_*) have the values of the first
       call.
@@ -40,7 +40,7 @@ def run_processes(
     Args:
         script: the script that each rank runs.
         world_size: the number of ranks.
-        folder: a folder in which the ranks may meet and write results. The output of rank r is there in `output-r`.
+        folder: a folder in which the ranks may meet and write results. The file `output-r` in it has the output of rank r.
         timeout_s: time limit of all ranks together, in seconds. Ranks that still run then are killed. Their output is shown,
             with the stacks of all their threads.
         killed: ranks that are expected to die of a signal.

@@ -79,7 +79,7 @@ class RankPlugin:
 
     @property
     def collective_limit_s(self) -> float:
-        """Time limit of one collective in seconds. Shorter than a test's, so that its error comes before the watchdog acts."""
+        """The time limit of one collective, in seconds. It is shorter than a test's, so its error precedes the watchdog's."""
         return self._limit_s / 2
 
     def group(self, connect: Callable[[], ProcessGroup]) -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""Runs ranks as threads: calls one function once for each rank of a group in this process."""
+"""Run ranks as threads: call one function once for each rank of a group in this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
             that some ranks do not call fails first, with an error that names these ranks.
 
     Returns:
-        What the body returned, in the order of the ranks.
+        The results of the body, in the order of the ranks.
 
     Raises:
         TimeoutError: a rank did not return in time. The message has its stack. Its thread cannot be ended and goes on.

@@ -1,4 +1,4 @@
-"""Checks of what every `Store` must do. They run on any store, also on those of other packages.
+"""Checks that every `Store` must pass. They run on any store, also on stores of other packages.
 
 Each check takes a function that opens another handle on the same store. The store is empty at first::
 
@@ -8,8 +8,8 @@ Each check takes a function that opens another handle on the same store. The sto
         check(lambda: MyStore(server.address))
 
 If the handle of a store is the table itself (for threads of one process), the function returns the same object each time. A
-check fails with an AssertionError that says what was expected and what was found. The checks measure no times: a time limit is
-right if what must happen before it has happened, and if it ended the call that it must end.
+check fails with an AssertionError that says what was expected and what was found. The checks measure no times. A time limit is
+right if the earlier events have happened, and if the limit has ended the call that it must end.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ STORE_CHECKS: tuple[StoreCheck, ...] = (
     a_clone_has_a_limit_of_its_own,
     wrong_arguments_are_refused,
 )
-"""All checks; each wants a store of its own."""
+"""All checks. Each needs its own store."""
 
 
 def _expect(found: object, expected: object, what: str) -> None:

@@ -1,1 +1,1 @@
-"""Predicts how long a traced step would take on other numbers of ranks: a model, not a measurement."""
+"""Predict how long a traced step would take on other numbers of ranks. This is a model, not a measurement."""

@@ -1,4 +1,4 @@
-"""The command `predict`: how long a traced step would take on other numbers of ranks."""
+"""The command `predict` predicts how long a traced step would take on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_RANKS = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The trace, the network, and the numbers of ranks."""
+    """Add the options for the trace, the network, and the numbers of ranks."""
     parser.add_argument("trace", type=Path, help="the folder that SYNCLINE_TRACE names")
     parser.add_argument(
         "--network",
@@ -94,7 +94,7 @@ def _in_words(traced: int, between: Link, per_node: int) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """The numbers of ranks in a text. "2..1024" means both ends and all powers of two between them; "2,6,12" is a list.
+    """The numbers of ranks in a text. "2..1024" means both ends and all powers of two between them. "2,6,12" is a list.
 
     Raises:
         InvalidArgumentError: the text is neither, or a number is below 2.

@@ -1,4 +1,4 @@
-"""Compression: the bytes that a communication hook sends for a bucket, and its computation."""
+"""Compression: how many bytes a communication hook sends for a bucket, and how long it computes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Compression:
     """One way to send a bucket.
 
     Attributes:
-        name: its name in tables.
+        name: the compression's name in tables.
         messages: the bytes of each all-reduce for a bucket, in their order.
-        speed: bytes of gradients that are compressed and decompressed in a second.
+        speed: how many bytes of gradients are compressed and decompressed in a second.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Compression:
     speed: float
 
     def reduce_s(self, bucket: ReadyBucket, all_reduce_s: Callable[[float], float]) -> float:
-        """Seconds of a bucket: first the computation, then the all-reduces one after the other."""
+        """The seconds that a bucket takes: first the computation, then the all-reduces one after the other."""
         return bucket.nbytes / self.speed + sum(all_reduce_s(nbytes) for nbytes in self.messages(bucket))
 
 
@@ -43,7 +43,7 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """All known compressions; the first is no compression. If a speed is not given, it is measured here, on the CPU.
+    """All known compressions. The first one does not compress. If a speed is not given, it is measured here, on the CPU.
 
     Args:
         speeds: by name, in bytes of gradients a second.
@@ -64,7 +64,7 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Whole vectors, and matrices that would not shrink to half; for all other matrices the first factor, then the second."""
+    """Bytes of gradients that are sent whole (vectors, and matrices that shrink too little), then of the others' factors."""
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1
@@ -81,7 +81,7 @@ def _cast(gradients: torch.Tensor) -> None:
 
 
 def _factorize(gradients: torch.Tensor) -> None:
-    """The computation of PowerSGD for a square matrix, without the orthogonalisation of its small factors."""
+    """Compute as PowerSGD does for a square matrix, but without the orthogonalisation of its small factors."""
     matrix = gradients.view(math.isqrt(_NUMEL), -1)
     left = matrix @ matrix[:, :_RANK]
     right = matrix.t() @ left
@@ -89,7 +89,7 @@ def _factorize(gradients: torch.Tensor) -> None:
 
 
 def _speed(compress: Callable[[torch.Tensor], None]) -> float:
-    """Bytes of float32 a second, in the fastest of some trials."""
+    """How many bytes of float32 a function compresses in a second, in the fastest of some trials."""
     gradients = torch.ones(_NUMEL)
     compress(gradients)
     # The first call above is not measured: it is slower than later ones.

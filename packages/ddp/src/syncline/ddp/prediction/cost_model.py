@@ -1,4 +1,4 @@
-"""CostModel: the time of an all-reduce from latency and bandwidth (the alpha-beta model). Pure functions.
+"""CostModel computes the time of an all-reduce from latency and bandwidth (the alpha-beta model). Pure functions.
 
 Source: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks: seconds until the first byte, then bytes per second."""
+    """A link between two ranks: the seconds until the first byte, then the bytes per second."""
 
     latency_s: float
     bandwidth: float
@@ -19,13 +19,13 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Nodes on one network, each with the same number of ranks.
+    """The cost model for nodes on one network, each with the same number of ranks.
 
     Attributes:
         between: the link between nodes.
-        within: the link between the ranks of a node; not used with one rank on each node.
+        within: the link between the ranks of a node. It is not used if each node has one rank.
         per_node: ranks on a node.
-        ring_bytes: nodes reduce in a ring if a node's part, the size divided by the number of nodes, has at least this many
+        ring_bytes: nodes reduce in a ring if a node's part (the size divided by the number of nodes) has at least this many
             bytes. Smaller tensors use recursive halving and doubling. 0: always a ring.
     """
 
@@ -37,7 +37,7 @@ class CostModel:
     def all_reduce_s(self, ranks: int, nbytes: float) -> float:
         """Seconds of one all-reduce.
 
-        Within a node, the tensor is reduced to one rank and sent back. Between nodes: a ring, or halving and doubling.
+        Within a node, the tensor is reduced to one rank and sent back. Nodes use a ring, or halving and doubling.
 
         Args:
             ranks: the group's size; nodes are filled one after the other.
@@ -61,7 +61,7 @@ def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
 
 
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
-    """How many bytes a node sends. If nodes are not a power of two, halving first pairs each surplus node with another."""
+    """How many bytes a node sends. Beyond a power of two nodes, halving first pairs each surplus node with another."""
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes
         return 2 * (parts - 1) / parts * nbytes

@@ -1,4 +1,4 @@
-"""Forecast: a step for each number of ranks, bucket size and compression, and advice. Pure functions."""
+"""Forecast predicts a step for each number of ranks, bucket size and compression, and gives advice. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Choice:
     """A way to reduce gradients.
 
     Attributes:
-        cap_bytes: the size of all buckets, as set by `bucket_cap_mb`; None: as traced.
+        cap_bytes: the size limit of all buckets (`bucket_cap_mb`) in bytes; None: the traced buckets.
         compression: the compression's name.
     """
 
@@ -34,11 +34,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All predictions.
+    """All predictions for one trace.
 
     Attributes:
-        alone_s: seconds of a step on one rank.
-        steps: predictions by number of ranks and choice.
+        alone_s: the seconds of a step on one rank.
+        steps: the predictions, by number of ranks and by choice.
     """
 
     alone_s: float
@@ -49,16 +49,16 @@ class Forecast:
         return self.steps[ranks][AS_TRACED]
 
     def best(self, ranks: int, compression: str) -> Choice:
-        """The bucket size with the shortest step, or the traced one if no step is shorter."""
+        """The choice with this compression and the shortest step. If no other buckets are faster, the traced ones."""
         steps = self.steps[ranks]
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
 
     def gain(self, ranks: int, choice: Choice) -> float:
-        """The speed-up over the traced buckets."""
+        """How many times faster a step is than with the traced buckets."""
         return self.traced(ranks).step_s / self.steps[ranks][choice].step_s
 
     def efficiency(self, ranks: int, choice: Choice) -> float:
-        """The duration of a step on one rank, divided by the step's duration here."""
+        """The duration of a step on one rank, divided by the predicted duration on `ranks` ranks."""
         return self.alone_s / self.steps[ranks][choice].step_s
 
 
@@ -86,7 +86,7 @@ def _predict(workload: Workload, model: CostModel, ranks: int, compression: Comp
 
 
 def advice(found: Forecast) -> str:
-    """One sentence: what is faster than the traced buckets on the largest number of ranks, and from how many ranks on."""
+    """One sentence that says which choice is faster than the traced buckets, on how many ranks, and by how much."""
     most = max(found.steps)
     said = [f"at {most} ranks the traced buckets keep {100 * found.efficiency(most, AS_TRACED):.0f} % of a rank's speed"]
     before = _WORTH
@@ -104,6 +104,6 @@ def advice(found: Forecast) -> str:
 
 
 def _from(found: Forecast, compression: str, most: int) -> str:
-    """From how many ranks on a compression pays; empty if only on the largest number."""
+    """From how many ranks on a compression pays, in words. Empty if it pays only on the largest number of ranks."""
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

@@ -1,4 +1,4 @@
-"""The network of a prediction: from a text, or fitted to figures of `syncline bench --json`. Only reading has effects."""
+"""The network of a prediction, read from a text or fitted to figures of `syncline bench --json`. Only reading has effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError
 from .cost_model import Link, messages, volume
 
 LEAST_BYTES = 16 << 10
-"""Smaller tensors are not fitted: libraries reduce them in other ways, and buckets are seldom so small."""
+"""The fit leaves out smaller tensors, because libraries reduce them in other ways, and buckets are seldom so small."""
 
 _BASELINES = ("floor", "raw-mpi", "torch-gloo")
 _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\s*([\d.eE+-]+)\s*")
@@ -23,22 +23,23 @@ _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """One measured all-reduce: bytes of the tensor, and seconds."""
+    """One measured all-reduce: the bytes of its tensor, and its seconds."""
 
     nbytes: float
     seconds: float
 
 
 def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """The link in the text of `--network`.
+    """The link that the text of `--network` describes.
 
     Args:
-        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second; or a file of `bench --json`.
-        ring_bytes: see `CostModel`; for the measured all-reduces.
-        backend: the name of a backend in the file; None takes the first one that is not a baseline.
+        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second; or the path of a file of
+            `bench --json`.
+        ring_bytes: see `CostModel`. It holds for the measured all-reduces.
+        backend: the name of a backend in the file. None: the first one that is not a baseline.
 
     Raises:
-        InvalidArgumentError: the text is neither, or no link can be fitted to the file.
+        InvalidArgumentError: the text is neither of the two, or no link can be fitted to the file.
     """
     if "=" in text:
         return link_in_words(text)
@@ -54,7 +55,7 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
 
 
 def link_in_words(text: str) -> Link:
-    """The link in a text such as "latency_us=50,bandwidth_gbps=10".
+    """The link that a text such as "latency_us=50,bandwidth_gbps=10" describes.
 
     Raises:
         InvalidArgumentError: the text is something else.
@@ -62,6 +63,7 @@ def link_in_words(text: str) -> Link:
     match = _WORDS.fullmatch(text)
     try:
         latency_us, bandwidth_gbps = (float(number) for number in match.groups()) if match else (-1.0, -1.0)
+    # Characters such as "1e" or "--" match the pattern, but are no number.
     except ValueError:
         latency_us, bandwidth_gbps = -1.0, -1.0
     if not (0 <= latency_us < math.inf and 0 < bandwidth_gbps < math.inf):
@@ -73,10 +75,10 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """The link that best explains the figures of `syncline bench --json`, measured with one rank on each node.
+    """The link that best explains figures of `syncline bench --json` that were measured with one rank on each node.
 
     Raises:
-        InvalidArgumentError: the figures in the file `name` are not such figures, or too few.
+        InvalidArgumentError: the file `name` does not contain such figures, or has too few.
     """
     try:
         nodes, size = int(figures["environment"]["nodes"]), int(figures["environment"]["world_size"])
@@ -110,12 +112,13 @@ def _is_of(row: Mapping[str, Any], backend: str) -> bool:
 
 
 def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
-    """Latency and bandwidth with the smallest sum of squared relative errors.
+    """Find the latency and the bandwidth with the smallest sum of squared relative errors.
 
-    An all-reduce with a messages and b bytes took t seconds. The fit looks for x and y with (a x + b y) / t close to 1.
+    Let an all-reduce with a messages and b bytes take t seconds. The fit looks for x and y such that (a x + b y) / t is close
+    to 1 for all of them.
 
     Raises:
-        InvalidArgumentError: there are fewer than two sizes; the error mentions `name`.
+        InvalidArgumentError: there are fewer than two sizes, or larger tensors do not take longer. The text has `name`.
     """
     if len({time.nbytes for time in times}) < 2:
         raise InvalidArgumentError(

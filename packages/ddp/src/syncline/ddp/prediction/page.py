@@ -13,7 +13,7 @@ from .forecast import MIB, Choice, Forecast, advice
 
 
 def write(found: Forecast, path: Path) -> None:
-    """Write a page with the efficiency by ranks, and the step by bucket size.
+    """Write a page that plots efficiency over ranks, and the duration of a step over bucket sizes.
 
     Raises:
         MisuseError: Plotly is not installed.

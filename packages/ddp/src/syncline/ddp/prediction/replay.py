@@ -1,4 +1,4 @@
-"""Replay: when a step would end if reductions took other times. Pure functions."""
+"""Replay computes when a step would end if reductions took other times. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class ReadyBucket:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of all gradients in the bucket."""
+        """The bytes of all gradients in the bucket."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step without its communication; seconds from the start of the step.
+    """A step without its communication. All times are seconds from the start of the step.
 
     Attributes:
-        buckets: in the order of their start.
+        buckets: the buckets, in the order of their start.
         backward_s: when backward had computed everything.
-        rest_s: the time after the wait, for the optimizer and everything else.
+        rest_s: the duration of everything after the wait for the buckets, such as the optimizer.
     """
 
     buckets: tuple[ReadyBucket, ...]
@@ -46,7 +46,7 @@ class Workload:
 
     @property
     def alone_s(self) -> float:
-        """Seconds of a step on one rank."""
+        """The seconds of a step on one rank."""
         return self.backward_s + self.rest_s
 
 
@@ -59,10 +59,10 @@ class Prediction:
 
 
 def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Prediction:
-    """Reduce one bucket after the other, each as soon as it is ready.
+    """Predict a step that reduces one bucket after the other, each as soon as it is ready.
 
     Args:
-        workload: of one rank.
+        workload: the workload of one rank.
         reduce_s: gives the seconds of a bucket's reduction.
     """
     free = 0.0
@@ -73,13 +73,13 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """The gradients of a bucket, assumed to come evenly, byte by byte: a trace knows only when the last one came.
+    """Assume that a bucket's gradients come evenly, byte by byte, because a trace has only the time of the last one.
 
     Args:
-        shapes: their shapes, in the order in which they come.
-        nbytes: their bytes, in the same order.
-        since_s: the second of the step from which on they come.
-        until_s: the second of the step at which the last one came.
+        shapes: the gradients' shapes, in the order in which the gradients come.
+        nbytes: the gradients' bytes, in the same order.
+        since_s: the time in the step from which on they come, in seconds.
+        until_s: the time in the step at which the last one came, in seconds.
     """
     total, before, found = sum(nbytes), 0.0, []
     for shape, size in zip(shapes, nbytes, strict=True):
@@ -89,11 +89,11 @@ def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: 
 
 
 def rebucket(workload: Workload, caps_bytes: Sequence[int]) -> Workload:
-    """The same gradients in buckets of other sizes, assigned as in the reducer.
+    """Put the same gradients into buckets of other sizes, as the reducer would.
 
     Args:
-        workload: the traced one.
-        caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
+        workload: the traced workload.
+        caps_bytes: the size limits of the first, second, ... bucket. The last limit holds for all further buckets.
     """
     gradients = [gradient for bucket in workload.buckets for gradient in bucket.gradients]
     assigned = assign_buckets([GradientSpec(int(one.nbytes)) for one in gradients], caps_bytes, range(len(gradients)))

@@ -7,7 +7,7 @@ from .forecast import AS_TRACED, MIB, Choice, Forecast
 
 
 def tables(found: Forecast, title: str) -> str:
-    """A row for each number of ranks: the traced buckets, and for each compression its best bucket size.
+    """One row for each number of ranks, with the traced buckets, and with the best bucket size of each compression.
 
     Raises:
         MisuseError: rich is not installed.

@@ -1,4 +1,4 @@
-"""From a trace to the workload of a step: the median step of the rank that computes longest. Pure functions."""
+"""Find the workload of a step in a trace: the median step of the rank that computes longest. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .replay import ReadyBucket, Workload, spread
 def workload_of(timeline: Timeline) -> Workload:
     """The workload of the rank that computes longest, because the others wait for it.
 
-    Only times of one rank are compared with each other, so clocks need not be aligned.
+    The clocks of the ranks need not be aligned, because only times of one rank are compared with each other.
 
     Raises:
         InvalidArgumentError: no rank has traced two successive steps.
@@ -31,7 +31,7 @@ def workload_of(timeline: Timeline) -> Workload:
 
 
 def _of_rank(rank: RankTimeline) -> Workload | None:
-    """None if the rank has traced too little. Only the last layout counts: buckets are rebuilt after the first step."""
+    """The workload of one rank; None if it has traced too little. Only the last layout counts, because buckets are rebuilt."""
     # A step ends where the next one begins, so both must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]
     layout = max((step.layout for step, _ in pairs if step.buckets), default=0)
@@ -60,5 +60,5 @@ def _buckets(steps: Sequence[StepEvent], layout: Sequence[BucketLayout]) -> tupl
 
 
 def _communicated(step: StepEvent) -> float:
-    """When everything was computed and the last bucket was reduced. Afterwards come the copy back and the optimizer."""
+    """The time when backward had ended and the last bucket was reduced. The copy back and the optimizer come later."""
     return min(step.finished, max([step.finalize_started, *(bucket.finished for bucket in step.buckets)]))

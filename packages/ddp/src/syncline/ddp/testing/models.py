@@ -1,4 +1,4 @@
-"""Ten small models with the structures that data-parallel training meets. All take inputs (rows, 12) of float64."""
+"""Ten small models with structures that data-parallel training must handle. All take inputs of shape (rows, 12) in float64."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Model:
     """A model, and how it is trained.
 
     Attributes:
-        build: makes the model; its parameters are overwritten.
-        options: for `DistributedDataParallel`.
-        momentum: for SGD, which supports none with sparse gradients.
-        prediction: takes the model's outputs and the step, returns the logits for the loss, (rows, 3).
+        build: makes the model. The training overwrites its parameters.
+        options: the options for `DistributedDataParallel`.
+        momentum: the momentum of SGD. It must be 0 with sparse gradients.
+        prediction: takes the model's outputs and the step's number. Returns the logits for the loss, (rows, 3).
     """
 
     build: Callable[[], torch.nn.Module]
@@ -32,7 +32,7 @@ class Model:
 
 
 class Convolutional(torch.nn.Module):
-    """Has batch normalisation, whose statistics are those of the whole batch."""
+    """Has batch normalisation, whose statistics must cover the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Recurrent(torch.nn.Module):
 
 
 class Mixture(torch.nn.Module):
-    """Sends each row to one expert, so each rank uses other experts in each step; one expert is never used."""
+    """Sends each row to one expert. So each rank uses other experts in each step. One expert is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class SparseEmbedding(torch.nn.Module):
 
 
 class Checkpointed(torch.nn.Module):
-    """Has re-entrant and other checkpoints; one block runs twice, and a parameter is never used."""
+    """Has re-entrant and other checkpoints. One block runs twice, and two parameters are never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Outputs:
 
 
 class SeveralOutputs(torch.nn.Module):
-    """Has nested outputs; the loss uses another one in each step, and one never."""
+    """Has nested outputs. The loss uses another output in each step, and never uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()

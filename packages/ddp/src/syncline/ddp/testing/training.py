@@ -1,4 +1,4 @@
-"""Trains a model on all ranks, and in one process with the whole batch, and compares."""
+"""Train a model on all ranks, train it in one process with the whole batch, and compare the results."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _RTOL, _ATOL = 1e-8, 1e-10
 
 
 def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
-    """Train one of `MODELS` for 20 steps, each rank on its own four rows. Every rank calls it.
+    """Train one of `MODELS` for 20 steps, each rank on its own four rows, and check the result. Every rank calls it.
 
-    Everything is in float64. Each rank starts with other weights, so that only the broadcast at construction makes them equal.
-    Rank 0 also trains alone on the rows of all ranks, with the same result except for rounding.
+    Everything is in float64. Each rank starts with different weights, so that only the broadcast at construction makes them
+    equal. Rank 0 also trains alone on the rows of all ranks. Its result must be the same except for rounding.
 
     Args:
-        group: the ranks, any number.
+        group: the group, with any number of ranks.
         name: the model's name.
-        options: further ones for `DistributedDataParallel`.
+        options: further options for `DistributedDataParallel`.
 
     Raises:
-        AssertionError: on all ranks, if the trained replicas differ in any bit; on rank 0, if they differ from the model that
-            was trained alone (relatively by more than 1e-8).
+        AssertionError: on all ranks, if the trained replicas differ in any bit. On rank 0, if they differ by more than 1e-8
+            (relative) from the model that was trained alone.
     """
     model = MODELS[name]
     inputs, targets = _data(group.size)
@@ -57,7 +57,7 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
 
 
 def _build(model: Model, *, seed: int) -> torch.nn.Module:
-    """Set all parameters from a generator of this call: ranks that are threads share torch's generator."""
+    """Build a model, and set its parameters by a generator of this call, because ranks as threads share torch's generator."""
     module = model.build().double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

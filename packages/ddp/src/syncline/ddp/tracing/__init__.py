@@ -1,4 +1,4 @@
-"""Records what each rank does in some training steps: one file for each rank, merged into one trace."""
+"""Record what each rank does in some training steps. Each rank writes a file, and the files are merged into one trace."""
 
 from .recording import TraceRecording
 from .settings import TraceSettings, settings_from

@@ -1,4 +1,4 @@
-"""CallLog: this rank's collectives, sends and receives, except the all-reduces of buckets."""
+"""CallLog notes this rank's collectives, sends and receives, except the all-reduces of buckets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class CallLog:
     """Notes calls from its construction until `stop`.
 
     Args:
-        group: gives this rank; if ranks are threads of one process, only this rank's calls count.
-        reducer: the all-reduces of its buckets do not count. A communication hook's calls on other tensors do.
+        group: says which rank this is. If ranks are threads of one process, only calls of this rank count.
+        reducer: the reducer. The all-reduces of its buckets do not count. Calls of a communication hook on other tensors count.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:
@@ -43,12 +43,13 @@ class CallLog:
         # Ranks as threads share the observers, so calls of other ranks come here, too.
         if call.group.ranks[call.group.rank] != self._rank:
             return
+        # The trace shows buckets by themselves.
         if call.name == "all_reduce" and self._is_bucket(tensor):
             return
         # The end of an asynchronous call is not known yet, so the call itself is kept until `take`.
         self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
 
     def _is_bucket(self, tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor is the memory of the bucket that was started last."""
+        """Whether a tensor is the buffer of the bucket that was started last."""
         started, buckets = self._reducer.statistics.buckets, self._reducer.buckets
         return bool(started) and started[-1].number < len(buckets) and tensor is buckets[started[-1].number].buffer

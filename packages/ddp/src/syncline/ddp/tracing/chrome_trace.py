@@ -1,8 +1,8 @@
-"""The Chrome trace format, which ui.perfetto.dev and chrome://tracing open: a timeline as one JSON object. Pure functions.
+"""Write a timeline in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open. Pure functions.
 
-A rank is a process of the format. Its threads are `steps`, `buckets` and `other calls`. `steps` shows forward, backward,
-waiting and optimizers inside each step. If buckets are in flight at the same time, there are also `buckets, 2` and so on. An
-arrow goes from a bucket's start on each rank to its start on the rank that came last.
+A rank is a process of the format. Its threads are `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
+backward, waiting and optimizers inside each step. If several buckets are in flight at once, there are also `buckets, 2` and so
+on. An arrow goes from a bucket's start on each rank to its start on the rank that came last.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _STEPS, _BUCKETS, _CALLS = 1, 100, 1000
 _MOST_NAMES = 20
 
 _Starts: TypeAlias = dict[tuple[int, int], list[tuple[float, int, int]]]
-"""For each step and bucket its starts: the moment, and the process and thread of the format."""
+"""For each step and bucket, its start on each rank: the time, the process and the thread of the format."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The whole object, ready for `json.dumps`; times in microseconds since the first event."""
+    """The whole trace as an object for `json.dumps`. Times are in microseconds since the first event."""
     origin = origin_of(timeline)
     events: list[Event] = []
     starts: _Starts = {}
@@ -45,7 +45,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def origin_of(timeline: Timeline) -> float:
-    """The moment of the first event, by rank 0's clock."""
+    """The time of the first event, by rank 0's clock."""
     return min((step.forward_started for rank in timeline.ranks for step in rank.steps.values()), default=0.0)
 
 
@@ -71,7 +71,7 @@ def _rank_events(rank: RankTimeline, origin: float, starts: _Starts) -> Iterator
 
 
 def _end(step: StepEvent) -> float:
-    """When a step ends if the next step was not traced."""
+    """The end of a step whose next step was not traced."""
     return max([step.finished, *(one.finished for one in step.optimizers), *(one.finished for one in step.calls)])
 
 
@@ -103,7 +103,7 @@ def _call_event(pid: int, tid: int, call: CallEvent, origin: float) -> Event:
 
 
 def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[Event]:
-    """Arrows from each bucket's start on a rank to its start on the rank that came last."""
+    """Arrows from each bucket's start on every rank to its start on the rank that came last."""
     numbers = count()
     for (step, _), ranks in starts.items():
         if step in steps:
@@ -123,7 +123,7 @@ def _flow(phase: str, number: int, pid: int, tid: int, time: float, origin: floa
 
 
 class _Lanes:
-    """Threads of the format for one kind of slices: slices that overlap in time get different threads."""
+    """The threads of the format for one kind of slice. Slices that overlap in time get different threads."""
 
     def __init__(self, pid: int, first: int, name: str) -> None:
         self._pid = pid
@@ -132,7 +132,7 @@ class _Lanes:
         self._ends: list[float] = []
 
     def lane(self, started: float, finished: float) -> int:
-        """The thread for the next slice; slices come in the order of their start."""
+        """The thread for the next slice. Call it for the slices in the order of their start."""
         number = next((number for number, end in enumerate(self._ends) if end <= started), len(self._ends))
         self._ends[number : number + 1] = [finished]
         return self._first + number

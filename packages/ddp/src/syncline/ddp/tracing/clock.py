@@ -1,4 +1,4 @@
-"""Clock offsets: the difference of each rank's `time.perf_counter()` from rank 0's, measured by ping-pong over the group."""
+"""Measure the difference of each rank's `time.perf_counter()` from rank 0's, by ping-pong over the group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROUNDS = 16
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """One measurement.
+    """One measurement of a rank's clock.
 
     Attributes:
-        at: the moment, by this rank's clock.
+        at: the time of the measurement, by this rank's clock.
         offset_s: rank 0's clock is this rank's clock plus this offset.
-        error_s: the largest error of the offset: half of the shortest round trip.
+        error_s: the largest possible error of the offset, half of the shortest round trip.
     """
 
     at: float
@@ -31,7 +31,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One round of ping-pong: `sent` and `received` by rank 0's clock, `answered` by the other rank's."""
+    """One round of ping-pong. `sent` and `received` are times of rank 0's clock, `answered` of the other rank's."""
 
     sent: float
     answered: float
@@ -39,17 +39,17 @@ class RoundTrip:
 
 
 def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
-    """The offset of the rank that answered, from the shortest of at least one round. A pure function.
+    """The clock offset of the rank that answered, from the shortest round. There is at least one. A pure function.
 
-    The answer was given at some moment between sending and receiving. The middle of this span is wrong by at most half of the
-    span (Cristian's algorithm).
+    The other rank answered at some moment between sending and receiving. The middle of this span is wrong by at most half of
+    the span (Cristian's algorithm).
     """
     best = min(rounds, key=lambda one: one.received - one.sent)
     return ClockOffset(best.answered, (best.sent + best.received) / 2 - best.answered, (best.received - best.sent) / 2)
 
 
 def measure_offset(group: ProcessGroup) -> ClockOffset:
-    """This rank's offset. Every rank of the group calls this.
+    """Measure this rank's offset. Every rank of the group calls this function.
 
     Rank 0 measures one rank after the other: `ROUNDS` round trips of 24 bytes with each rank, then one message with the result.
     """
@@ -86,7 +86,7 @@ def _answer(group: ProcessGroup) -> ClockOffset:
 
 
 def _message(group: ProcessGroup) -> torch.Tensor:
-    """Three float64 numbers, on a device whose tensors the group can send."""
+    """A tensor of three float64 numbers, on a device whose tensors the group can send."""
     device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
     return torch.zeros(3, dtype=torch.float64, device=device)
 

@@ -1,4 +1,4 @@
-"""The command `trace`: merges the ranks' files into one file for ui.perfetto.dev."""
+"""The command `trace` merges the ranks' files into one file for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELP = "merge the traces of all ranks (SYNCLINE_TRACE=FOLDER) into one file for 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folder, and what else shall be in the file."""
+    """Add the options for the folder, the merged file, and profiles to merge."""
     parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE names; it must hold the files of all ranks")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"the merged file (default: {TRACE_NAME} in the folder)")
     parser.add_argument(

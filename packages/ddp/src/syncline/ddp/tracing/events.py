@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 ToClock: TypeAlias = Callable[[float], float]
-"""Converts a time of one clock into the same moment of another."""
+"""Converts a time of one clock to the time of another clock at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BucketEvent:
-    """One bucket in one step; see `syncline.reducer.BucketTimes`.
+    """One bucket in one step. See `syncline.reducer.BucketTimes` for its times.
 
     Attributes:
-        number: its number in the layout.
+        number: the bucket's number in the layout.
         nbytes: the reduced bytes.
-        ready, started, finished: the moments.
+        ready, started, finished: the times of these events.
     """
 
     number: int
@@ -36,7 +36,7 @@ class BucketEvent:
     finished: float
 
     def by(self, clock: ToClock) -> BucketEvent:
-        """The event by another clock."""
+        """The same event, with times of another clock."""
         return replace(self, ready=clock(self.ready), started=clock(self.started), finished=clock(self.finished))
 
 
@@ -45,10 +45,10 @@ class CallEvent:
     """A collective, send or receive that is not the reduction of a bucket by `all_reduce`.
 
     Attributes:
-        name: such as "broadcast".
+        name: the call's name, such as "broadcast".
         group: the name of the group.
-        nbytes: bytes of its first tensor; 0 without a tensor.
-        started, finished: the moments; equal if the end is unknown.
+        nbytes: the bytes of the call's first tensor; 0 without a tensor.
+        started, finished: the times. They are equal if the end is not known.
     """
 
     name: str
@@ -58,7 +58,7 @@ class CallEvent:
     finished: float
 
     def by(self, clock: ToClock) -> CallEvent:
-        """The event by another clock."""
+        """The same event, with times of another clock."""
         return replace(self, started=clock(self.started), finished=clock(self.finished))
 
 
@@ -71,19 +71,19 @@ class OptimizerEvent:
     finished: float
 
     def by(self, clock: ToClock) -> OptimizerEvent:
-        """The event by another clock."""
+        """The same event, with times of another clock."""
         return replace(self, started=clock(self.started), finished=clock(self.finished))
 
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step; see `syncline.reducer.IterationStatistics` for its times.
+    """One step. See `syncline.reducer.IterationStatistics` for its times.
 
     Attributes:
-        number: counted from 1.
+        number: the step's number, counted from 1.
         layout: the number of the rank's layout of buckets in this step.
-        buckets: in the order of their start.
-        optimizers, calls: from the start of the step's forward to the start of the next step's forward.
+        buckets: the buckets, in the order of their start.
+        optimizers, calls: the events from the start of the step's forward to the start of the next step's forward.
     """
 
     number: int
@@ -100,7 +100,7 @@ class StepEvent:
     calls: tuple[CallEvent, ...] = ()
 
     def by(self, clock: ToClock) -> StepEvent:
-        """The event by another clock. A forward's end that is not known stays 0."""
+        """The same event, with times of another clock. If a forward's end is not known, it stays 0."""
         return replace(
             self,
             forward_started=clock(self.forward_started),

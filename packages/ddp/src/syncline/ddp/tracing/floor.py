@@ -1,4 +1,4 @@
-"""Floor: the time that memory bandwidth alone takes for an all-reduce, as measured by `syncline bench`."""
+"""Floor is the time of an all-reduce that only memory bandwidth limits. `syncline bench` measures it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds of one rank's share of adding and copying, for ascending sizes in bytes; at least one size."""
+    """Pairs of a size in bytes and the seconds of one rank's share of adds and copies. Sizes ascend; there is at least one."""
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for an all-reduce: linear between two sizes; outside, in proportion to the nearest size."""
+        """Seconds of an all-reduce. They are linear between two sizes, and proportional to the nearest size outside."""
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
         if 0 < place < len(sizes):
@@ -30,7 +30,7 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """The floor of tensors of these sizes, one after the other, divided by their seconds: 1 is the best possible."""
+        """The floor of tensors of these sizes, one after the other, divided by their seconds. 1 is the best possible value."""
         return sum(map(self.seconds, sizes)) / seconds
 
 
@@ -38,7 +38,7 @@ def read_floor(path: Path) -> Floor:
     """The floor in a file of `syncline bench --json`.
 
     Raises:
-        InvalidArgumentError: the file is not one of `bench --json`, or has no floor.
+        InvalidArgumentError: the file is no file of `bench --json`, or has no floor.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["measurements"]

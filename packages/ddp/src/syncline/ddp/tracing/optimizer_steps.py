@@ -1,4 +1,4 @@
-"""Observes when steps of optimizers begin and end."""
+"""Observe when steps of optimizers begin and end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .events import OptimizerEvent
 
 
 class OptimizerSteps:
-    """Notes the steps of optimizers of some parameters, from its construction until `stop`.
+    """Notes the steps of optimizers of some parameters, from the construction until `stop`.
 
     Args:
-        parameters: an optimizer counts if its first parameter is one of them.
+        parameters: the parameters. An optimizer counts if its first parameter is one of these.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The part of a page that shows a trace, by Plotly. The page contains Plotly's script, so it needs no other file."""
+"""Make the part of a page that shows a trace, with Plotly. The page contains Plotly's script, so it needs no other file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_NAMES = 5
 
 
 def fragment(timeline: Timeline) -> str:
-    """HTML: the timeline of the slowest step, waiting by rank, exposed communication, and a table of the buckets.
+    """Make HTML with the timeline of the slowest step, plots of waiting and exposed communication, and a table of buckets.
 
     Raises:
         MisuseError: Plotly is not installed.
@@ -42,7 +42,7 @@ def fragment(timeline: Timeline) -> str:
 
 
 def _rows(timeline: Timeline) -> list[str]:
-    """The rows from top to bottom: each rank, and below it its buckets."""
+    """The rows from top to bottom. Each rank has a row, and below it a row for its buckets."""
     return [row for rank in timeline.ranks for row in (_row(rank), _bucket_row(rank))]
 
 
@@ -55,7 +55,7 @@ def _bucket_row(rank: RankTimeline) -> str:
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
-    """For each phase, its slices on all ranks."""
+    """The bars of the timeline: for each phase, its slices on all ranks."""
     origin = min(step.forward_started for step in timeline.of_step(number))
     slices = [one for rank in timeline.ranks for one in _slices(rank, number)]
     bars = []
@@ -78,7 +78,7 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
 
 
 def _slices(rank: RankTimeline, number: int) -> list[tuple[str, str, float, float, str]]:
-    """The phase, row, start, end and text of each slice of a rank."""
+    """For each slice of a rank, its phase, row, start, end and text."""
     step, row = rank.steps[number], _row(rank)
     spans = [
         ("backward", step.backward_started, step.finalize_started, "backward"),

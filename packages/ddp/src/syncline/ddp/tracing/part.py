@@ -1,4 +1,4 @@
-"""Part: the trace of one rank, and its file. Each line is a JSON object, so a job that dies leaves what it has written."""
+"""Part is the trace of one rank. Each line of its file is a JSON object, so the file of a job that dies can still be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATTERN = "trace-rank-*.jsonl"
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """The file of one rank."""
+    """The path of one rank's file."""
     return folder / f"trace-rank-{rank:05d}.jsonl"
 
 
@@ -27,11 +27,11 @@ class Header:
     """The rank that traced, and its place.
 
     Attributes:
-        rank, size: in the group whose ranks average.
-        host, pid: of the process.
-        group: in words, such as "mpi: MPICH 4.3.0".
+        rank, size: the rank and the size of the group whose ranks average.
+        host, pid: the host's name and the process id.
+        group: the group in words, such as "mpi: MPICH 4.3.0".
         epoch_s: seconds since the epoch, minus the seconds of the rank's clock at the same moment.
-        run: the same text for all ranks of a run, another one for each run.
+        run: a text that is the same for all ranks of a run, and different for each run.
     """
 
     rank: int
@@ -45,13 +45,13 @@ class Header:
 
 @dataclass(frozen=True)
 class Part:
-    """The trace of one rank; all times by its own clock.
+    """The trace of one rank. All times are of this rank's own clock.
 
     Attributes:
-        header: the rank.
-        clocks: offsets to rank 0's clock, in the order of their measurement.
-        layouts: layouts of the buckets.
-        steps: in their order.
+        header: the rank that traced.
+        clocks: the offsets to rank 0's clock, in the order of measurement.
+        layouts: the layouts of the buckets.
+        steps: the steps, in their order.
         is_complete: whether the trace came to its end.
     """
 
@@ -92,14 +92,15 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def read_parts(folder: Path) -> list[Part]:
-    """The parts of the latest run in a folder, by rank.
+    """The parts of the latest run in a folder, sorted by rank.
 
     Raises:
-        InvalidArgumentError: there are no parts, or one cannot be read.
+        InvalidArgumentError: there are no parts, or a part cannot be read.
     """
     parts = [read_part(path) for path in sorted(folder.glob(PATTERN))]
     if not parts:
         raise InvalidArgumentError(f"expected files {PATTERN} in {folder}, found none; trace with SYNCLINE_TRACE={folder}")
+    # A folder may still hold files of ranks that only an earlier, larger run had.
     latest = max(parts, key=lambda part: part.header.epoch_s + _began(part)).header.run
     return sorted((part for part in parts if part.header.run == latest), key=lambda part: part.header.rank)
 
@@ -110,7 +111,7 @@ def _began(part: Part) -> float:
 
 
 def read_part(path: Path) -> Part:
-    """The part in one file. A last line that was cut off is left out.
+    """Read the part in one file. If the last line was cut off, it is left out.
 
     Raises:
         InvalidArgumentError: the file is not a part.
@@ -122,10 +123,10 @@ def read_part(path: Path) -> Part:
 
 
 def parse_part(text: str) -> Part:
-    """The part in the text of a file. A pure function.
+    """Read the part in the text of a file. A pure function.
 
     Raises:
-        ValueError, KeyError, TypeError: the text is something else, or has another version.
+        ValueError, KeyError, TypeError: the text is no part, or has another version.
     """
     # Each complete line ends in a newline, so `rest` is empty or was cut off.
     *whole, rest = text.split("\n")

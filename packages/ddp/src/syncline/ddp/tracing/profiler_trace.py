@@ -1,4 +1,4 @@
-"""Adds a file of `torch.profiler` to a trace, with its times moved to rank 0's clock."""
+"""Add a file of `torch.profiler` to a trace, and move its times to rank 0's clock."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from .chrome_trace import origin_of
 from .timeline import Timeline
 
 _BEHIND = 1_000_000
-"""The profiler's processes and arrows get numbers above those of all ranks. Perfetto leaves out arrows without a number."""
+"""The profiler's processes and arrows get larger numbers than all ranks. Perfetto leaves out arrows without a number."""
 
 
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
     """Add a rank's profile to a trace, in place.
 
-    The profiler uses the host's wall clock. If this clock was adjusted while the job ran, the profile is shifted by as much.
+    The profiler uses the host's wall clock. If this clock was adjusted while the job ran, the profile is shifted by the same
+    amount.
 
     Args:
         trace: the result of `chrome_trace(timeline)`.
-        timeline: its clock is the one for all times.
+        timeline: the timeline whose clock all times use.
         rank: the rank of the profile.
-        profile: a file of `export_chrome_trace`, read as JSON.
+        profile: the content of a file of `export_chrome_trace`, read as JSON.
         path: the file's name, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""StepRecorder: notes this rank's traced steps, and writes them to the rank's file."""
+"""StepRecorder notes this rank's traced steps, and writes them to the rank's file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .optimizer_steps import OptimizerSteps
 from .part import Header, clock_line, end_line, header_line, layout_line, part_path, step_line
 
 _WRITE_EVERY_S = 1.0
-"""A killed job may lose this much time of its trace. Between two writes a step costs a few objects in memory."""
+"""A killed job may lose this many seconds of its trace. Between two writes, a step only costs a few objects in memory."""
 
 
 @dataclass
 class _OpenStep:
-    """A step whose backward is over. Later events still belong to it until the next step's forward."""
+    """A step whose backward is over. Later events belong to this step until the next step's forward begins."""
 
     number: int
     layout: int
@@ -56,14 +56,14 @@ class _OpenStep:
 
 
 class StepRecorder:
-    """Notes steps, and the events between them, from its construction until `end`.
+    """Notes steps and the events between them, from the construction until `end`.
 
     Args:
-        folder: for the file; created if it is missing.
+        folder: the folder for the file. It is created if it is missing.
         header: the file's first line.
-        group: its ranks average.
-        reducer: its backwards are the steps. Reducer and group are not kept alive.
-        parameters: steps of their optimizers are noted.
+        group: the group whose ranks average.
+        reducer: the reducer whose backwards are the steps. The recorder does not keep it alive.
+        parameters: the parameters whose optimizers' steps are noted.
 
     Raises:
         OSError: the file cannot be written.
@@ -89,7 +89,7 @@ class StepRecorder:
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """A backward was reduced. Events until the next step's forward belong to this step."""
+        """Note a step, because its backward was reduced. Events until the next step's forward belong to this step."""
         # Events before this step's forward belong to the step before.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started
@@ -106,7 +106,7 @@ class StepRecorder:
             self._write()
 
     def note_end_of_steps(self, statistics: IterationStatistics) -> None:
-        """The first backward after the traced steps was reduced: close the last traced step."""
+        """Close the last traced step, because the first backward after the traced steps was reduced."""
         began = statistics.forward_started
         self._close_step(
             [one for one in self._optimizers.take() if one.started < began],
@@ -114,11 +114,11 @@ class StepRecorder:
         )
 
     def close_step(self) -> None:
-        """Close the open step; later events belong to no step."""
+        """Close the open step. Later events belong to no step."""
         self._close_step(self._optimizers.take(), self._calls.take())
 
     def end(self, *, is_complete: bool) -> None:
-        """Write all open events, close the file, and stop observing; a second call does nothing."""
+        """Write all open events, close the file, and stop observing. A second call does nothing."""
         if self._file.closed:
             return
         self.close_step()

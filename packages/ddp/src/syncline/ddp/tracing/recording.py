@@ -1,4 +1,4 @@
-"""TraceRecording: a trace of a model's steps, from its first clock measurement to the merged file."""
+"""TraceRecording makes a trace of a model's steps, from the first clock measurement to the merged file."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class TraceRecording:
         step `first` .. `last`   each rank notes its events, and writes them to its own file
         the step after      clocks again, a barrier, and rank 0 merges all files into `trace.json`
 
-    Steps are counted by reduced backwards, of which all ranks have equally many. So the collectives of a trace are at the same
-    place on all ranks. A file that cannot be written is a warning, and training goes on. If ranks may count differently
-    (`ranks_may_differ`), the trace issues no more collectives: the files stay, and `syncline trace` can merge them.
+    A step is a reduced backward. All ranks have equally many, so the collectives of a trace are at the same place on all ranks.
+    If a file cannot be written, the rank logs a warning, and training goes on. If ranks may have different numbers of steps
+    (`ranks_may_differ`), the trace issues no more collectives. The files stay, and `syncline trace` can merge them.
 
     Args:
-        settings: the steps, and the folder.
-        group: its ranks average.
-        reducer: its backwards are the steps; it is not kept alive.
-        parameters: the model's.
-        only_first: trace only if no other model of this process has reached the first of these steps before. So a model that
-            a script makes to check one step does not take the place of the trained model.
+        settings: the steps to trace, and the folder.
+        group: the group whose ranks average.
+        reducer: the reducer whose backwards are the steps. The recording does not keep it alive.
+        parameters: the model's parameters.
+        only_first: trace only if no other model of this process has reached the first traced step before. So a model that a
+            script only makes to check one step does not take the place of the trained model.
 
     Attributes:
         ranks_may_differ: whether some rank may have fewer steps than others.
@@ -78,7 +78,7 @@ class TraceRecording:
             self._start()
 
     def note_step(self, statistics: IterationStatistics) -> None:
-        """Called after a reduced backward. In the first step after the last traced one it is a collective."""
+        """Note a reduced backward. The call for the first step after the traced ones is a collective."""
         self._steps += 1
         if self._is_over:
             return
@@ -95,10 +95,11 @@ class TraceRecording:
             self._try(lambda recorder: recorder.note_step(self._steps, statistics))
 
     def finish(self) -> None:
-        """End the trace and merge the ranks' files. A collective; a second call does nothing."""
+        """End the trace and merge the ranks' files. A collective. A second call does nothing."""
         if self._is_over:
             return
         self._is_over = True
+        # Other ranks may be in another step, so no collective may follow.
         if self.ranks_may_differ:
             self._close(is_complete=False)
             return
@@ -115,12 +116,13 @@ class TraceRecording:
             self._merge()
 
     def abandon(self) -> None:
-        """End the trace on this rank alone: noted events are written, and nothing is merged."""
+        """End the trace on this rank alone. Write the noted events, but merge nothing."""
         self._is_over = True
         self._close(is_complete=False)
 
     def _start(self) -> None:
         reducer = self._reducer()
+        # The reducer is gone with its model, so there are no steps.
         if reducer is None:
             return
         if self._only_first and not _is_first_to_trace(self.settings, self._group.rank):
@@ -175,7 +177,7 @@ class TraceRecording:
 
 
 def _agree_on_run(group: ProcessGroup) -> str:
-    """A name that no other run has. A collective."""
+    """Agree on a name that no other run has. A collective."""
     device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
     number = torch.tensor([time.time_ns()], dtype=torch.int64, device=device)
     group.broadcast(number, 0)
@@ -187,7 +189,7 @@ _asked: set[tuple[Path, int]] = set()
 
 
 def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
-    """Whether no other model of this process has asked for this folder and rank. Each call counts as such a question."""
+    """Whether this is the first call in this process for this folder and rank. Later calls get False."""
     key = settings.folder.resolve(), rank
     if key in _traced:
         logger.info("another model of this process is traced to %s already; trace this one with its method `trace`", key[0])
@@ -197,7 +199,7 @@ def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
 
 
 def _tell_at_exit_if_nothing_was_traced(settings: TraceSettings, rank: int) -> None:
-    """Let rank 0 warn when the program ends, if no model has reached the first step to trace."""
+    """Let rank 0 warn at the end of the program, if no model has reached the first traced step."""
     key = settings.folder.resolve(), rank
     if rank == 0 and key not in _asked:
         _asked.add(key)

@@ -1,4 +1,4 @@
-"""Makes tables for the terminal with rich, and figures of pages with Plotly."""
+"""Make tables for the terminal with rich, and figures for pages with Plotly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEIGHT = 420
 
 
 def table(title: str, columns: Sequence[str]) -> Table:
-    """An empty table, with its columns aligned at the right.
+    """Make an empty table whose columns are aligned at the right.
 
     Raises:
         MisuseError: rich is not installed.
@@ -33,7 +33,7 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
 
 def printed(*parts: str | Table) -> str:
-    """Texts and tables one below the other, as a terminal shows them.
+    """Texts and tables, one below the other, as text for a terminal.
 
     Raises:
         MisuseError: rich is not installed.
@@ -62,7 +62,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def script() -> str:
-    """HTML: Plotly's own script. A page contains it once, and then needs no other file.
+    """Plotly's own script as HTML. A page contains it once, and then needs no other file.
 
     Raises:
         MisuseError: Plotly is not installed.
@@ -74,12 +74,12 @@ def script() -> str:
 
 
 def figure(div_id: str, data: Sequence[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], **layout: Any) -> str:
-    """HTML: one figure, for a page with the script.
+    """One figure as HTML, for a page that contains `script()`.
 
     Args:
-        div_id: the id of its element.
+        div_id: the id of the figure's element.
         data: Plotly's traces.
-        title: the text above it.
+        title: the text above the figure.
         x: the layout of the x axis, such as its title.
         y: the layout of the y axis.
         layout: further layout of the figure.

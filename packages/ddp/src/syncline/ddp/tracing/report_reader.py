@@ -1,4 +1,4 @@
-"""Shows the steps that the ranks have traced, for `syncline report FOLDER`."""
+"""Show the steps that the ranks have traced, for `syncline report FOLDER`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPECTED = f"files {PATTERN} (steps that ranks traced, by SYNCLINE_TRACE)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `syncline report` for traces."""
+    """Add the options of `syncline report` for traces."""
     parser.add_argument(
         "--floor",
         type=Path,

@@ -21,9 +21,9 @@ class TraceSettings:
     A step is a reduced backward, with its forward and everything until the next forward. The first step is number 1.
 
     Attributes:
-        folder: for the files of all ranks; created if it is missing.
+        folder: the folder for the files of all ranks. It is created if it is missing.
         first: the first traced step, 1 or above.
-        last: the last traced step; None: until the trace is ended.
+        last: the last traced step; None: trace until the trace is ended.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class TraceSettings:
 
 
 def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
-    """The settings in `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`; None if nothing is to be traced.
+    """The settings in the variables `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`; None if `SYNCLINE_TRACE` is not set.
 
     Raises:
         InvalidArgumentError: the steps are not written as in "10-20".
@@ -45,10 +45,10 @@ def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
 
 
 def parse_steps(text: str, name: str) -> tuple[int, int]:
-    """The first and the last step in a text such as "10-20"; "7" is one step.
+    """Read the first and the last step from a text such as "10-20". The text "7" names one step.
 
     Raises:
-        InvalidArgumentError: the text is something else; the error mentions `name`.
+        InvalidArgumentError: the text names no steps. `name` is in the error's text.
     """
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     first = int(match[1]) if match else 0

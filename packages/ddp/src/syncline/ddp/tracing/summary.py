@@ -1,4 +1,4 @@
-"""TraceSummary: how the time of the traced steps was spent, and for which rank the others waited. Pure functions."""
+"""Summarise how the ranks spent the time of traced steps, and for which rank the others waited. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .timeline import Timeline
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One step over all ranks; times in seconds.
+    """One step over all ranks. Times are in seconds.
 
     Attributes:
         number: the step's number.
-        duration_s: from the first forward to the end of the last optimizer, or of the last wait.
-        compute_s: from the forward's start to the last gradient; the mean of the ranks.
-        exposed_s: exposed communication: the time that backward waited for buckets; the mean of the ranks.
+        duration_s: the time from the first rank's forward to the end of the last optimizer or of the last wait.
+        compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
+        exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
         last_rank: the rank whose last gradient came last.
-        late_s: its delay after the median of the other ranks' last gradients; 0 with one rank.
-        caused_s: the sum of the times that the other ranks waited for it.
-        bucket_bytes: bytes of each bucket, on each rank.
-        reducing_s: the time in which at least one bucket was being reduced. A reduction counts from the last rank's start.
+        late_s: how much later its last gradient came than the median of the other ranks' last gradients. 0 with one rank.
+        caused_s: the sum of the times that the other ranks waited for `last_rank`.
+        bucket_bytes: the bytes of each bucket on one rank.
+        reducing_s: the time in which at least one bucket was being reduced. A reduction begins when the last rank starts it.
     """
 
     number: int
@@ -38,25 +38,25 @@ class StepSummary:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buckets, on each rank."""
+        """The bytes of all buckets on one rank."""
         return sum(self.bucket_bytes)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes of buckets in a second of reducing; 0 if nothing was reduced."""
+        """The bytes of buckets that were reduced in a second of `reducing_s`. 0 if nothing was reduced."""
         return self.nbytes / self.reducing_s if self.reducing_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank over all steps; times in seconds.
+    """One rank over all steps. Times are in seconds.
 
     Attributes:
-        rank: its rank in the group.
-        compute_s, exposed_s: those of a step, in the median.
-        times_last: in how many steps its last gradient came last.
-        late_s: its delay, in the median of these steps; 0 if there are none.
-        caused_s: the sum of the times that other ranks waited for it, in all steps.
+        rank: the rank in the group.
+        compute_s, exposed_s: the median of these times over the steps.
+        times_last: in how many steps this rank's last gradient came last.
+        late_s: the median of this rank's delay over these steps. 0 if there are none.
+        caused_s: the sum of the times that other ranks waited for this rank, in all steps.
     """
 
     rank: int
@@ -68,13 +68,13 @@ class RankSummary:
 
 
 def summarize_steps(timeline: Timeline) -> list[StepSummary]:
-    """Each step that all ranks have traced."""
+    """A summary of each step that all ranks have traced."""
     ranks = [one.header.rank for one in timeline.ranks]
     return [_step(number, timeline.of_step(number), ranks) for number in timeline.steps]
 
 
 def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[RankSummary]:
-    """A summary of each rank over these steps; there must be at least one."""
+    """A summary of each rank over these steps. There must be at least one step."""
     found = []
     for one in timeline.ranks:
         own = [one.steps[step.number] for step in steps]
@@ -116,7 +116,7 @@ def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> S
 
 
 def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
-    """For each bucket, when the last rank started it, and when it was reduced on the last rank."""
+    """For each bucket, the time when the last rank started it, and the time when it was reduced on all ranks."""
     by_bucket: dict[int, list[tuple[float, float]]] = {}
     for step in on_ranks:
         for bucket in step.buckets:
@@ -125,7 +125,7 @@ def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The total length that the spans cover; overlaps count once."""
+    """The total length that the spans cover. Overlaps count once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

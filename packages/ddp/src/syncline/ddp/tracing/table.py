@@ -1,4 +1,4 @@
-"""The tables of a trace for the terminal, by rich."""
+"""Make the tables of a trace for the terminal, with rich."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def tables(timeline: Timeline, floor: Floor | None = None) -> str:
-    """A table of the ranks, one of the steps, and the facts that are needed to read them.
+    """A table of the ranks and a table of the steps, with the facts that a reader needs to understand them.
 
     Args:
         timeline: the trace.
-        floor: the bandwidth is compared with it; None for no comparison.
+        floor: the floor to compare the bandwidth with; None: no comparison.
 
     Raises:
         MisuseError: rich is not installed.
@@ -31,7 +31,7 @@ def tables(timeline: Timeline, floor: Floor | None = None) -> str:
 
 
 def in_words(timeline: Timeline) -> str:
-    """Which ranks traced, and how well their clocks are aligned."""
+    """Say in words which ranks traced, and how well their clocks are aligned."""
     missing = f" (missing: {', '.join(map(str, timeline.missing))})" if timeline.missing else ""
     error = timeline.error_s
     clocks = "clocks were not aligned" if error is None else f"clocks are aligned within {1e6 * error:.3g} us"

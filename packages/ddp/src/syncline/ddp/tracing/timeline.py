@@ -1,4 +1,4 @@
-"""Timeline: the steps of all ranks by one clock, rank 0's. Pure functions."""
+"""Timeline: the steps of all ranks, with times of rank 0's clock. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .events import BucketLayout, StepEvent, ToClock
 from .part import Header, Part
 
 _UNKNOWN_DRIFT = 50e-6
-"""Seconds in a second by which two clocks may drift apart; used if the offset was measured only once."""
+"""The seconds that two clocks may drift apart in one second. Used if the offset was measured only once."""
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank, by rank 0's clock.
+    """The steps of one rank, with times of rank 0's clock.
 
     Attributes:
-        header: the rank.
-        layouts: layouts of the buckets.
-        steps: by number.
+        header: the rank that traced.
+        layouts: the layouts of the buckets.
+        steps: the steps, by number.
         error_s: the largest error of the times; None if the clock was never measured.
         epoch_s: seconds since the epoch by this rank's host, minus the seconds of rank 0's clock at the same moment.
     """
@@ -34,11 +34,11 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All ranks, by rank 0's clock.
+    """The steps of all ranks, with times of rank 0's clock.
 
     Attributes:
-        ranks: in ascending order; some may be missing.
-        missing: ranks without a file.
+        ranks: the ranks, in ascending order. Some may be missing.
+        missing: the ranks without a file.
     """
 
     ranks: tuple[RankTimeline, ...]
@@ -56,17 +56,17 @@ class Timeline:
 
     @property
     def error_s(self) -> float | None:
-        """The largest error of a rank's clock; None if one was never measured."""
+        """The largest error of any rank's clock; None if some clock was never measured."""
         errors = [rank.error_s for rank in self.ranks]
         return None if None in errors else max(error for error in errors if error is not None)
 
     def of_step(self, number: int) -> list[StepEvent]:
-        """A step on each rank, in the order of `ranks`."""
+        """One step on each rank, in the order of `ranks`."""
         return [rank.steps[number] for rank in self.ranks]
 
 
 def merge(parts: Sequence[Part]) -> Timeline:
-    """The timeline of at least one part; parts are in the order of ranks."""
+    """Merge at least one part into a timeline. The parts are in the order of ranks."""
     present = {part.header.rank for part in parts}
     missing = tuple(rank for rank in range(parts[0].header.size) if rank not in present)
     return Timeline(tuple(map(_by_rank_0, parts)), missing)
@@ -80,8 +80,9 @@ def _by_rank_0(part: Part) -> RankTimeline:
 
 
 def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
-    """Converts a rank's clock to rank 0's, along the straight line through the first and the last measurement."""
+    """Make a function that converts a rank's clock to rank 0's: the straight line through the first and last measurement."""
     if not clocks:
+        # The clock was never measured: leave the times as they are.
         return lambda time: time
     first, last = clocks[0], clocks[-1]
     # One measurement: the offset is known, the drift is not.

@@ -1,4 +1,4 @@
-"""The trace file: the parts of all ranks in a folder, merged into `trace.json` in the same folder."""
+"""The trace file is `trace.json`. It merges the parts of all ranks in its folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRACE_NAME = "trace.json"
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """The timeline of the latest run in a folder.
+    """Read the timeline of the latest run in a folder.
 
     Raises:
-        InvalidArgumentError: the folder has no parts, or one cannot be read.
+        InvalidArgumentError: the folder has no parts, or a part cannot be read.
     """
     return merge(read_parts(folder))
 
@@ -32,7 +32,7 @@ def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, P
     Args:
         folder: the folder with the ranks' files.
         path: the file to write; None means `trace.json` in the folder.
-        profiles: for some ranks a file of `torch.profiler` with the same steps, which is merged, too.
+        profiles: for some ranks, the path of a file of `torch.profiler` with the same steps. These files are merged, too.
 
     Raises:
         InvalidArgumentError: a file cannot be read or written.

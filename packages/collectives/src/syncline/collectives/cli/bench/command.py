@@ -1,4 +1,4 @@
-"""The command `bench`: connects, measures every case on every backend, and shows the figures on rank 0."""
+"""The command `bench` connects, measures every case on every backend, and shows the figures on rank 0."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
     """Run the bench. Every rank of the job must call this. Returns the exit status.
 
     Args:
-        arguments: as `add_arguments` has them parsed.
-        judge: what else to print on rank 0, line by line, and to keep, about what was measured.
+        arguments: the parsed options of `add_arguments`.
+        judge: takes the measurements, and returns more lines to print on rank 0 and to keep.
     """
     cases = _cases(arguments)
     _check_outputs(arguments)

@@ -34,7 +34,7 @@ class Buffers:
     """The tensors of one case on one rank.
 
     Attributes:
-        block: the larger side. For collectives with one tensor, this is it.
+        block: the larger side. If the collective has a single tensor, the block is this tensor.
         part: this rank's share, the block divided by `size`. Empty if the block cannot be divided.
         output: a second block, for `all_to_all` and `send_recv`.
 
@@ -109,7 +109,7 @@ class Kind:
 
     Attributes:
         name: its name, as a method of process groups.
-        has_parts: whether each rank owns a part of the block.
+        has_parts: whether each rank has a part of the block.
         bus_factor: takes the number of ranks; bus bandwidth is algorithm bandwidth times this factor, as in nccl-tests.
         fill: puts this rank's data into the buffers.
         is_right: whether the result is right on this rank.

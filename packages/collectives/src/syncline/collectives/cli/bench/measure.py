@@ -1,14 +1,14 @@
 """Measures one case: verifies every subject once, then takes samples of all subjects in turn.
 
 1. Each subject runs the collective once on known data, and the ranks check the result. Before and after this run, the ranks
-   tell each other whether they could do it. If one rank refuses, all skip the subject.
+   tell each other whether they could run it. If one rank refuses, all ranks skip the subject.
 2. Each subject runs it a few times more. This warms it up, and gives an estimate of its time.
 3. In each round, every subject takes one sample:
    - It runs once without timing, so that the caches hold its own data and not those of the subject before.
    - All ranks meet in a barrier.
    - It runs often enough that the sample is long enough for the clock. On a GPU, the clock stops when the GPU has finished.
-   A disturbance of the machine so affects all subjects alike. Every other round runs in reverse order.
-4. The time of a sample is that of its slowest rank.
+   So a disturbance of the machine affects all subjects alike. Every second round runs in reverse order.
+4. The time of a sample is the time of its slowest rank.
 """
 
 from __future__ import annotations

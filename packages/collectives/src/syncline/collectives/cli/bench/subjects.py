@@ -1,4 +1,4 @@
-"""The subjects of a measurement: our backends, two libraries called directly, and a lower bound from memory speed."""
+"""The subjects of a measurement: Syncline's backends, two libraries called directly, and a lower bound from memory speed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Subject(ABC):
 
     Attributes:
         name: its name on the command line.
-        communicates: whether it gives the collective's result. If not, only its time is of interest.
+        communicates: whether it gives the collective's result. If not, only its time is measured.
     """
 
     name: str
@@ -63,8 +63,8 @@ class GroupSubject(Subject):
     """One of our process groups.
 
     Args:
-        group: what to measure.
-        owned: whether to close it.
+        group: the group to measure.
+        owned: whether `close` closes the group.
     """
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
@@ -188,7 +188,7 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """A lower bound from memory speed: one rank's share of the adds and copies of an `all_reduce`, in its own memory."""
+    """A lower bound from memory speed. One rank does its share of the adds and copies of an `all_reduce` in its own memory."""
 
     name = FLOOR
     communicates = False
@@ -210,7 +210,7 @@ class Floor(Subject):
         return call
 
     def close(self) -> None:
-        """Do nothing: this subject has no connection."""
+        """Do nothing, because this subject has no connection."""
 
 
 def _wait_for(*works: Any) -> None:
@@ -224,7 +224,7 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """Return the names of the chosen backend and of the baselines that can be connected here."""
+    """Return the names of the chosen backend and of the baselines that this job can connect."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]

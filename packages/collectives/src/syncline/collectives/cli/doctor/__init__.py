@@ -1,4 +1,4 @@
-"""Tells a cluster user before a job what is installed, what is wrong, and what to do about it."""
+"""Tell a cluster user before a job what is installed, what is wrong, and how to repair it."""
 
 from .diagnosis import diagnose
 from .finding import Finding, Status

@@ -1,4 +1,4 @@
-"""The command `doctor`: connects as a training script would, gathers what every rank sees, judges it, prints it on rank 0."""
+"""The command `doctor` connects as a training script would, and judges what every rank sees. Rank 0 prints the findings."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _end_with_parent() -> None:
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     """Diagnose without MPI, because the child ended before it printed findings. One rank of a node prints.
 
-    This cannot be left to rank 0: its child may still wait for the child that ended, and the launcher may end the job before
-    that wait ends.
+    Rank 0 cannot do this. Its child may still wait for the child that ended, and the launcher may end the job before this wait
+    ends.
     """
     if not is_first(f"{os.getppid()} doctor", started_s()):
         return 1

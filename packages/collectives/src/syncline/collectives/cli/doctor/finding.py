@@ -27,7 +27,7 @@ class Finding:
         name: what was checked, in a word or two.
         status: how bad it is.
         found: what was found.
-        remedy: what to do about it; empty if and only if the status is OK.
+        remedy: how to repair it; empty if and only if the status is OK.
     """
 
     name: str
@@ -98,7 +98,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """Return 1 if something is wrong, else 0."""
+    """Return 1 if a finding is wrong, else 0."""
     return int(any(finding.status is Status.WRONG for finding in findings))
 
 

@@ -17,7 +17,7 @@ _IF_TOLD_SO = {"Slurm": "if srun was given --no-kill --kill-on-bad-exit=0"}
 
 
 def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_faults: bool = False) -> Finding:
-    """Say whether the other ranks would go on if a rank died. The finding is always OK, because neither is a defect.
+    """Say whether the other ranks would go on if a rank died. The finding is always OK, because both answers are normal.
 
     Args:
         launcher: the launcher in words, or None.

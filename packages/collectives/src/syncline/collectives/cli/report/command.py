@@ -1,4 +1,4 @@
-"""The command `report`: every reader that finds files of its kind in the folder shows them."""
+"""The command `report` calls every reader that finds files of its kind in the folder."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ ENTRY_POINT_GROUP = "syncline.report_readers"
 class ReportReader(Protocol):
     """An object or a module that an entry point in the group `syncline.report_readers` names.
 
-    It may also have `html(folder, arguments) -> str`. This gives its part of the HTML page, in place of its text.
+    A reader may also have `html(folder, arguments) -> str`. It returns the reader's part of the HTML page. Without it, the page
+    shows the reader's text.
 
     Attributes:
         EXPECTED: the files that it looks for, in words, such as "failure records (rank-*.json)".

@@ -1,4 +1,4 @@
-"""`syncline run`: a script written for torchrun, unmodified, under mpirun and srun.
+"""`syncline run` runs a script that was written for torchrun, unmodified, under mpirun and srun.
 
 A rank passes through the modules in this order:
 

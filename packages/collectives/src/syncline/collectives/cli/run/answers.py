@@ -1,11 +1,12 @@
-"""Changes torch.distributed for the script: which group `init_process_group("gloo")` makes, and how its ranks meet.
+"""Change torch.distributed for the script: the group that `init_process_group("gloo")` makes, and the way its ranks meet.
 
 When the script has imported torch, four things in torch are changed:
 
 1. `env://` and `tcp://` lead to a store on rank 0, which the other ranks reach by MPI messages. No port is opened.
-2. torch reads the backend of each device from `BackendConfig`. Ours names our backend in place of the one that the script
-   named. The script and torch still see the script's name.
-3. torch has one function that makes every group, of all ranks or of some. Ours decides whether 2 applies, and logs the choice.
+2. torch reads the backend of each device from `BackendConfig`. Our class names our backend in place of the backend that the
+   script named. The script and torch still see the script's name.
+3. torch has one function that makes every group, of all ranks or of some. Our function decides whether 2 applies, and logs
+   this.
 4. `DistributedDataParallel` and the default time limit are replaced, if the command line says so.
 
 Collectives do not pass through this code, so they are not slower.
@@ -97,7 +98,7 @@ class Answers:
     # ---- where the ranks meet ----
 
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """Return a rendezvous through MPI for all ranks of the job. Other rendezvous, as of a forked child, go to torch's."""
+        """Return a rendezvous through MPI for all ranks of the job. Others, as of a forked child, use torch's rendezvous."""
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
             asked = dict(parse_qsl(urlsplit(url).query))

@@ -1,4 +1,4 @@
-"""`syncline run`: reads the options, refuses what cannot work, then runs the script."""
+"""`syncline run` reads the options, refuses options that cannot work, then runs the script."""
 
 from __future__ import annotations
 
@@ -189,9 +189,9 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """End with a message. Of the ranks of a node with the same message only one prints it.
+    """End with a message. If ranks of a node have the same message, only one of them prints it.
 
-    MPI does not run yet, so the ranks agree on the one by a file on their node.
+    MPI does not run yet, so the ranks choose this one by a file on their node.
     """
     # The name has the parent's process id. Each run of a launcher has its own parent, so runs do not silence each other.
     spread_s = 0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S

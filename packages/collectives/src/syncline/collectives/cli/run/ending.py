@@ -1,6 +1,6 @@
 """How a rank leaves its job, so that no other rank waits for it in vain.
 
-torchrun ends a job when one worker fails. If none fails, each worker may end when it is done. Here:
+torchrun ends a job when one worker fails. If no worker fails, each may end when it is done. Here:
 
 1. An exception that nobody caught ends the job at once. The rank that failed first prints it. Ranks that fail at about the same
    time print one line that names the first.
@@ -102,7 +102,7 @@ class Ending:
         return None
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Replace `atexit.register`. Keeps Syncline's handlers, which close what uses MPI, for `_exit_at_once`."""
+        """Replace `atexit.register`. Keep Syncline's handlers for `_exit_at_once`, because they close objects that use MPI."""
         if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)
@@ -126,7 +126,7 @@ class Ending:
         end_mpi()
 
     def _exit_at_once(self, status: int) -> NoReturn:
-        """Replace `os._exit`, which does not finalize MPI. As there, the script's exit handlers do not run; ours do."""
+        """Replace `os._exit`, which does not finalize MPI. Syncline's exit handlers run, but the script's do not."""
         if self._has_mpi():
             while self._ours:
                 self._ours.pop()()

@@ -43,7 +43,7 @@ def _this_command() -> list[str]:
 
 
 def _mpiexec() -> str | None:
-    """Return the mpiexec of the library that mpi4py would load. One that pip installed beside this Python goes first."""
+    """Return the mpiexec of the library that mpi4py would load. One that pip installed beside this Python comes first."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     named = os.environ.get("MPI4PY_LIBMPI")
     if named:  # lib/libmpi.so, or lib/release/libmpi.so

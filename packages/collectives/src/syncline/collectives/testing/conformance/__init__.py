@@ -1,4 +1,4 @@
-"""Checks of what every process group must do. They run on any backend; see `suite`."""
+"""Checks that every process group must pass. They run on any backend. See `suite`."""
 
 from .suite import CHECKS, Check, run_conformance
 

@@ -12,7 +12,7 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 
 def waits_for_all(group: ProcessGroup) -> None:
-    """Check that the first rank leaves after the last has come. It compares the node's clock, so it needs a single node."""
+    """Check that the first rank leaves after the last has come. It compares times of one clock, so it needs a single node."""
     jitter = random.Random(group.rank)
     stamps = []
     for round_number in range(20):

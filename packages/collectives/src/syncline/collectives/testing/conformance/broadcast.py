@@ -49,7 +49,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def nan_keeps_its_bits(group: ProcessGroup) -> None:
-    """Check that bits do not change: of a nan with a payload, a negative zero, and a subnormal number."""
+    """Check that the bits of a nan with a payload, a negative zero, and a subnormal number do not change."""
     root = group.size // 2
     patterns = torch.tensor([0x7FC12345, -0x80000000, 0x00000001, 0x7F800000], dtype=torch.int32).view(torch.float32)
     tensor = patterns.clone() if group.rank == root else torch.zeros(4)
@@ -58,7 +58,7 @@ def nan_keeps_its_bits(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check that the values of a root's tensor that torch only marks as conjugate arrive in a plain tensor."""
+    """Check a root's tensor that torch only marks as conjugate. Its values must arrive in a plain tensor."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     for root in range(group.size):
         tensor = mine.clone().conj() if group.rank == root else mine.clone()

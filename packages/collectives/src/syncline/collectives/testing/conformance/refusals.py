@@ -52,7 +52,7 @@ def overlapping_parts(group: ProcessGroup) -> None:
 
 
 def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
-    """Check that inputs with overlapping memory are allowed, and outputs of one element that was expanded to one."""
+    """Check that inputs with overlapping memory are allowed, and outputs that `expand` has left at one element."""
     outputs = [torch.empty(3, 4) for _ in range(group.size)]
     group.all_gather(outputs, torch.full((1, 4), float(group.rank)).expand(3, 4))
     for rank, output in enumerate(outputs):

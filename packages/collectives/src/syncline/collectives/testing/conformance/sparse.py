@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors, whose elements are on one rank, on several, or on none, and tensors of other shapes."""
+"""all_reduce of sparse tensors. Elements are on one rank, on several ranks, or on none. Shapes may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of a group run in the same order on all ranks, also those that callbacks issue.
+"""Collectives of a group run in the same order on all ranks, also collectives that callbacks issue.
 
 See Note [One total order] in `engine.queue`. Each collective here gathers a label from all ranks. If the order differs between
 ranks, the labels differ. On some backends the ranks then hang, or report a disagreement.
@@ -42,7 +42,7 @@ class _LabelledCollectives:
         self.log.append(label)
 
     def expect_in_order(self, expected: list[str]) -> None:
-        """Check that every collective had the same label on all ranks, and that they finished here in this order."""
+        """Check that every collective had the same label on all ranks, and that the collectives finished here in this order."""
         # On CUDA, each callback waited on its own stream. Their futures have no tensors, so the current stream does not wait
         # for those streams. After the barrier all has finished.
         self._group.barrier()
@@ -149,7 +149,7 @@ def callbacks_attached_late(group: ProcessGroup) -> None:
 
 
 def a_callback_waits_for_what_is_queued(group: ProcessGroup) -> None:
-    """Check that a callback may wait for a collective that was issued after its own."""
+    """Check that a callback may wait for a collective that was issued after the callback's own."""
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         later: list[Work] = []

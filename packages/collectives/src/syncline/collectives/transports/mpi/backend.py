@@ -34,7 +34,11 @@ class MPIBackend(Backend):
     """Ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
 
     def missing(self) -> str | None:
-        """The problem if mpi4py is missing, finds no MPI library (it must load it to know), or the launcher does not fit."""
+        """The problem if mpi4py is missing, finds no MPI library, or does not fit the launcher; None if there is no problem.
+
+        To find out, mpi4py loads the MPI library.
+        """
+        # A fork shares the parent's connections but not its threads, so MPI in it would hang.
         if _parent_has_mpi or is_fork_of_rank():
             return _IN_FORK
         return missing_library() or conflict_with_launcher()
@@ -43,9 +47,11 @@ class MPIBackend(Backend):
         """Start MPI if it does not run, and make a group of a duplicate of MPI_COMM_WORLD or of the given communicator."""
         lack = self.missing()
         if lack is not None:
+            # Only an installation can mend a missing library; the other problems need another start of the job.
             kind = BackendUnavailableError if missing_library() else LaunchError
             raise kind(f"backend 'mpi': {lack}")
         _check_init_method(request)
+        # A child process of a rank has the rank's environment, but MPI knows only the rank.
         parent = parent_rank(os.environ)
         if parent is not None:
             raise LaunchError(child_of_rank(None, parent))
@@ -53,8 +59,10 @@ class MPIBackend(Backend):
         with Connecting(request.timeout_s, request.stall_warning_s) as connecting:
             if launch is not None:
                 connecting.set_place(launch.rank, launch.world_size)
+            # Once for each node, not once for each rank.
             if launch is not None and launch.local_rank == 0:
                 _warn_of_little_memory(launch.local_world_size or 1)
+            # From here on a rank that does not come ends the wait, because `connecting` watches it.
             start(connecting)
             from .connection import connect  # imports mpi4py.MPI, which needs an MPI library: `missing` has found one
 
@@ -64,12 +72,14 @@ class MPIBackend(Backend):
 def _warn_of_little_memory(local_size: int) -> None:
     from mpi4py import MPI
 
+    # Once MPI runs, it has its memory already.
     warning = None if MPI.Is_initialized() else little_shared_memory(MPI.get_vendor()[0], local_size)
     if warning is not None:
         logger.warning("%s", warning)
 
 
 def _check_init_method(request: ConnectRequest) -> None:
+    # The other two forms say that the launcher connects the ranks, which MPI does.
     if request.init_method not in (None, "mpi://", "env://"):
         raise LaunchError(
             f"init_method {request.init_method!r} says where the ranks meet, but the ranks of backend 'mpi' were connected by "

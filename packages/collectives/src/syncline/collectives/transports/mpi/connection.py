@@ -32,7 +32,7 @@ from .waiting import spin_for
 
 
 def connect(request: ConnectRequest, connecting: Connecting) -> HostGroup:
-    """Make a group of a duplicate of MPI_COMM_WORLD, or of the communicator in the request. MPI must run."""
+    """Make a group over a duplicate of MPI_COMM_WORLD, or of the request's communicator. MPI must be started already."""
     abort_on_uncaught()
     spin_for(request.spin_s)
     job = MPI.COMM_WORLD if request.communicator is None else _checked(request.communicator)
@@ -48,6 +48,7 @@ def _connect(request: ConnectRequest, job: MPI.Intracomm, connecting: Connecting
     exit_barrier = ExitBarrier.of(job)
     connecting.liveness = exit_barrier.liveness
     device = cuda_runtime() if request.wants("cuda") else None
+    # Rank 0's values hold on all ranks: with different thresholds, ranks would choose different algorithms.
     thresholds, piece_bytes = job.bcast((request.thresholds, largest_piece_bytes()))
     connect = functools.partial(_transport, request, thresholds, piece_bytes, device, exit_barrier.liveness)
     reconnector = MPIReconnector(job.Dup(), connect, exit_barrier.leavers, request.group_name)
@@ -72,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Connect the ranks of a communicator, all of which call this. `members` are their ranks in the job."""
+    """Connect the ranks of a communicator. All of them call this function. `members` are their ranks in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -81,6 +82,7 @@ def _transport(
         )
     direct = None
     if _all_are_cuda_aware(device, communicator):
+        # CUDA memory gets a transport of its own, as only MPI's blocking form takes it. See Note [Presync] in `transport`.
         duplicate = communicator.Dup()
         with revoked_on_failure(duplicate):
             direct = MPITransport(duplicate, reproducible=request.reproducible, on_device=True)
@@ -92,6 +94,7 @@ def _transport(
 
 def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
     """Whether MPI takes CUDA memory on every rank. Every rank of the communicator calls this."""
+    # A rank without CUDA takes part in the reduction, too: else the others would wait for it.
     is_aware = device is not None and _cuda_awareness().is_aware
     return bool(communicator.allreduce(is_aware, MPI.LAND))
 
@@ -111,6 +114,7 @@ def _checked(communicator: object) -> MPI.Intracomm:
 
 
 def _check_threads() -> None:
+    # The group's queue, the monitor and the caller call MPI at the same time.
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise BackendUnavailableError(
             f"backend 'mpi' needs an MPI started with MPI_THREAD_MULTIPLE, but {library_name()} was started with a lower "
@@ -120,11 +124,13 @@ def _check_threads() -> None:
 
 def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
     launch = request.launch
+    # A launcher without MPI, such as torchrun: each process would be rank 0 of its own MPI world.
     if launch is not None and not launch.is_mpi and launch.least_world_size() > size:
         raise LaunchError(
             f"backend 'mpi' was asked for, but {launch.launcher} started these {launch.least_world_size()} ranks and does not "
             "start MPI programs. Start them with mpiexec or srun, or choose backend 'gloo' (unset SYNCLINE_BACKEND)"
         )
+    # The launcher started more ranks than this MPI sees: it belongs to another MPI.
     if launch is not None and (launch.least_world_size() > size or launch.world_size not in (None, size)):
         raise LaunchError(other_mpi(launch.launcher, launch.least_world_size(), library_name(), size))
     if request.world_size is not None and request.world_size != size:

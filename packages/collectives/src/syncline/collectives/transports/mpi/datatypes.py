@@ -52,9 +52,9 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 
 @functools.lru_cache(maxsize=256)
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-    """The MPI type and reduction with which MPI does exactly what `op` promises; None if it cannot.
+    """The MPI type and reduction with which MPI computes exactly the result of `op`; None if MPI cannot.
 
-    AVG and PREMUL_SUM are a SUM; the caller scales. None for:
+    For AVG and PREMUL_SUM this is a SUM, and the caller scales. The result is None for:
 
     - dtypes that are not in `REDUCIBLE`.
     - MIN and MAX of floats: with not-a-number, MPI's result depends on the rank.
@@ -69,9 +69,9 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
-    """The bytes of a contiguous tensor, for MPI to read and write. The caller keeps the tensor alive.
+    """A contiguous tensor's memory, for MPI to read and write. The caller keeps the tensor alive.
 
-    MPI knows nothing of CUDA streams. So for a CUDA tensor this waits until the current stream has finished its operations.
+    MPI knows nothing of CUDA streams. So for a CUDA tensor, this function blocks until the current stream is finished.
     """
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -83,8 +83,8 @@ def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
 
     Args:
         tensor: as for `memory`.
-        unit_bytes: a larger tensor is sent as one element of an MPI type that is made of units of this many bytes. The type is
-            not part of the message, so the other side may count in bytes.
+        unit_bytes: if the tensor has more bytes, it is sent as one element of an MPI type, which consists of units of this
+            size. The type is not part of the message, so the other side may count in bytes.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE
@@ -95,6 +95,7 @@ def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
 def _type_of(nbytes: int, unit_bytes: int) -> MPI.Datatype:
     units, rest = divmod(nbytes, unit_bytes)
     unit = MPI.BYTE.Create_contiguous(unit_bytes)
+    # The rest that fills no whole unit follows as single bytes.
     made = MPI.Datatype.Create_struct([units, rest], [0, units * unit_bytes], [unit, MPI.BYTE]).Commit()
     unit.Free()
     return made

@@ -1,4 +1,4 @@
-"""Failed ranks as MPI sees them: ULFM, in Open MPI started with `mpirun --with-ft ulfm`.
+"""Ask MPI which ranks have failed. Only Open MPI with `mpirun --with-ft ulfm` (ULFM) can tell.
 
 With other MPIs these functions find no failed ranks and do nothing. MPICH and Intel MPI have the functions of ULFM, but the
 whole job fails when a rank does.
@@ -17,14 +17,15 @@ from .library import translated
 
 
 def is_fault_tolerant() -> bool:
-    """Whether this job was started such that it survives the loss of a rank."""
+    """Whether the launcher started this job so that it survives the loss of a rank."""
     return MPI.get_vendor()[0] == "Open MPI" and tolerates_faults(os.environ)
 
 
 def missing_for_shrink() -> str | None:
-    """Why the surviving ranks cannot go on, with the remedy; None if they can."""
+    """Why the surviving ranks cannot go on, and what the user can do; None if they can go on."""
     if is_fault_tolerant():
         return None
+    # The right library with the wrong option: the remedy is only another start.
     if MPI.get_vendor()[0] == "Open MPI":
         return "Open MPI was started without its tolerance of faults; start the job with `mpirun --with-ft ulfm`"
     return (
@@ -61,7 +62,7 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
 
 @contextmanager
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
-    """Revoke the communicators if the body fails. Other ranks may wait in them for this rank, which is alive but won't come."""
+    """Revoke the communicators if the body fails, because other ranks may wait in them for this rank, which won't come."""
     try:
         yield
     except BaseException:

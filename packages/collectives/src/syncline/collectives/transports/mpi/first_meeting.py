@@ -11,14 +11,14 @@ which no receive matches. All of them are non-blocking, because a rank may never
     3. each rank tests its requests until all are complete, or the time limit is reached
     4. all ranks compare the versions; messages that another version might not understand are sent only after this
 
-If the time limit is reached in 3, the listeners look which bytes have arrived, although the gather is not complete and never
-will be. Nothing else reads this memory. The requests stay in MPI, which cannot cancel a collective. If a rank calls again, it
-goes on with the same requests, so ranks that come late find them.
+If the time limit is reached in 3, the listeners look which bytes have arrived, although the gather will never be complete.
+Nothing else reads this memory. The requests stay in MPI, which cannot cancel a collective. If a rank calls again, it goes on
+with the same requests. So the collectives of ranks that come late still match.
 
 Ranks form blocks so that no rank needs a connection to all others (over TCP, each connection is an open file). Each block has
 three listeners, because one of them may be the rank that does not come.
 
-Never change this protocol: with it, different versions find out that they differ.
+Never change this protocol. By this protocol, ranks with different versions find out that their versions differ.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
         DisagreementError: the ranks run different versions. All ranks raise it.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
+    # The first call on this communicator. After a time-out, a second call goes on with the requests of the first.
     if meeting is None:
         meeting = _Meeting(communicator, version)
         _unfinished.append(meeting)
@@ -54,6 +55,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
         meeting.wait(connecting)
     _unfinished.remove(meeting)
     said = meeting.versions()
+    # Each rank has all versions, so all ranks raise the same error.
     if len(set(said)) > 1:
         raise DisagreementError(
             f"the ranks run different versions of Syncline: {Statements.of(said).in_words()}. Install the same on every node"
@@ -66,7 +68,7 @@ def blocks(size: int) -> list[range]:
 
 
 class _Meeting:
-    """See Note [The first meeting]."""
+    """One meeting of all ranks of a communicator; see Note [The first meeting]."""
 
     def __init__(self, communicator: MPI.Intracomm, version: str) -> None:
         self.communicator = communicator
@@ -85,7 +87,7 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """Start the gather to one listener. All ranks take part, as in any collective; ranks outside the block send nothing."""
+        """Start the gather to one listener. All ranks of the communicator take part. Ranks outside the block send no bytes."""
         landing = None
         if listener == self._rank:
             counts = [int(rank in block) for rank in range(size)]
@@ -102,6 +104,7 @@ class _Meeting:
                 scope.check()
             except TimeoutError:
                 over_s = over_s or time.monotonic()
+                # A listener that knows who is missing raises at once; all others give it time to speak first.
                 if absent or time.monotonic() - over_s > _LISTENERS_FIRST_S:
                     raise CollectiveTimeout(self._timed_out(scope.timeout_s)) from None
             time.sleep(pause_s)
@@ -114,12 +117,14 @@ class _Meeting:
 
     def _absent(self) -> list[int]:
         """The ranks of the block that have not come. Empty if this rank is not a listener."""
+        # Only listeners have memory in which the bytes of the others arrive.
         if self._rank not in self._listeners:
             return []
+        # This rank's own byte may not have arrived, but the rank is certainly here.
         return [rank for rank in self._block if not self._here[rank - self._block[0]] and rank != self._rank]
 
     def _is_first_of(self, absent: list[int]) -> bool:
-        """Whether this rank is the first of the listeners that have come; only this one logs."""
+        """Whether this rank is the first of the listeners that have come. Only this listener logs."""
         return bool(absent) and self._rank == min(rank for rank in self._listeners if rank not in absent)
 
     def _in_words(self, absent: list[int]) -> str:
@@ -127,6 +132,7 @@ class _Meeting:
             return f"{ranks_in_words(absent)} did not"
         if self._rank not in self._listeners:
             return f"{ranks_in_words(self._listeners)} say which, if they have come"
+        # The block is the whole job and everybody is in it, so only a different protocol can keep the requests open.
         if len(self._block) == self.communicator.Get_size():
             return "all have come, but one runs another version of Syncline"
         return f"of {ranks_in_words(self._block)} all have come; others say which have not"

@@ -1,23 +1,23 @@
 """End the job when a rank fails, and keep it running when a rank merely finishes first.
 
 MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. Without our guards,
-a rank that fails with an exception would wait there silently, while the other ranks wait for it in a collective: for ever.
+a rank that fails with an exception would wait there silently for ever, while the other ranks wait for it in a collective.
 There are three guards:
 
 1. If nobody catches an exception in the main thread, the rank prints it, with its rank, and aborts the job. (At an interactive
    prompt, the exception ends only the command that was typed.)
 2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with this status.
-3. A rank that exits in any other way meets all other ranks in a barrier of a separate communicator, and waits as long as they
-   take. If they do not come at once, it tells them that it has left (see `LeaveNotices`). Ranks that wait for it then fail,
-   with an error that names the call: see Note [Who will not come] in `health.leaving`.
+3. A rank that exits in any other way enters a barrier on a separate communicator, and waits there until all ranks come. If they
+   do not come at once, it tells them that it has left (see `LeaveNotices`). Ranks that wait for it then fail with an error that
+   names the call: see Note [Who will not come] in `health.leaving`.
 
-   It does not wait for a rank whose process is gone. MPI cannot end such a job in order, so the job is aborted. If MPI
-   tolerates the fault, the job is not aborted; this process then has `FINALIZE_S` seconds to end.
+   The exiting rank does not wait for a rank whose process is gone. MPI cannot end such a job in order, so the rank aborts the
+   job. If MPI tolerates faults, the rank does not abort the job; its process then has `FINALIZE_S` seconds to end.
 
 A program may end MPI itself with `MPI.Finalize()`, and go on. MPI first deletes the attributes of MPI_COMM_SELF. In such a
 callback we close our groups, and the ranks meet as in 3. Afterwards our threads must not call MPI, which would abort the
-process. Threads that look now and then do so under `while_mpi_runs`. The end of MPI waits at most one second for such a look,
-because MPI may block the thread meanwhile.
+process. Threads that look now and then call MPI only inside `while_mpi_runs`. The end of MPI waits for such a look, but at most
+one second, because the look may be blocked inside MPI.
 
 A forked child of a rank is not a rank: its exceptions, its exit status and its end concern only itself, and it does not call
 MPI. See Note [Forks] in `forks`.
@@ -65,9 +65,11 @@ _FORWARDING_S = 0.3
 
 
 def abort_on_uncaught() -> None:
-    """Install the first guard. It needs no other rank, so install it before any step that may fail."""
+    """Install the first guard. It needs no other rank, so call this function before any step that may fail."""
+    # `syncline run` or another caller prints the exception itself.
     if are_handled_elsewhere():
         return
+    # A second group must not make our hook call itself.
     if sys.excepthook is not _on_uncaught:
         _previous_hook.append(sys.excepthook)
         sys.excepthook = _on_uncaught
@@ -83,9 +85,11 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
         return
     words = last_words(_who(), "failed and ends the job", error, trace)
     _say(words.text)
+    # Another rank knows the cause, and its message must not be lost by an early abort.
     if not words.is_all:
         with suppress(KeyboardInterrupt):
             time.sleep(_PATIENCE_S)  # the rank that says why ends the job
+    # 130 is the shell's status for a process that Ctrl-C ended.
     _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
@@ -115,6 +119,7 @@ class ExitBarrier(Inherited):
 
     def __init__(self, job: MPI.Intracomm) -> None:
         self._communicator = job.Dup()
+        # The program's main thread may compute for minutes, so the monitor receives the notices.
         self._notices = LeaveNotices(self._communicator)
         self._has_told = False
         self.leavers = Leavers(self._notices.receive)
@@ -137,6 +142,7 @@ class ExitBarrier(Inherited):
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
         """The barrier of the job's ranks in the job's order, made at the first call. Every rank of the job calls this."""
+        # Communicators of the same ranks in the same order need only one barrier.
         same = (MPI.IDENT, MPI.CONGRUENT)
         for made in _made:
             if not made._has_met and MPI.Comm.Compare(job, made._communicator) in same:
@@ -152,6 +158,7 @@ class ExitBarrier(Inherited):
 
     def _on_finalize(self, *_: object) -> None:
         """MPI calls this when the program ends MPI: close our groups, the newest first, then meet the other ranks."""
+        # MPI ends for good: `_on_exit` has met the other ranks already.
         if self._has_met:
             return
         for group in self.leavers.open_groups():
@@ -161,9 +168,11 @@ class ExitBarrier(Inherited):
         no_more_mpi()
 
     def _on_exit(self) -> None:
+        # The program has ended MPI itself, so the ranks have met in `_on_finalize`.
         if self._has_met or MPI.Is_finalized():
             return
         status = exit_status()
+        # With an open group, other ranks may wait for this one. At a prompt, an error status is no failure of the job.
         if status and self.leavers.has_open_group() and not is_interactive():
             _say(f"{_who()} exits with status {status} and ends the job")
             _abort(status)
@@ -174,6 +183,7 @@ class ExitBarrier(Inherited):
         try:
             self._meet()
         except (RankLostError, MPI.Exception) as error:
+            # The ranks that are left cannot meet without the lost one, and MPI_Finalize would wait for it.
             if not is_fault_tolerant():
                 _say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
                 _abort(status or 1)
@@ -188,12 +198,14 @@ class ExitBarrier(Inherited):
         everybody_read = self._communicator.Ibarrier()  # all notices are sent, so that none is left when MPI ends
         self._wait(everybody_read.Test)
         self._notices.close()
+        # After this, MPI has no message of ours left, so its end cannot hang on one.
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
         """Whether all ranks have come. If not, send this rank's notice once, when it has no call in flight."""
         if everybody_left.Test():
             return True
+        # Calls in the queue have not begun yet, so a notice before their end would give too low a number.
         if not self._has_told and time.monotonic() > notice_s and all_idle():
             self._has_told = True
             self._notices.leave(self.leavers.own())
@@ -204,6 +216,7 @@ class ExitBarrier(Inherited):
         while not is_over():
             self.leavers.left()  # read the notices of others, so that their sends complete
             lost = self.liveness.reason_to_give_up()
+            # A lost rank never comes to the barrier.
             if lost is not None:
                 raise lost
             time.sleep(pause_s)
@@ -216,7 +229,8 @@ _made: list[ExitBarrier] = []
 def _end_without_mpi() -> None:
     """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
 
-    Functions that were registered with `atexit` after this one have run already. Run the others, and flush open files.
+    Python has already run the functions that were registered with `atexit` after this one. Run the other functions, and flush
+    open files.
     """
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()
@@ -229,13 +243,15 @@ def _end_without_mpi() -> None:
 
 
 def _end_within(limit_s: float) -> None:
-    """Let SIGALRM end this process after `limit_s` seconds. Python code cannot do it: none runs inside MPI_Finalize."""
+    """Let SIGALRM end this process after `limit_s` seconds. Python code could not, because none runs inside MPI_Finalize."""
+    # Only the main thread may set handlers. Exit functions normally run there.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
 
 
 def _abort(status: int) -> None:
+    # Let mpiexec read this rank's last output before the abort drops it.
     time.sleep(_FORWARDING_S)
     MPI.COMM_WORLD.Abort(status)
 
@@ -246,7 +262,7 @@ def _who() -> str:
 
 
 def _say(text: str) -> None:
-    """Write to the stream that the process began with: torch.distributed runs its excepthook with another, printed later."""
+    """Write to the standard error that the process began with. torch.distributed's excepthook replaces `sys.stderr`."""
     sys.stdout.flush()
     stream = sys.__stderr__ or sys.stderr
     stream.write(text.rstrip("\n") + "\n")

@@ -1,4 +1,4 @@
-"""The MPI library: its name, its errors as ours, our tags on its communicators, and waiting for a request."""
+"""The MPI library: its name, its errors, our tags on its communicators, and the wait for a request."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mpi_errors() -> Iterator[None]:
 
 
 def mapped(error: MPI.Exception) -> TransportError:
-    """An error of MPI as one of ours."""
+    """The `TransportError` for an error of MPI."""
     return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
 
 
@@ -72,9 +72,9 @@ def while_mpi_runs() -> Iterator[bool]:
 
 
 def no_more_mpi() -> None:
-    """Forbid calls of MPI, because the program ends it. Waits `_LONGEST_CALL_S` at most for a thread that is in such a call.
+    """Forbid calls of MPI, because the program ends MPI. Waits at most `_LONGEST_CALL_S` for a thread inside `while_mpi_runs`.
 
-    It does not wait for longer, because MPI may block this thread until its own end.
+    A longer wait could be endless, because MPI may block that thread until MPI ends.
     """
     global _is_over
     _is_over = True
@@ -100,18 +100,18 @@ def wait(
 ) -> None:
     """Block until an MPI request is complete.
 
-    First it tests the request a few times without a pause. Then it rests between tests, because with as many ranks as cores the
-    backward pass runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce): spinning
-    6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
+    The thread first tests the request a few times without a pause. Then it rests between tests, because with as many ranks as
+    cores the backward pass runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce):
+    spinning 6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
 
     Args:
         request: the request.
         scope: ends the wait.
         status: the status of the request, to be filled in.
         longest_nap_s: see `Patience`.
-        naps_at_once: sleep from the first rest on. If other threads compute on the core, a thread that sleeps gets the core
-            back sooner than one that yields, and leaves them more of it. Use it only for a single message over a network: an
-            MPI library makes progress only when called, and its collectives take many steps.
+        naps_at_once: sleep from the first rest on. If other threads compute on the core, a sleeping thread gets the core back
+            sooner than a yielding one, and leaves them more time. Set it only for a single message over a network. An MPI
+            library makes progress only when called, and its collectives take many steps.
 
     Raises:
         TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.

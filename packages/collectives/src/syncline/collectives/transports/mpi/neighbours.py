@@ -3,16 +3,16 @@
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
 If each of N ranks told every other rank, N^2 messages would be sent just when something is wrong. Also, a send to a rank
-without a connection may never return: MPICH over TCP connects two processes at the first send, and waits inside the send until
-the other process calls MPI, too. The rank that everybody waits for may never do so.
+without a connection may never return. MPICH over TCP connects two processes at the first send, and waits inside the send until
+the other process also calls MPI. The rank that everybody waits for may never call it.
 
 So a rank talks only to its neighbours: the ranks that are 1, 2, 4, ... before and after it. Neighbours are connected when the
 group is made. All other ranks are at most log2 N steps away. A rank passes on to its neighbours what it hears::
 
       message of this rank --> its 2 log2 N neighbours --> their neighbours --> ...      a rank sends again when it hears news
 
-It does not matter which ranks are silent, as long as the ranks that talk are connected through neighbours. If they are not
-(ranks 0 and 3 of 8, with all others silent), they do not hear of each other.
+It does not matter which ranks are silent, as long as the ranks that talk are connected through neighbours. If ranks are
+not connected in this way (ranks 0 and 3 of 8, with all others silent), they do not hear of each other.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _LONGEST_BYTES = 4096
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The neighbours of a rank, ascending: its partners in `rounds`. Neighbourhood is mutual. A pure function."""
+    """The neighbours of a rank, ascending: its partners in `rounds`. Two neighbours have each other. A pure function."""
     return sorted({peer for partners in rounds(rank, size) for peer in partners})
 
 
 def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
-    """Connect this rank with its neighbours, and return them. Every rank of the communicator calls this.
+    """Connect this rank with its neighbours, and return the neighbours. Every rank of the communicator calls this function.
 
     Cost: one empty message to each neighbour.
     """
@@ -65,8 +65,8 @@ class TimeoutReport:
     rank tells its neighbours (see Note [Neighbours]) in which call it waits, and what it has heard of other ranks. It listens
     for `_LISTEN_S` seconds, or until it has heard of all ranks.
 
-    Cost: with N ranks, each rank sends at most 2 log2 N messages, and again every `_TELL_EVERY_S` seconds while it hears of
-    more ranks: about log2 N times. Ranks that wait in the same call share one entry.
+    Cost: with N ranks, each rank sends at most 2 log2 N messages, and repeats this every `_TELL_EVERY_S` seconds while it hears
+    of more ranks: about log2 N times. Ranks that wait in the same call share one entry.
 
     Args:
         communicator: a private communicator, on which no other message has the tag `STATEMENTS`.
@@ -93,12 +93,15 @@ class TimeoutReport:
         now = time.monotonic()
         end, next_telling, told = now + _LISTEN_S, now, 0
         while len(said.heard) < self._size and now < end:
+            # Only news are told, so the messages end when all have heard the same.
             if now >= next_telling and len(said.heard) > told:
                 self._tell(said)
                 next_telling, told = now + _TELL_EVERY_S, len(said.heard)
+            # Nothing has arrived, so let the ranks compute that this one waits for.
             if not self._receive(said):
                 yield_cpu()
             now = time.monotonic()
+        # This rank stops listening, but must still pass on the latest news.
         if len(said.heard) > told:
             self._tell(said)
 
@@ -112,9 +115,10 @@ class TimeoutReport:
     def _receive(self, said: Statements) -> bool:
         """Add the messages that have arrived to `said`. Returns whether there was one.
 
-        It never waits for the rest of a long message: the sender may have stopped listening, and then the rest never comes.
+        This method never waits for the rest of a long message. If the sender has stopped listening, the rest never comes.
         """
         status = MPI.Status()
+        # Improbe takes the message out of MPI's queue, so no other thread can receive it meanwhile.
         while (found := self._communicator.Improbe(MPI.ANY_SOURCE, Tag.STATEMENTS, status)) is not None:
             message = bytearray(status.Get_count(MPI.BYTE))
             self._coming.append((found.Irecv([message, MPI.BYTE]), message))
@@ -140,11 +144,11 @@ class TimeoutReport:
 
 
 class MPIStatusPost(StatusPost):
-    """Sends lines to rank 0, from neighbour to neighbour (see Note [Neighbours]), on up to two ways each.
+    """Sends lines to rank 0, from neighbour to neighbour, each line on up to two ways. See Note [Neighbours].
 
     Rank 13 = 8 + 4 + 1 sends to ranks 12 and 5: its number without the lowest bit, and without the highest bit. So a line
-    reaches rank 0 even if one rank on the way is stopped. No rank waits, because a line has at most 4 KB, which MPI accepts at
-    once.
+    reaches rank 0 even if one rank on the way is stopped. No rank waits, because a line has at most 4 KB, and MPI accepts such
+    a message at once.
 
     Args:
         communicator: a communicator with connected neighbours, on which no other message has the tag `STATUS`.
@@ -191,6 +195,7 @@ class MPIStatusPost(StatusPost):
             packed = bytearray(status.Get_count(MPI.BYTE))
             self._communicator.Recv([packed, MPI.BYTE], status.Get_source(), Tag.STATUS)
             rank, count = map(int, packed.split(b" ", 2)[:2])
+            # An older line may arrive later, by the slower of the two ways.
             if count > self._known[rank]:
                 self._known[rank] = count
                 found[rank] = bytes(packed)
@@ -203,10 +208,10 @@ def towards_zero(rank: int) -> list[int]:
 
 
 class LeaveNotices:
-    """Tells the neighbours (see Note [Neighbours]) that this rank has left, and which other ranks have.
+    """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 
-    A rank receives notices and passes them on when it looks for them: often while it waits for others (in a call or at the end
-    of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call.
+    A rank receives notices and passes them on when it looks for them. It looks often while it waits for others (in a call or at
+    the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the methods.
 
     Cost: with N ranks, each rank sends 2 log2 N messages for all ranks that leave within `_TELL_LEAVING_EVERY_S` seconds.
     Ranks that have started the same calls share one entry. Construction is a collective.
@@ -238,11 +243,14 @@ class LeaveNotices:
         """Receive the notices that have arrived since the last call, return new ones, and pass them on."""
         with self._lock:
             found: list[Leaving] = []
+            # The communicator is freed, or will be in a moment.
             if self._is_closed:
                 return found
             while (message := self._communicator.improbe(tag=Tag.LEAVING)) is not None:
+                # Notices come by several ways, so most arrive more than once.
                 told = (Leaving(rank, started) for started, among in message.recv() for rank in ranks_of(among))
                 found += [notice for notice in told if self._note(notice)]
+            # News of several ranks travel together, so a job that ends sends few messages.
             if self._news and self._passes_on and self._clock() >= self._next_telling:
                 self._tell()
             return found
@@ -274,6 +282,7 @@ class LeaveNotices:
     def _tell(self) -> None:
         same: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for notice in self._news:
+            # Ranks of one job mostly leave after the same calls, so they share one entry.
             same.setdefault(tuple(sorted(notice.started.items())), []).append(notice.rank)
         message = [(dict(started), runs(sorted(ranks))) for started, ranks in same.items()]
         for neighbour in self._neighbours:

@@ -35,11 +35,11 @@ class MPIReconnector(Reconnector):
            of step 2; after `MOST_ATTEMPTS` times with the same members, all of them give up
 
     All four steps run in this order on one separate thread (`DetachedCall`), because a call of MPI cannot be ended. The thread
-    that called `shrink` waits for it, at most for `silence_timeout_s`. If `shrink` is called again, it waits for the same
-    thread. If that thread has failed, a new one starts with the communicator of the last step 2: a rank never shrinks the same
-    communicator twice.
+    that called `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits for the
+    same thread. If that thread has failed, a new one starts with the communicator of the last step 2, because a rank never
+    shrinks the same communicator twice.
 
-    MPI counts a silent rank as alive. So no rank is given up: `shrink` fails, and may be repeated.
+    MPI counts a silent rank as alive, so it never leaves a silent rank out. `shrink` then fails, and may be called again.
 
     Args:
         communicator: a communicator of all members of the first generation, for this object only.
@@ -81,6 +81,7 @@ class MPIReconnector(Reconnector):
 
     @override
     def shrink(self, silence_timeout_s: float) -> Transport:
+        # After a time-out, the thread of the earlier call still runs, and MPI must not shrink twice.
         if self._meeting is None:
             self._meeting = DetachedCall(self._meet, "syncline-mpi-shrink")
         if not self._meeting.done.wait(silence_timeout_s):
@@ -103,12 +104,14 @@ class MPIReconnector(Reconnector):
             self._number += 1
             generation = self._generation(self._number, self._communicator)
             logger.debug("member %d: generation %d is %s", generation.me, self._number, generation.members)
+            # Fewer members mean that another rank died meanwhile, so the failure was not the members' own.
             attempts, members = (attempts + 1 if generation.members == members else 1), generation.members
             transport, error = self._connected(generation)
             if _all_agree(self._communicator, transport is not None):
                 assert transport is not None
                 self._transport = transport
                 return generation
+            # This rank connected, but another did not: nobody may use this transport.
             if transport is not None:
                 transport.interrupt()
                 transport.abort()
@@ -121,11 +124,12 @@ class MPIReconnector(Reconnector):
         return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
-        """The transport, or the error if there is none. In both cases step 4 follows, where the other ranks learn of it."""
+        """The transport, or the error if there is no transport. Step 4 follows in both cases, and tells the other ranks."""
         try:
             return self._connect(self._communicator, generation.members), None
         except Exception as error:  # noqa: BLE001 - see above
             logger.debug("generation %d did not connect: %s", generation.number, error)
+            # Other ranks may wait in this communicator, and must come to step 4, too.
             revoke([self._communicator])
             return None, error
 

@@ -17,10 +17,10 @@ from .waiting import MESSAGE_NAP_S
 
 
 class MPIRequest(Request):
-    """A non-blocking MPI send or receive. It keeps its tensor alive until it is over, even if the object is dropped before.
+    """A non-blocking MPI send or receive. Its tensor stays alive until MPI has finished, even if the object is dropped before.
 
-    MPI reads or writes the tensor whenever the other rank comes. A receive that was given up is not cancelled: its message may
-    be in flight, and the next receive would take it.
+    MPI reads or writes the tensor at the time when the other rank comes. A receive that was given up is not cancelled. Its
+    message may be in flight, and the next receive would take this message.
     """
 
     _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
@@ -64,6 +64,7 @@ class MPIRequest(Request):
                 is_over = entry[0].Test()
             except MPI.Exception:
                 is_over = False  # not known; MPI may still use the tensor
+            # MPI may still write to this tensor, so look again at the next send or receive.
             if not is_over:
                 cls._abandoned.append(entry)
 

@@ -33,10 +33,10 @@ class RingAllReduce:
 
     The tensor is divided into one part for each rank, and each part into pieces. In the first p - 1 steps, each rank adds its
     own terms to a part and passes it on, until every rank has one part of the result. In p - 1 more steps the results go around
-    the ring. A rank passes a piece on as soon as it has it. So the steps overlap, and only the first piece of each step waits
-    for the network's latency.
+    the ring. A rank passes a piece on as soon as the piece is ready. So the steps overlap, and only the first piece of each
+    step waits for the network's latency.
 
-    Every wait is for a single message, and ends with the scope. This holds also for an MPI library whose collectives must
+    Every wait is for a single message, and ends with the scope. This is also true for an MPI library whose collectives must
     block. The same inputs give the same bits in every run and on every rank, because one chain of ranks reduces each part.
 
     Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`, and in
@@ -61,7 +61,7 @@ class RingAllReduce:
         self._piece_bytes = piece_bytes
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: Call, *, divisor: int = 1) -> None:
-        """Reduce in place. Call it after all ranks have come for the same call.
+        """Reduce the tensor in place. Call this method after all ranks have come for the same call.
 
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
@@ -84,6 +84,7 @@ class RingAllReduce:
 
         def post(number: int) -> None:
             place = route[number + count]
+            # A partial sum lands beside the tensor, because this rank's own term is still in its place.
             if number < sums:
                 place = landing[number % depth][: place.numel()]
             else:  # a result goes straight to its place, which still holds a partial sum: wait until that has been sent
@@ -98,12 +99,16 @@ class RingAllReduce:
                 for number in range(messages):
                     self._wait(received[number], call)
                     piece = route[number + count]
+                    # In the first half, this rank adds its own term before it passes the piece on.
                     if number < sums:
                         reduce_into(piece, op, (piece, landing[number % depth][: piece.numel()]))
+                        # These sums are complete, so this rank divides them once for all ranks.
                         if number in last_sums:
                             divide(piece, divisor)
+                    # The last pieces have gone around the whole ring, so they go no further.
                     if number + count < messages:
                         sent.append(self._send(piece))
+                    # The landing place of this message is free again, or the result has its own place.
                     if number + depth < messages:
                         post(number + depth)
                 for request in sent:
@@ -123,7 +128,7 @@ class RingAllReduce:
 
 
 def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
-    """The number of pieces for a part of `nbytes` bytes; the same on all ranks. A pure function."""
+    """The number of pieces for a part of `nbytes` bytes. All ranks get the same number. A pure function."""
     size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), piece_bytes)
     return max(1, -(-nbytes // size))
 
@@ -132,9 +137,10 @@ def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str
     """The largest piece that this rank would send, in bytes.
 
     Over TCP, Open MPI sends a message within its eager limit at once. It sends a larger one only when the receiver asks for it,
-    and this request queues behind the receiver's own data: data then moves in one direction at a time. So pieces stay within
+    and this request queues behind the receiver's own data. Data then moves in one direction at a time. So pieces stay within
     the limit. The user sets the limit for mpirun or in the environment; Open MPI assumes that it is the same on all ranks.
     """
+    # Open MPI takes other notations, too; then assume its default.
     given = environ.get(TCP_EAGER_LIMIT, "")
     limit = int(given) if given.isascii() and given.isdigit() else _TCP_EAGER_BYTES
     at_once = limit - _HEADER_BYTES if library == "Open MPI" else MOST_PIECE_BYTES

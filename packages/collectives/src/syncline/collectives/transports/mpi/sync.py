@@ -48,11 +48,11 @@ class Sync(ABC):
 
     @abstractmethod
     def wait(self, call: Call) -> None:
-        """Return when all ranks have come. Compares nothing; otherwise raises the errors of `same`."""
+        """Return when all ranks have come, without comparing calls. Raises `TimeoutError` and `TransportError` as `same`."""
 
 
 class MessageSync(Sync):
-    """Syncs by MPI collectives on its own communicator. Also runs any non-blocking MPI operation to its end.
+    """Syncs by MPI collectives on its own communicator. It also runs any non-blocking MPI operation to the end.
 
     Args:
         communicator: a communicator on which nobody else starts collectives.
@@ -66,11 +66,15 @@ class MessageSync(Sync):
         self._given_up: list[object] = []
 
     def same(self, call: Call, place: int = NOWHERE) -> bool:
-        """As `Sync.same`. One MAX of each number and of its negative compares: if all are equal, largest and smallest agree."""
+        """As `Sync.same`. One reduction by MAX compares the calls.
+
+        It reduces each number and its negative. If largest and smallest agree, all numbers are equal.
+        """
         digest, numbers = call.digest(), self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place, -place
         spec = (numbers, MPI.INT64_T)
         self.run(call, lambda: self._communicator.Iallreduce(MPI.IN_PLACE, spec, MPI.MAX), naps_at_once=True)
+        # All ranks see the same two numbers, so all come to `disagreement`.
         if numbers[0] != -numbers[1]:
             raise self.disagreement(call)
         return numbers[2] == -numbers[3] != NOWHERE
@@ -109,6 +113,7 @@ class MessageSync(Sync):
         except MPI.Exception as error:
             raise mapped(error) from error
         except TimeoutError:
+            # The operation goes on inside MPI, which may still use its memory.
             self.keep(request, start)
             raise self.timeout(call) from None
         except BaseException:
@@ -116,7 +121,7 @@ class MessageSync(Sync):
             raise
 
     def keep(self, *objects: object) -> None:
-        """Keep requests that were given up, and memory that MPI may still use. The tensors are in `engine.group._given_up`."""
+        """Keep requests that were given up, and memory that MPI may still use. `engine.group._given_up` keeps the tensors."""
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:

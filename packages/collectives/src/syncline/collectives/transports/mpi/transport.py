@@ -39,12 +39,12 @@ _TAGS = 32_767  # MPI guarantees at least this many
 
 
 class MPITransport(LibraryTransport):
-    """Non-blocking MPI collectives, whose waits end with the scope of the call.
+    """Runs non-blocking MPI collectives. Each wait ends with the scope of the call.
 
     Each collective is the MPI library's own, except for some reductions: float16 and bfloat16 (MPI has no portable type), sums
-    of small integers, MIN and MAX of floats (see `mpi_reduction`), and all reductions if `reproducible`. Each rank then owns a
-    slice. An all-to-all of bytes brings all terms of the slice to the owner, which reduces them in rank order. For `all_reduce`
-    an all-gather follows, for `reduce` a gather, for `reduce_scatter` nothing.
+    of small integers, MIN and MAX of floats (see `mpi_reduction`), and all reductions if `reproducible`. For these, each rank
+    owns a slice. An all-to-all of bytes brings all terms of the slice to the owner, which reduces them in rank order. An
+    `all_reduce` then ends with an all-gather, and a `reduce` with a gather; a `reduce_scatter` needs nothing more.
 
     Cost of such an `all_reduce`, for n bytes and p ranks: 2 n (p-1)/p bytes on the wire from each rank, as in a ring, and 2 n
     bytes of extra memory.
@@ -92,6 +92,7 @@ class MPITransport(LibraryTransport):
             ring_bytes: use the ring if a rank's part has at least this many bytes; the same on all ranks.
             piece_bytes: the largest piece; the same on all ranks.
         """
+        # A group of one has no ring, and the ring reduces on the host.
         if self._size > 1 and not self._on_device:
             self._ring = RingAllReduce(self._private, self._messages, piece_bytes)
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
@@ -109,6 +110,7 @@ class MPITransport(LibraryTransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Reduce with MPI, or by moving bytes and reducing here."""
         native = self._native(tensor.dtype, op)
+        # MPI cannot reduce this dtype, or must not choose the order.
         if native is None:
             for piece in _pieces(tensor):
                 self._all_reduce_here(piece, op, call)
@@ -145,6 +147,7 @@ class MPITransport(LibraryTransport):
             for piece in _pieces(tensor):
                 self._reduce_here(piece, root, op, call)
             return
+        # Another rank's tensor must not be changed, so scale a copy.
         source = tensor.clone() if isinstance(op, PremulSum) and self._rank != root else tensor
         self._scale_before(source, op)
         datatype, mpi = native
@@ -156,7 +159,7 @@ class MPITransport(LibraryTransport):
             self._scale_after(tensor, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Every rank receives its part of all blocks as bytes, and reduces these terms in rank order."""
+        """Receive this rank's part of all blocks as bytes, and reduce these terms in rank order."""
         rows = block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         results = []
@@ -183,6 +186,7 @@ class MPITransport(LibraryTransport):
         part = block.view(self._size, tensor.numel())[self._rank]
         if part.data_ptr() != tensor.data_ptr():
             part.copy_(tensor)
+        # One MPI call. A larger block would exceed MPI's counts, so it goes row by row as broadcasts.
         if block.nbytes <= PIECE_BYTES:
             spec = (memory(block), MPI.BYTE)
             self._collective("Allgather", (MPI.IN_PLACE, spec), block.nbytes, call)
@@ -222,7 +226,7 @@ class MPITransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Exchange bytes pairwise. For MPI's own all-to-all, every rank would have to know if any pair exceeds a C int."""
+        """Exchange bytes pairwise. MPI's own all-to-all needs every rank to know whether any pair exceeds a C int."""
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -278,13 +282,14 @@ class MPITransport(LibraryTransport):
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:
-        """Do nothing: MPI can wake the other ranks only by ending the job, and the program must decide that."""
+        """Do nothing: MPI can wake the other ranks only by ending the job, and this decision is the program's."""
 
     def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
         with mpi_errors():
             whole = self._communicator.Get_group()
             part = whole.Incl(list(members))
             try:
+                # Only the members call it, so no rank outside of the subset has to take part.
                 return self._communicator.Create_group(part, tag=number % _TAGS)
             finally:
                 part.Free()
@@ -348,16 +353,16 @@ class MPITransport(LibraryTransport):
         return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
 
     def presync(self, nbytes: int, call: Call) -> None:
-        """Come together and compare the call before a collective that is large enough. `nbytes` is the same on every rank.
+        """Let all ranks come together and compare the call, before a large collective. `nbytes` is the same on every rank.
 
         Note [Presync]
         ~~~~~~~~~~~~~~
         A blocking MPI call cannot be given up, so a time limit needs the non-blocking form. But in Open MPI the non-blocking
         form is a slower algorithm: with version 5.0, two ranks of a node take 1,000 us instead of 160 us to all-reduce 1 MiB,
         and 7,900 us instead of 690 us for 4 MiB. So with Open MPI a large collective blocks, but only after all ranks have come
-        for the same call: then it ends as soon as the data has moved. If a rank dies or stops during this time, no rank returns
-        from the call. Then the monitor ends the process, and the launcher ends the job. A job that must survive the loss of a
-        rank (ULFM) does not block.
+        for the same call. The call then ends as soon as the data has moved. If a rank dies or stops during this time, no rank
+        returns from the call. Then the monitor ends the process, and the launcher ends the job. A job that must survive the
+        loss of a rank (ULFM) does not block.
 
         MPICH and Intel MPI use the same algorithm for both forms. While one thread blocks, they block all threads of the
         process: if two groups communicated at the same time, in a different order on each rank, they would wait for ever. So we
@@ -372,6 +377,7 @@ class MPITransport(LibraryTransport):
 
     def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Call) -> None:
         """Run MPI's collective `name`. `nbytes` is the same on every rank."""
+        # See Note [Presync]: all ranks have come, so the blocking form ends soon.
         if self._on_device or (BLOCKS_WELL and nbytes >= PRESYNC_MIN_BYTES):
             with mpi_errors():
                 getattr(self._communicator, name)(*arguments)
@@ -414,6 +420,7 @@ class MPIPlan(LibraryPlan):
 
 def whole_bytes(signature: Signature, size: int) -> int:
     """The bytes of a call's larger tensor, the same on every rank; 0 if ranks may differ. A pure function."""
+    # Each rank may have other splits, so no rank knows the sizes of all.
     if signature.splits is not None:
         return 0
     return signature.nbytes * (1 if signature.name in ("all_reduce", "reduce", "broadcast") else size)

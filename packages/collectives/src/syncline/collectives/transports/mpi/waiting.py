@@ -32,15 +32,15 @@ def yield_cpu() -> None:
 
 
 class Patience:
-    """Rests between two checks of one wait, after the first few checks without a pause.
+    """Lets a thread rest between two checks of one wait. The first few checks of a wait have no pause.
 
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    [1] For `spin_s` the thread yields between checks. If each rank has a core, the thread returns at once and sees the end of
-        the wait within microseconds; but it keeps the core busy. Most waits of a training step end here.
-    [2] Then the thread sleeps for a hundredth of the time that it has waited so far, and at least 50 us (the system makes 100
-        us of them). So a sleep makes a wait at most 1 % longer, except right at the start of [2]. A rank that waits for seconds
-        uses a hundredth of its core.
+    [1] For `spin_s` the thread yields between checks. If each rank has a core, the yield returns at once, and the thread sees
+        the end of the wait within microseconds; but it keeps the core busy. Most waits of a training step end here.
+    [2] Then the thread sleeps for a hundredth of the time that it has waited so far, but at least 50 us. (The system turns 50
+        us into 100 us.) So a sleep makes a wait at most 1 % longer, except right at the start of [2]. A rank that waits for
+        seconds uses a hundredth of its core.
 
     Args:
         scope: the call's scope.

@@ -44,7 +44,8 @@ class StagingArea:
         self._next = 0
 
     def segment(self, call: Call) -> Segment | None:
-        """The window; None on all ranks if it cannot be made. All ranks call it at the same point of their order."""
+        """The window; None on all ranks if it cannot be made. All ranks call this method at the same point of their order."""
+        # A window that could not be made once is not tried again: each try costs a collective.
         if self._segment is None and self._may_exist:
             self._segment = self._node.segment(SLOTS * SLOT_BYTES, call)
             self._may_exist = self._segment is not None
@@ -76,7 +77,7 @@ class _Copy(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The copies and the reduction of a rank for chunks of one length in one slot.
+    """A rank's copies and its reduction, for chunks of one length in one slot.
 
     Attributes:
         copies_in: copies from the rank's tensor (the block) to its slot, of the slices that the other ranks reduce.
@@ -99,7 +100,7 @@ class CopyInCopyOut(Algorithm):
     A rank copies the slices of its chunk that other ranks reduce into its slot. After a barrier it reduces its own slice in
     rank order, from the other ranks' slots and its own tensor, and writes the result to its tensor. For `all_reduce` it also
     copies the result to its slot; after the next barrier it copies the other ranks' results out of their slots. A rank copies
-    the next chunk in before it reduces this one, so both need only one barrier.
+    the next chunk in before it reduces this one, so the copy and the reduction share one barrier.
 
     Cost for n bytes and p ranks: n - n/p bytes copied in and n/p bytes reduced. For `all_reduce` also n/p bytes copied in and
     n - n/p bytes copied out. One barrier for each chunk; for `all_reduce` one more.
@@ -123,7 +124,7 @@ class CopyInCopyOut(Algorithm):
         self._chunks: list[tuple[int, int]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the staging area could be made. At the first call, cut the tensor into chunks that fit the slots."""
+        """Whether the group has a staging area. The first call makes it, and cuts the tensor into chunks that fit the slots."""
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)
             if segment is not None:
@@ -144,28 +145,33 @@ class CopyInCopyOut(Algorithm):
             step = self._step(segment, self._staging.take(), stop - start)
             for slot, offset, nbytes in step.copies_in:
                 memmove(slot, source + start * itemsize + offset, nbytes)
+            # Since the last barrier, all terms of the chunk before are in the slots.
             if pending is not None:
                 self._reduce(*pending, own, out)
             sync.wait(call)
+            # The barrier above also says that all ranks have reduced the chunk before.
             if pending is not None:
                 _copy_out(pending[0], target + pending[1] * itemsize)
             pending = step, start
         assert pending is not None
         self._reduce(*pending, own, out)
+        # A reduce-scatter needs no other rank's result, so it ends without another barrier.
         if self._is_all_reduce:
             sync.wait(call)
             _copy_out(pending[0], target + pending[1] * itemsize)
 
     def _reduce(self, step: _Step, start: int, own: torch.Tensor, out: torch.Tensor) -> None:
-        """Reduce this rank's slice of the chunk that begins at `start`, both in its own terms and in the result."""
+        """Reduce this rank's slice of the chunk that begins at `start` in `own` (this rank's term) and `out` (the result)."""
         begin, numel = step.share
         if numel == 0:  # a chunk with fewer elements than ranks
             return
         assert self._segment is not None
         terms = step.slots.copy()
+        # This rank's own term is read from its tensor, so it is never copied to the slot.
         terms[self._segment.mine] = own.narrow(0, start + begin, numel)
         result = out.narrow(0, start + begin, numel)
         reduce_into(result, self._op, terms)
+        # Only an all-reduce gives the result to the other ranks.
         if step.copy_to_slot is not None:
             memmove(step.copy_to_slot.slot, result.data_ptr(), step.copy_to_slot.nbytes)
 
@@ -198,6 +204,7 @@ class CopyInCopyOut(Algorithm):
         return _Step(copies_in, self._terms(segment, offset + mine * nbytes, length), (0, length), None, [])
 
     def _terms(self, segment: Segment, offset_bytes: int, numel: int) -> list[torch.Tensor]:
+        # torch makes no tensor at an address with no elements.
         if numel == 0:
             return []
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode

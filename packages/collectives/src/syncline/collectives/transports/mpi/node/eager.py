@@ -22,10 +22,10 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
-    """A single arrival compares the call and hands over the data. Each of p ranks reads p n bytes, for n bytes of data.
+    """Moves small tensors with one arrival, which also compares the call. For n bytes, each of p ranks reads p n bytes.
 
-    See Note [Arrivals in turn] in `shared_sync`. This is the fastest algorithm for tensors so small that the number of arrivals
-    decides. Every rank reduces everything, in rank order, so all ranks get the same bits.
+    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that the number of arrivals decides, this algorithm is
+    the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
 
     Args:
         node: the group's node.
@@ -47,7 +47,7 @@ class Eager(Algorithm):
         self._turns: list[tuple[memoryview | None, _Read]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the barrier could be made. At the first call, prepare the slots of both turns."""
+        """Whether the group has a barrier in shared memory. The first call makes it, and prepares the slots of both turns."""
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
             if self._sync is not None:
@@ -55,10 +55,12 @@ class Eager(Algorithm):
         return self._sync is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Write to the slot, compare the call, read the slots. If the call was compared before, this compares it again."""
+        """Write to the slot, compare the call, read the slots. If the plan has compared the call before, compare it again."""
         sync = self._sync
         assert sync is not None
+        # `same` below is the next arrival, so its turn is one ahead.
         slot, read = self._turns[(sync.barrier.arrivals + 1) & 1]
+        # In a broadcast, only the root shows anything.
         if slot is not None:
             slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
         sync.same(call)
@@ -75,6 +77,7 @@ class Eager(Algorithm):
             return (slots[mine], _nothing) if mine == root else (None, _copy(slots[root]))
         if self._operation is Operation.ALL_GATHER:
             return slots[mine], _gather(slots)
+        # In a reduce-scatter, a rank reads only the part of each block that it reduces.
         offset_bytes = mine * signature.nbytes if self._operation is Operation.REDUCE_SCATTER else 0
         terms = barrier.slots(turn, signature.numel, signature.element_dtype, offset_bytes)
         return slots[mine], _reduce(always_of(terms, signature.reduction, signature.element_dtype))
@@ -88,7 +91,7 @@ def _reduce(reduce: Callable[..., object]) -> _Read:
 
 
 def _nothing(part: torch.Tensor, whole: torch.Tensor) -> None:
-    """Do nothing: the root of a broadcast keeps its tensor."""
+    """Do nothing, because the root of a broadcast keeps its tensor."""
 
 
 def _copy(slot: memoryview) -> _Read:

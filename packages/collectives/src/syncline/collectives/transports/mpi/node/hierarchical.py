@@ -1,4 +1,4 @@
-"""All-reduce across several nodes, slice by slice. Works on tensors in windows, and on others staged in shared memory."""
+"""All-reduce across several nodes, slice by slice. Tensors that are in no window are first copied to shared memory."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ class NodeReduction:
 
     def stage(self, call: Call) -> Segment | None:
         """The memory in which tensors are staged; None on all ranks if it cannot be made."""
+        # As for a staging area: if it failed once on any rank, it failed on all, and is not tried again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
             self._may_stage = self._stage is not None
         return self._stage
 
     def run(self, place: Place, numel: int, call: Call) -> None:
-        """Combine `numel` elements at the same place on all ranks. The ranks must synchronise before and after it."""
+        """Combine `numel` elements at the same place on all ranks. The ranks must synchronise before and after this call."""
         start, stop = slice_of(numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
+        # This rank leads no slice, or the tensor has fewer elements than leaders.
         if self._between is None or start == stop:
             return
         op, dtype = call.signature.reduction, call.signature.element_dtype
@@ -61,11 +63,12 @@ class NodeReduction:
     def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
         """Combine one chunk in this node and between nodes, and give the result to the node's ranks.
 
-        Halves are summed in float32, sent between nodes as float32, and come back as halves, so they are rounded once.
+        Halves are summed in float32, and sent between nodes as float32. The result comes back as halves, so it is rounded once.
         """
         mine = terms[self._rank]
         total = combine(op, terms, mine)
         between.presync(total.nbytes, call)
+        # The dtype is a half, so the terms stay in float32 until the very end.
         if total.dtype is not mine.dtype:
             divisor = self._ranks if op is ReduceOp.AVG else 1
             between.all_reduce_widened(total, core_op(op), divisor, mine, call)
@@ -73,6 +76,7 @@ class NodeReduction:
             between.all_reduce(total, core_op(op), call)
             if op is ReduceOp.AVG:
                 divide(total, self._ranks)
+            # For PREMUL_SUM, `combine` returns a new tensor.
             if total is not mine:
                 mine.copy_(total)
         for rank, term in enumerate(terms):
@@ -105,7 +109,7 @@ class HierarchicalWindow(InWindow):
 class Hierarchical(Algorithm):
     """Reduces tensors that are in no window: copies them to a stage, piece by piece.
 
-    Other ranks use a rank's part of the stage only between the two waits of a piece.
+    Between the two waits of a piece, other ranks use this rank's part of the stage. At other times only this rank uses it.
 
     Args:
         node: the group's node.
@@ -119,7 +123,7 @@ class Hierarchical(Algorithm):
         self._reduction = reduction
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the stage could be made."""
+        """Whether the group has a stage in shared memory. The first call makes it."""
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:

@@ -36,7 +36,7 @@ class Hierarchy:
         nodes: the number of nodes.
         shares_memory: whether any node has more than one rank of the group.
         is_ordered: whether the processors of all nodes allow a `ShmBarrier` (see `has_total_store_order`).
-        leaders: this many ranks of each node, the first ones, each lead a slice that is combined between nodes.
+        leaders: the number of leaders on each node. They are the node's first ranks, and each leads one slice.
         inter_node: a communicator of the leaders of the same slice, one on each node. None if this rank leads no slice, or
             there is nothing to combine.
     """
@@ -49,6 +49,7 @@ class Hierarchy:
         self.is_ordered = not is_unordered
         self.shares_memory = largest > 1
         self.leaders = -negative_smallest
+        # With one node, or with one rank on each node, there are no two levels.
         self.inter_node = self._split_across(communicator) if self.nodes > 1 and self.shares_memory else None
 
     def _split_across(self, communicator: MPI.Intracomm) -> MPI.Intracomm | None:

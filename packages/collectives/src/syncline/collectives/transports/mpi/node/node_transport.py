@@ -1,4 +1,4 @@
-"""NodeTransport: MPI, with shared memory for collectives that become faster by it."""
+"""NodeTransport: MPI, with shared memory for collectives that it makes faster."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _OPERATIONS = {
 
 
 class NodeTransport(MPITransport):
-    """`MPITransport`, but ranks of one node use shared memory where it is faster; see `plan.choose`.
+    """An `MPITransport` whose ranks on one node use shared memory where this is faster; see `plan.choose`.
 
     Args:
         communicator: as for `MPITransport`.
-        reproducible: as for `MPITransport`. With several nodes, all reductions then use MPI: with shared memory, their order
-            would depend on which rank is on which node.
+        reproducible: as for `MPITransport`. With several nodes, all reductions then use MPI. With shared memory, the order
+            of a reduction would depend on which rank is on which node.
         thresholds: sizes from which algorithms are used; the same on all ranks.
         piece_bytes: the largest piece of a ring of nodes, the same on all ranks; None: `largest_piece_bytes` of this rank.
         split: makes the communicator of this rank's node.
@@ -91,6 +91,7 @@ class NodeTransport(MPITransport):
             with revoked_on_failure(self._private, inter_node):
                 self._between = MPITransport(inter_node, report=self._report)
                 self._between.use_ring(ring_bytes, self._piece_bytes)
+        # Each rank is alone on its node, so the ring goes over all ranks.
         if hierarchy.nodes > 1 and not shares_memory:
             self.use_ring(ring_bytes, self._piece_bytes)
         self._node = Node(
@@ -110,10 +111,12 @@ class NodeTransport(MPITransport):
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
-        """Allocate in a window, filled with zeros, if any ranks share a node and the tensor is large enough; else plainly."""
+        """Allocate in a window, filled with zeros, if ranks share a node and the tensor is large. Else allocate plainly."""
         capabilities = self._capabilities
+        # With several nodes, reproducible reductions never use windows.
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
         if is_used and numel * dtype.itemsize >= self._thresholds.window_bytes:
+            # Making a window is a collective, so first make sure that all ranks are here for the same call.
             self.sync(call).same(call)
             made = self._node.memory.allocate(numel, dtype, call)
             if made is not None:
@@ -126,6 +129,7 @@ class NodeTransport(MPITransport):
 
     def barrier(self, call: Call) -> None:
         """A barrier in shared memory if all ranks are on one node, else MPI's."""
+        # Comparing the call is a barrier already, and is fast in shared memory.
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
             self.sync(call).same(call)
         else:
@@ -146,6 +150,7 @@ class NodeTransport(MPITransport):
             compares=self.compares_every_call or size.whole >= PRESYNC_MIN_BYTES,
         )
         in_window: InWindow | None = None
+        # With no window for these calls, the ranks need not compare the places of their tensors.
         if may_be_in_window(operation, size, self._capabilities, self._thresholds):
             in_window = (
                 Window(self._node, signature, operation)
@@ -190,7 +195,7 @@ class NodeTransport(MPITransport):
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
     def abort(self) -> None:
-        """Tell the ranks of this node. MPI cannot wake the ranks of other nodes without ending the job."""
+        """Tell the ranks of this node that this rank gives up. MPI cannot wake ranks of other nodes without ending the job."""
         self._node.give_up()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""NodePlan: how ranks that may share a node carry out one signature. Also: the choice of algorithms, and the windows."""
+"""NodePlan: how ranks that may share a node carry out one signature. The module also chooses algorithms and keeps windows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Size(NamedTuple):
     """The size of a call, in bytes.
 
     Attributes:
-        whole: the size of the larger tensor: of the block, if the call has one.
+        whole: the size of the call's larger tensor. If the call has a block, this is the block.
         shown: the size of the data that a rank shows to the other ranks.
     """
 
@@ -100,6 +100,7 @@ def choose(
         thresholds: sizes from which algorithms are used; the same on all ranks.
         is_native: whether MPI itself can do the reduction.
     """
+    # Nobody shares memory, or there is nothing to move.
     if not capabilities.shares_memory or size.whole == 0:
         return Choice.MPI
     is_reduction = operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
@@ -109,6 +110,7 @@ def choose(
         # every node has at least two ranks that can share memory.
         is_gain = operation is Operation.ALL_REDUCE and not is_native and capabilities.least_ranks_of_node > 1
         return Choice.HIERARCHICAL if is_staged and is_gain and not capabilities.reproducible else Choice.MPI
+    # One arrival is cheaper than any other algorithm, while the data fits a slot.
     if size.shown <= slot_bytes(capabilities, thresholds):
         return Choice.EAGER
     return Choice.COPY_IN_COPY_OUT if is_staged else Choice.MPI
@@ -117,6 +119,7 @@ def choose(
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
     """The size of an eager slot in bytes, a multiple of 64; 0 if the group uses no eager slots."""
     others = capabilities.ranks - 1
+    # Without a barrier, or across nodes, no rank sees another's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
         return 0
     return min(thresholds.eager_bytes // others, MOST_SLOT_BYTES) // 64 * 64
@@ -124,8 +127,10 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
     """Whether the ranks must compare the places of their tensors, once the group has windows."""
+    # Comparing places costs one exchange, which small tensors do not win back.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
+    # Across nodes only an all-reduce gains, and its order depends on the nodes, so it is not reproducible.
     return capabilities.nodes == 1 or (operation is Operation.ALL_REDUCE and not capabilities.reproducible)
 
 
@@ -168,11 +173,11 @@ class _Entry(NamedTuple):
 class Windows:
     """The segments of this process in which tensors were allocated.
 
-    Each place has a key: an address in a virtual space in which all segments ever made follow one another. All ranks make the
-    same segments in the same order, so they agree on the keys. 63 bits are enough for 8 EiB of allocations.
+    Each place has a key: an address in a virtual space, in which all segments ever made follow one another. All ranks make the
+    same segments in the same order, so they agree on the keys. A key has 63 bits, enough for 8 EiB of allocations.
 
-    It does not keep segments alive: a segment is freed with this rank's last tensor in it. So memory that is no longer needed
-    (a reducer's first buckets) is freed without a call.
+    This object keeps no segment alive: a segment is freed with this rank's last tensor in it. So memory that is no longer
+    needed, such as a reducer's first buckets, is freed without a call.
     """
 
     def __init__(self) -> None:
@@ -194,20 +199,22 @@ class Windows:
     def key_of(self, tensor: torch.Tensor) -> int:
         """The key of a contiguous tensor's place; `NOWHERE` unless the whole tensor is in this rank's part of a segment.
 
-        Keys are equal on all ranks if and only if the places are. No other place ever gets the same key.
+        Two ranks get the same key if and only if their places are the same. No other place ever gets this key.
         """
         starts, entries = self._known
         address = tensor.data_ptr()
         index = bisect_right(starts, address) - 1
+        # The tensor is before the first segment.
         if index < 0:
             return NOWHERE
         start, part_bytes, first_key, segment = entries[index]
+        # The tensor ends outside of the segment, or the segment is being freed, and its address may soon be another's.
         if address + tensor.nbytes > start + part_bytes or segment() is None:
             return NOWHERE
         return first_key + address - start
 
     def place(self, key: int) -> Place:
-        """The place of a key from `key_of`. A tensor must still be at the place."""
+        """The place that belongs to a key from `key_of`. A tensor must still be at this place."""
         for entry in self._known[1]:
             segment = entry.segment()
             if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
@@ -268,6 +275,7 @@ class NodeMemory:
 
     def _warn(self, error: SharedMemoryError) -> None:
         reason = str(error)
+        # One rank speaks for all, and once for each reason: every new bucket would fail for the same one.
         if self._communicator.Get_rank() == 0 and reason not in _warned_of:
             _warned_of.add(reason)
             logger.warning(
@@ -285,7 +293,7 @@ logger = logging.getLogger("syncline.collectives")
 class Node:
     """A group's ranks on this node: their shared memory, and their syncs.
 
-    The barrier in shared memory is made when the ranks first come together. A group that never communicates has none.
+    The ranks make the barrier in shared memory when they first come together. A group that never communicates has no barrier.
 
     Args:
         hierarchy: which ranks share a node.
@@ -316,22 +324,24 @@ class Node:
         self._shared: SharedSync | None = None
 
     def sync(self, call: Call) -> Sync:
-        """The sync of all ranks of the group. All ranks call it at the same point of their order."""
+        """The sync of all ranks of the group. All ranks call this method at the same point of their order."""
         return self._messages if self.hierarchy.nodes > 1 else self.shared_sync(call) or self._messages
 
     def local_sync(self, call: Call) -> Sync:
-        """The sync of the ranks of this node. All ranks of the group call it at the same point of their order."""
+        """The sync of the ranks of this node. All ranks of the group call this method at the same point of their order."""
         return self.shared_sync(call) or self._local_messages
 
     def shared_sync(self, call: Call) -> SharedSync | None:
-        """The sync in shared memory, made at the first call; None on all ranks if it cannot be made."""
+        """The sync in shared memory, or None on all ranks if it cannot be made. The first call makes it."""
         if self._shared is None and self._may_have_barrier:
             # Making it is a collective: first make sure that all ranks are here, for the same call.
             self._messages.same(call)
             segment = self.memory.allocate_segment(barrier_bytes(self._slot_bytes), call)
             if segment is None:
+                # The ranks have agreed that no rank has it, so all use messages from now on.
                 self._may_have_barrier = False
             else:
+                # A probe for a message that never comes lets MPI make progress while this rank waits in shared memory.
                 probe, rank = self._communicator.Iprobe, self._communicator.Get_rank()
                 barrier = ShmBarrier(
                     segment, self._slot_bytes, lambda: probe(rank, Tag.NOTHING), has_own_core=self._has_own_core
@@ -371,7 +381,7 @@ class Algorithm(ABC):
     compares = True
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the algorithm has its memory; the first call makes it. A collective with the same result on all ranks."""
+        """Whether the algorithm has its memory, which the first call makes. A collective with the same result on all ranks."""
         return True
 
     @abstractmethod
@@ -443,6 +453,7 @@ class NodePlan(Plan):
         """As `Plan.run`."""
         assert whole is not None
         node, algorithm = self._node, self._algorithm
+        # Until `allocate` has made a window, no tensor can be in one, and the comparison of places is saved.
         looks = self._in_window is not None and node.memory.has_windows
         is_compared = looks or algorithm.compares
         if is_compared:
@@ -456,6 +467,7 @@ class NodePlan(Plan):
         if not algorithm.is_ready(call):
             logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
             algorithm = self._algorithm = self._by_mpi
+            # The algorithm would have compared the call itself, but MPI's collective does not.
             if algorithm.compares and not is_compared:
                 node.sync(call).same(call)
         self._latest = algorithm.name

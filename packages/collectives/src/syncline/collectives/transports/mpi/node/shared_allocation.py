@@ -1,4 +1,4 @@
-"""Make memory that the ranks of each node share. It is made on all nodes, or on none."""
+"""Make memory that the ranks of each node share. Either all nodes get this memory, or none."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
 class _Allocation:
     """One rank's steps to make a file that all ranks of its node share.
 
-    If something fails on a rank, the rank still takes part in all later collectives, so that no other rank waits for it. It
+    If a step fails on a rank, the rank still takes part in all later collectives, so that no other rank waits for it. The rank
     reports its problem afterwards.
 
     Args:
@@ -69,7 +69,7 @@ class _Allocation:
         self._file = -1
 
     def segment(self) -> Segment | None:
-        """Make the segment; None if this rank failed. Each rank reserves its own part, so its pages are close to its core."""
+        """Make the segment; None if this rank failed. Each rank reserves its own part, so the part is close to its core."""
         origin = self._create()
         if origin is not None and self._open(*origin):
             with self._recording():
@@ -89,7 +89,7 @@ class _Allocation:
             os.close(self._file)
 
     def _create(self) -> tuple[int, int, str] | None:
-        """Make the file on the first rank, if there is enough memory. Returns its place on all ranks of the node, or None."""
+        """Make the file on the first rank, if there is enough memory. All ranks of the node get the file's place, or None."""
         limits: list[Limit] = []
         with self._recording():
             limits = memory_limits()
@@ -98,16 +98,18 @@ class _Allocation:
         name = f"syncline-{os.urandom(8).hex()}"
         if self._is_first:
             with self._recording():
+                # Ask before writing: a process that exceeds a container's limit is killed without an error.
                 _check_room(room_for_each(everybodys), padded(self._part_bytes))
                 self._file = create_file(name, self._node.Get_size() * padded(self._part_bytes))
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
-        """Open the file on the other ranks, through /proc. If this fails on any rank, pass it over a socket."""
+        """Open the file on the other ranks, through /proc. If this fails on a rank, pass the descriptor over a socket."""
         if not self._is_first:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
         requests = sum(self._all_gather(self._file < 0))
+        # Some ranks may not open /proc of the first one, such as in containers without a common namespace.
         if requests:
             self._pass_fd(requests)
         return self._file >= 0
@@ -120,6 +122,7 @@ class _Allocation:
                 with self._recording():
                     server = stack.enter_context(closing(FdServer(self._file, requests)))
             where = self._all_gather(None if server is None else (server.address, server.token))[0]
+            # Only ranks that could not open the file ask for it.
             if self._file < 0 and where is not None:
                 with self._recording():
                     connection = stack.enter_context(request_fd(*where))
@@ -166,7 +169,7 @@ def probe_shared_memory() -> str:
     """Test shared memory: each rank reads what the other ranks of its node wrote. Every rank of the job calls this.
 
     Returns:
-        The result in words, the same on all ranks. It begins with "yes" or "no", or with "nothing" if every rank is alone.
+        The result in words, the same on all ranks. The text begins with "yes" or "no", or with "nothing" if all are alone.
     """
     with mpi_errors():
         communicator = MPI.COMM_WORLD.Dup()

@@ -1,4 +1,4 @@
-"""SharedSync: ranks of a node synchronise in shared memory. It also compares calls, and carries small tensors."""
+"""SharedSync: ranks of a node synchronise in shared memory. The same memory compares calls, and carries small tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOKS_ON_SHARED_CORE = 100
 
 
 def has_total_store_order() -> bool:
-    """Whether all cores see the writes of a core in the order in which they were made, and this processor reads in order.
+    """Whether all cores see one core's writes in the order in which it made them, and each core reads in order.
 
     A `ShmBarrier` needs this: a rank that reads a number must see everything that was written before it. Processors other than
     x86 need special instructions for this, which Python does not have.
@@ -52,20 +52,20 @@ class GaveUpError(Exception):
 
 
 class ShmBarrier:
-    """A barrier in shared memory for the ranks of a node. It compares calls, and its eager slots carry small tensors.
+    """A barrier in shared memory for the ranks of a node. The barrier compares calls, and its eager slots carry small tensors.
 
     Note [Arrivals in turn]
     ~~~~~~~~~~~~~~~~~~~~~~~
     Each rank writes only in its own part. For arrival k it writes its data into slot k mod 2, then the digest of its call into
     line k mod 2, and last the number k into this line. Then it waits until all others have written k, and reads their slots. No
-    rank has to say when it has finished reading: the same slot and line are next written for arrival k + 2. Before that, all
-    ranks have arrived at k + 1, so they have read everything of arrival k.
+    rank has to say when it has finished reading, because the same slot and line are next written for arrival k + 2. Before
+    this, all ranks have arrived at k + 1, so they have read everything of arrival k.
 
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
         slot_bytes: the size of an eager slot; a multiple of 64.
-        progress: called while waiting, so that the MPI library makes progress: another rank may need a message of this rank
-            before it can arrive.
+        progress: called while this rank waits, so that the MPI library makes progress. Another rank may need a message of this
+            rank before it can arrive.
         has_own_core: whether there is a core for every rank of the job on this node.
     """
 
@@ -84,7 +84,7 @@ class ShmBarrier:
         self._complete = 0  # the latest arrival for which this rank has seen all others
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Every rank's eager slot for arrivals of this turn, from an offset on, as flat tensors of one or more elements.
+        """For each rank a flat tensor in its eager slot for arrivals of this turn. The tensors have one or more elements.
 
         Write this rank's slot before `arrive`, and read the slots of the others after it.
         """
@@ -119,12 +119,12 @@ class ShmBarrier:
         return is_same, is_common
 
     def give_up(self) -> None:
-        """Tell all ranks that wait for this rank, now or later, that it does not come.
+        """Tell all ranks that wait for this rank, now or later, that this rank does not come.
 
-        If its latest arrival is not complete, it takes back this arrival, too: it has not seen all others, so it will not do
-        the step that follows. A complete arrival stays, because another rank may not have seen it yet, and must end it as this
-        rank did.
+        If this rank has not seen all others in its latest arrival, it takes back this arrival, too, because it will not do the
+        step that follows. A complete arrival stays: another rank may not have seen it yet, and must complete it, too.
         """
+        # The next arrival: ranks that come to it find this mark in place of a number.
         self._numbers[self._lines[(self.arrivals + 1) & 1][0]] = _GAVE_UP
         if self._complete != self.arrivals:
             self._numbers[self._lines[self.arrivals & 1][0]] = _GAVE_UP
@@ -137,11 +137,13 @@ class ShmBarrier:
     def _wait(self, line: int, arrival: int, scope: CancelScope) -> None:
         numbers = self._numbers
         for _ in range(self._looks_before_yielding):
+            # The usual case: ranks of one step come at about the same time.
             if numbers[line] == arrival:
                 return
         patience = Patience(scope, ARRIVAL_NAP_S)
         while (number := numbers[line]) != arrival:
             if number == _GAVE_UP:
+                # The list leaves out this rank, so ranks behind it are one further.
                 index = self._lines[arrival & 1][1].index(line)
                 raise GaveUpError(index + (index >= self.mine))
             self._progress()

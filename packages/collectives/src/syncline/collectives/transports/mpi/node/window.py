@@ -39,8 +39,8 @@ class Window(InWindow):
     Note [Slices]
     ~~~~~~~~~~~~~
     The ranks of a node divide a tensor into one slice for each rank. A rank uses only its own slice, but in the tensors of all
-    ranks: it reads the terms, combines them chunk by chunk, and writes each result into all tensors while it is in the cache.
-    So no rank waits in the middle. Two waits remain:
+    ranks. It reads the terms, combines them chunk by chunk, and writes each result into all tensors while the result is in the
+    cache. So no rank waits in the middle. Two waits remain:
 
     1. `Sync.same` before: afterwards all terms are there, and no program uses its tensor.
     2. `Sync.wait` after: afterwards all slices are written, and no rank uses another rank's tensor.
@@ -67,6 +67,7 @@ class Window(InWindow):
         """As `InWindow.run`."""
         share = self._shares.get(place)
         if share is None:
+            # A program that uses so many places has new tensors all the time, so old shares are of little use.
             if len(self._shares) >= _MOST_PLACES:
                 self._shares.clear()
             share = self._shares[place] = self._make_share(self._node.memory.windows.place(place), self._signature)
@@ -123,6 +124,7 @@ def _reduce_scatter(place: Place, signature: Signature) -> Share:
 
     def share(tensor: torch.Tensor) -> None:
         out = flat(tensor)
+        # The usual case for small tensors: one chunk, which needs no slice.
         if len(planned) == 1:
             planned[0][2](out=out)
             return
