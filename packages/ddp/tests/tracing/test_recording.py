@@ -21,6 +21,7 @@ from syncline.ddp import DistributedDataParallel, distributed_data_parallel
 from syncline.ddp.tracing import TraceSettings
 from syncline.ddp.tracing import recorder as recorder_module
 from syncline.ddp.tracing.clock import measure_offset
+from syncline.ddp.tracing.optimizer_steps import OptimizerSteps
 from syncline.ddp.tracing.part import read_parts
 from syncline.ddp.tracing.recorder import StepRecorder
 from syncline.ddp.tracing.trace_file import read_timeline
@@ -80,6 +81,17 @@ def test_a_trace_of_some_steps(world_size: int, tmp_path: Path) -> None:
             (optimizer,) = step.optimizers
             assert step.finished < optimizer.started < optimizer.finished
             assert optimizer.name == "SGD"
+
+
+def test_an_optimizer_whose_first_group_is_empty_is_observed() -> None:
+    weight, foreign = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    steps = OptimizerSteps([weight])
+    try:
+        torch.optim.SGD([{"params": []}, {"params": [weight]}], lr=0.1).step()
+        torch.optim.Adam([{"params": []}, {"params": [foreign]}]).step()
+    finally:
+        steps.stop()
+    assert [event.name for event in steps.take()] == ["SGD"]
 
 
 def test_other_calls_are_those_that_are_no_buckets(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import random
 import time
@@ -247,7 +248,7 @@ class ElasticSampler(Sampler[int]):
     """This rank's share of the samples that this epoch has not used yet. It is divided again when the ranks change.
 
     Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
-    gets equally many samples. If they cannot be divided evenly, some are used twice.
+    gets equally many samples. If they cannot be divided evenly, some are used again.
 
     Args:
         dataset: the data set. Its size must not change.
@@ -292,8 +293,9 @@ class ElasticSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """This rank's indices. With n ranks, these are every n-th of the remaining ones, from this rank's number on."""
         total = self.num_samples * self.num_replicas
-        padded = self.remaining_indices + self.remaining_indices[: total - len(self.remaining_indices)]
-        return iter(padded[self.rank : total : self.num_replicas])
+        # Near the end of an epoch there may be fewer samples than ranks, so that a sample is used more than twice.
+        padded = itertools.islice(itertools.cycle(self.remaining_indices), total)
+        return itertools.islice(padded, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
         """How many samples this rank gets."""

@@ -156,8 +156,8 @@ class HookReduction(PendingReduction):
 
     def _wait_for(self, is_over: threading.Event) -> None:
         limit_s = self._group.timeout_s
-        silence_timeout_s = min(limit_s + min(_REPORT_S, limit_s / 2), threading.TIMEOUT_MAX)
-        if not is_over.wait(silence_timeout_s) and not self._future.done():
+        patience_s = min(limit_s + min(_REPORT_S, limit_s / 2), threading.TIMEOUT_MAX)
+        if not is_over.wait(patience_s) and not self._future.done():
             raise CollectiveTimeout(
                 f"the communication hook's future for bucket {self._shown.index()} did not finish within {limit_s:g} s "
                 f"(timeout) on {self._group.place()}: look for a hook that never sets its result, or for a rank "

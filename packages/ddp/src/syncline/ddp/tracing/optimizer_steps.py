@@ -36,7 +36,9 @@ class OptimizerSteps:
             handle.remove()
 
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if id(optimizer.param_groups[0]["params"][0]) in self._ids:
+        # A group may be empty, such as that of a part of the model that has no parameters.
+        first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+        if id(first) in self._ids:
             self._began[id(optimizer)] = time.perf_counter()
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

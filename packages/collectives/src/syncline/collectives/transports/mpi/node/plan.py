@@ -287,9 +287,6 @@ class NodeMemory:
             )
 
 
-logger = logging.getLogger("syncline.collectives")
-
-
 class Node:
     """A group's ranks on this node: their shared memory, and their syncs.
 
