@@ -28,7 +28,7 @@ class ReduceOp(enum.Enum):
     PREMUL_SUM  sum of the terms, each multiplied by a factor; made by `premul_sum`
     =========== ====================================================================
 
-    float16 and bfloat16 are accumulated in float32 and rounded once. (NCCL rounds each addition, except in a reproducible group.)
+    float16 and bfloat16 are accumulated in float32 and rounded once. NCCL rounds each addition, unless a group is reproducible.
     """
 
     SUM = "sum"

@@ -16,9 +16,9 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket in float16, and cast the result back.
 
-    Sums are accumulated in float32, and are divided before they are rounded. (NCCL rounds each addition. It multiplies the terms
-    by 1/size before it adds them.) So a sum beyond float16's limit of 65,504 does no harm, but a single gradient beyond this
-    limit becomes infinite.
+    Sums are accumulated in float32, and are divided before they are rounded. NCCL instead multiplies the terms by 1/size, and
+    rounds each addition. So a sum beyond float16's limit of 65,504 does no harm, but a single gradient beyond this limit
+    becomes infinite.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
