@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..engine.cancel_scope import seconds
 from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..group import ProcessGroup
-from ..startup.backend import Backend, ConnectRequest
+from ..startup.backend import Backend, ConnectRequest, apply_to_process
 from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, launch_by, take_launch
 from ..startup.nodes import host_identity, in_words
@@ -120,6 +120,7 @@ def init_process_group(
                 rendezvous_given=init_method is not None or store is not None or world_size != -1,
                 settings=settings,
             )
+            apply_to_process(settings)
             request = ConnectRequest.from_settings(
                 settings,
                 os.environ,

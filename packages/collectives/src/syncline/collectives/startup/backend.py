@@ -70,12 +70,7 @@ class ConnectRequest:
 
     @classmethod
     def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
-        """A request with the site's settings, the environment's, and the given fields. Given fields override the others.
-
-        Settings of the process as a whole (reports, tracebacks) hold from now on.
-        """
-        show_all_frames(settings.full_tracebacks)
-        set_report_folder(settings.report_dir)
+        """A request with the site's settings, the environment's, and the given fields. Given fields override the others."""
         said = {
             "reproducible": settings.reproducible,
             "thresholds": settings.thresholds.overridden(environ),
@@ -88,6 +83,12 @@ class ConnectRequest:
     def wants(self, device_type: str) -> bool:
         """Whether the group will get tensors on this type of device, if it can serve them."""
         return self.devices is None or device_type in self.devices
+
+
+def apply_to_process(settings: Settings) -> None:
+    """Let the settings that are not a group's hold in this process from now on: where reports go, how tracebacks look."""
+    show_all_frames(settings.full_tracebacks)
+    set_report_folder(settings.report_dir)
 
 
 class Backend(ABC):

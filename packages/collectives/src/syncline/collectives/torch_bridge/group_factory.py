@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..api.default_group import get_default_group
 from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, MisuseError, UnknownBackendError
 from ..group import ProcessGroup
-from ..startup.backend import ConnectRequest
+from ..startup.backend import ConnectRequest, apply_to_process
 from ..startup.backend_choice import choose_backend
 from ..startup.launch import take_launch
 from ..startup.registry import load_backend
@@ -118,10 +118,12 @@ def _root(torch_name: str, members: list[int]) -> ProcessGroup:
 def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: float) -> ProcessGroup:
     launch = take_launch(os.environ, is_given=True)
     name = _choice(options.group_size) if backend is None else backend
+    settings = load_settings(os.environ)
+    apply_to_process(settings)
     try:
         chosen = load_backend(name)
         request = ConnectRequest.from_settings(
-            load_settings(os.environ),
+            settings,
             os.environ,
             timeout_s,
             launch=launch,
