@@ -79,6 +79,7 @@ class MembershipVote:
         self._store.set(f"here/{self._me}", b"")
         poll(self._is_settled, CancelScope(silence_timeout_s))
         present = self._present()
+        # Once there is a decision, it no longer matters how many have come.
         if not self._store.check([DECISION]):
             self._check_outnumbered(present, silence_timeout_s)
         proposed = json.dumps([*present, *newcomers()])
@@ -94,6 +95,7 @@ class MembershipVote:
         """Give up if more members run but are silent than have come. Half is enough, because only one proposal can win."""
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):
+            # This member ends, so the others must not propose it.
             self._store.delete_key(f"here/{self._me}")
             raise RankGivenUpError(
                 f"only the members {list(present)} came within {silence_timeout_s:g} s, while {silent} run and said nothing: "

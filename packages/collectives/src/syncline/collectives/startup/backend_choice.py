@@ -47,6 +47,7 @@ def choose_backend(
     Raises:
         LaunchError: the `init_method` is mpi:// and the argument names another backend.
     """
+    # The URL is as explicit as an argument, so it comes before the environment, too.
     if scheme == "mpi":
         return _by_mpi_url(argument)
     if argument is not None:

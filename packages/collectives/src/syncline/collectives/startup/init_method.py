@@ -43,6 +43,7 @@ def parse_address(url: str) -> Address:
     try:
         port = parts.port
     except ValueError:
+        # The port is not a number, or is too large. The error below says so.
         port = None
     if not parts.hostname or not port or parts.username is not None or parts.path or parts.fragment:
         raise InvalidArgumentError(

@@ -38,6 +38,7 @@ def user_secret(folder: Path | None = None) -> str:
         path = private_folder(folder) / path
         if not path.exists():
             _make(path)
+        # Check an older file, too: another user may have put it there.
         _check_private(path, stat.S_ISREG)
         return path.read_text()
     except OSError as error:
@@ -77,6 +78,7 @@ def _make(path: Path) -> None:
     try:
         os.link(aside, path)
     except FileExistsError:
+        # Another process was faster, and its secret counts.
         pass
     finally:
         aside.unlink()

@@ -165,6 +165,7 @@ class FromTorchStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
         if not poll(lambda: self.check(names), CancelScope(timeout_s)):
+            # All keys may have come since the last look. Then name them all.
             raise key_timeout(self._missing(names) or names, self.describe(), timeout_s)
 
     @override
@@ -197,6 +198,7 @@ class FromTorchStore(Store):
         try:
             yield
         except StoreError:
+            # One of our own stores lies below torch's, and has explained the error already.
             raise
         except RuntimeError as error:
             raise self._failed(error) from error

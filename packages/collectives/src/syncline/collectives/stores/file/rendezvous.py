@@ -79,6 +79,7 @@ def file_rendezvous(
         try:
             _host(store, run, world_size)
         except BaseException:
+            # This process is counted as a user of the run, which now nobody will use.
             leave_run(own, rendezvous_id)
             raise
         return own
@@ -147,7 +148,9 @@ def _host(store: FileStore, run: str, world_size: int) -> None:
     def all_here() -> bool:
         nonlocal answered
         joined = _read_joined(store)
+        # Only to raise for a bad record, which the next lines would replace.
         _read_offer(store)
+        # Write only what has changed, because the log never shrinks.
         if joined != answered:
             store.set("offer", json.dumps({"run": run, "size": world_size, "joined": joined}))
             answered = joined

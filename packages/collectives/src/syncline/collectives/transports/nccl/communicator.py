@@ -79,6 +79,7 @@ def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = 
     kind = ReduceOp.SUM if isinstance(op, PremulSum) else op
     if kind not in NCCL_OPS or (dtype not in NCCL_TYPES and dtype not in COMPLEX):
         return None
+    # Integers are exact in any order, and NCCL does all of `NCCL_OPS` on them.
     if dtype not in INTEGERS and (reproducible or not _is_native_on_floats(kind, dtype)):
         return None
     return NativeReduction(NCCL_OPS[kind], op.factor if isinstance(op, PremulSum) else None)
@@ -189,6 +190,7 @@ class Communicator:
 
         NCCL stores the addresses of tensors and uses them at the end. So the tensors are kept alive until then.
         """
+        # NCCL uses the addresses at the outermost end, so an inner context adds to the list of the outer one.
         outermost = self._kept is None
         self._kept = [] if self._kept is None else self._kept
         try:
