@@ -400,6 +400,7 @@ class ProcessGroup(ABC):
         if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
             self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
         made = self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
+        # `hosts` covers all ranks of the default group, so it also covers every part of this one.
         if made is not None:
             made.hosts = self.hosts
         return made

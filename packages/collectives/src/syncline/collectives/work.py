@@ -144,6 +144,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
 
     for future in futures:
         future.add_done_callback(note)
+    # Without futures, nobody calls `note`.
     if not futures:
         settle()
     return joined

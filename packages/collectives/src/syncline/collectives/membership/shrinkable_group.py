@@ -106,7 +106,7 @@ class ShrinkableGroup(HostGroup):
         return super()._why_call_cannot_end() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
-        # Without a store that lasts, nobody could have raised an alarm.
+        # If the members cannot meet again, no rank raises an alarm; see `_on_failure`.
         if self._reconnector.missing() is not None:
             return None
         with suppress(StoreError):  # without the store the group still communicates; only the alarm is lost

@@ -242,7 +242,7 @@ def launch_by(communicator: Any) -> Launch:
 def parent_rank(environ: Mapping[str, str]) -> int | None:
     """If this process is a child of a rank, the process id of this rank. Else None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
-    # No place was taken, or by this process itself, or the launcher's variables describe another place.
+    # Nobody has taken a place, or this process itself has, or the launcher's variables describe another place.
     if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
         return None
     own = _socket_number(environ)

@@ -43,8 +43,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
     A rank learns only the processes of its own node, because it cannot watch processes of other nodes.
 
-    Cost with L ranks on this node: L + 8 requests of fixed size, for any number of ranks, and some while it waits. Only if some
-    ranks do not come, a few more for each of these: see `_absent`.
+    Cost with L ranks on this node: L + 8 requests of fixed size, for any number of ranks, and more requests while the rank
+    waits. If some ranks do not come, each of them costs a few more requests: see `_absent`.
 
     Args:
         store: a store for these ranks and this meeting only.
@@ -85,7 +85,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Compare this rank's size and version with the first rank's: the rank that came first. If they differ, tell all ranks."""
+    """Compare this rank's size and version with the first rank's: the rank that came first. If one differs, tell all ranks."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:

@@ -99,6 +99,7 @@ def start(connecting: Connecting) -> None:
             MPI.Init_thread(level)
             return
         status = init(None, None, level, ctypes.byref(ctypes.c_int()))
+    # A call with ctypes raises nothing, so look at the status.
     if status != 0:
         raise BackendUnavailableError(f"backend 'mpi': MPI_Init_thread failed with the error code {status}")
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):

@@ -40,6 +40,7 @@ class PerDeviceBackend(Backend):
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):
             backend = self._backends[device]
+            # If no backend meets in a store, all of them get it, so that they refuse what they would ignore.
             store = request.store if backend.meets_in_store or not self.meets_in_store else None
             groups[device] = backend.connect(
                 replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))

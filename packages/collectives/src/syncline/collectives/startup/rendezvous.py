@@ -1,8 +1,8 @@
 """Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect them itself.
 
 Our stores listen on only one address, and accept only clients with the job's secret. torch's own rendezvous is less careful:
-its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use it
-only under torchrun, whose agent has opened its store already.
+its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use
+torch's rendezvous only under torchrun, whose agent has opened its store already.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ class Service(Generic[Client]):
             ProtocolError: the message is not a request. Nothing was changed.
         """
         op, fields = unpack(message)
+        # A client has one request in flight: an answer does not say to which request it belongs.
         if client in self._waiting:
             raise ProtocolError("a request before the answer to the one before")
         if op in (Op.GET, Op.WAIT):

@@ -11,7 +11,7 @@ Python classes can derive from `torch.distributed.Store`, but there are traps (m
   ``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
 * The time limit is in the C++ half: `set_timeout` from C++ never reaches Python. So each call that waits reads it there.
-* For torch, a limit of zero means no limit.
+* In torch, a limit of zero means that there is no limit.
 
 Note [Waiting in torch's stores]
 --------------------------------

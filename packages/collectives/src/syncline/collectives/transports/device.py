@@ -154,7 +154,7 @@ class StagedPlan(Plan):
         self._device = device
         self._kept = kept
         name, is_root = signature.name, signature.root == rank
-        # Two ranks move only half: a broadcast's root only reads, and in a reduce only the root writes.
+        # A broadcast's root only reads its tensor, and in a reduce only the root gets a result.
         self._part_goes_in = name in _PART_IS_READ or name in ("all_reduce", "reduce") or (name == "broadcast" and is_root)
         self._part_comes_out = (
             name not in _PART_IS_READ and not (name == "reduce" and not is_root) and not (name == "broadcast" and is_root)

@@ -31,7 +31,7 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
     """Why the store in which the ranks meet may end with one of the ranks; None if it outlives all. A pure function.
 
-    A store from the caller is assumed to outlive them.
+    The function assumes that a store from the caller outlives all ranks.
     """
     if size == 1 or request.store is not None:
         return None
@@ -70,13 +70,13 @@ class Job:
 class GlooReconnector(StoreReconnector):
     """Connects members that are processes. Each member writes its process identity to the store.
 
-    Members on the same machine can thus find out when it has ended.
+    So members on the same machine can find out when its process has ended.
 
     Args:
         store: the store in which the first generation met.
         generation: the group's current generation.
         job: the facts that newcomers must know.
-        connect: connects by Gloo; takes `(generation, liveness, store, timeout_s)`. It may use the store only for this time.
+        connect: connects by Gloo; takes `(generation, liveness, store, timeout_s)`, and uses the store only while it connects.
         lack: why the members cannot meet again, or None.
         lack_for_newcomers: why newcomers cannot come, or None.
     """

@@ -86,6 +86,7 @@ def file_rendezvous(
     offer = _join(store, rank)
     own = _used(store, path, offer.run, timeout)  # before the next line, after which rank 0 may go on, and leave
     store.set(f"here/{offer.run}/{rank}", str(world_size))
+    # After this rank has told its own size, so that rank 0 sees the difference, too.
     if offer.size not in (0, world_size):
         leave_run(own, rendezvous_id)
         raise _other_size(store, rank, world_size, offer.size)

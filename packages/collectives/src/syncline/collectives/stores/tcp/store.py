@@ -180,6 +180,7 @@ class TCPStore(ServedStore):
             try:
                 found.append(self._connect(scope))
             except OSError as error:
+                # Perhaps the server starts later. Errors of other kinds end the wait.
                 last[:] = [error]
             return bool(found)
 

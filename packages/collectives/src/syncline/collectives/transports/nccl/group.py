@@ -528,8 +528,8 @@ class NcclGroup(EngineGroup):
 
         Raises:
             TransportError: the group had failed, but no call has raised the error yet, so results since then are garbage; or
-                calls in flight do not finish; or NCCL keeps a communicator. (It does so while a CUDA graph with a collective of
-                the group exists.)
+                calls in flight do not finish; or NCCL keeps a communicator. (NCCL keeps it while a CUDA graph with a collective
+                of the group exists.)
         """
         if self._closed:
             return  # another thread has aborted the group meanwhile

@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         error: the error.
         was_told: whether the program has seen the error. If not, `close` must raise it, because results since then are garbage,
-            and the program does not know it.
+            and the program does not know this.
     """
 
     __slots__ = ("error", "was_told")

@@ -39,7 +39,7 @@ _LOOK_S = 0.1
 class Rendezvous(ABC):
     """Lets some ranks agree on a decision, once for each topic.
 
-    The first rank receives the payloads of all ranks and decides; all ranks get its decision. Payloads go through JSON.
+    The first rank receives the payloads of all ranks and decides. All ranks get its decision. Payloads go through JSON.
     """
 
     def agree(

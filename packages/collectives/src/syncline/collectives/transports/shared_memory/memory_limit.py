@@ -32,7 +32,7 @@ class Limit(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How much memory each of some processes can have.
+    """How much memory each process of a node can have.
 
     Attributes:
         each_bytes: bytes for each process, if all take as much at once.
