@@ -201,7 +201,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the collective has finished; on CUDA, order the current stream after it instead.
+        """Block until the collective has finished. On CUDA, order the current stream after the collective instead.
 
         Args:
             timeout: seconds or a timedelta; None waits as long as the group's own time limit allows.

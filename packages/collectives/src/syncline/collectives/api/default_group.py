@@ -204,7 +204,7 @@ def destroy_process_group() -> None:
     """Finish all calls in flight and close the default group. Every rank calls it. Without a default group it does nothing.
 
     While an exception is being handled (in a `finally:` around the training), the group is aborted instead. The other ranks may
-    wait for this rank in a collective that it will never start; closing the group would then wait, and hide the exception.
+    wait for this rank in a collective that it will never start. Closing the group would then wait, and hide the exception.
     """
     global _default
     with _lock:

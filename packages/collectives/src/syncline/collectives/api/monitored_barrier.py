@@ -25,7 +25,7 @@ def monitored_barrier(
 
     Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
     4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step. After a time-out all or some
-    ranks may call it again. A rank that has come meanwhile counts; a rank that has given up does not. Over Gloo it may not be
+    ranks may call it again. A rank that has come meanwhile counts. A rank that has given up does not. Over Gloo it may not be
     called again, because a time-out ends the connections.
 
     Args:

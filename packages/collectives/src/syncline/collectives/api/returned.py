@@ -263,8 +263,8 @@ def reduce_scatter_rows(
         postscale: as in `all_reduce_copy`.
 
     Returns:
-        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more; this costs one `reduce` for
-        each rank.
+        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more. Then there is one `reduce`
+        for each rank.
     """
     return _first(
         reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op

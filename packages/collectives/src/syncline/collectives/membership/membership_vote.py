@@ -41,7 +41,7 @@ class MembershipVote:
     Nothing is guessed. The system tells which members have ended (`ProcessIdentity`). A member that is silent for too long is
     given up by a decision, which it reads when it comes back. Newcomers are added to the proposal (step 3), and read the
     decision, too. Each generation has exactly one decision, whichever members die meanwhile, because one compare_set wins. A
-    member that dies after step 1 may be in the decision; then the next generation cannot connect, and its members vote again.
+    member that dies after step 1 may be in the decision. Then the next generation cannot connect, and its members vote again.
 
     Args:
         store: a store for this generation only; it must outlive every member.

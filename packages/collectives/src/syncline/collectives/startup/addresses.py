@@ -4,8 +4,8 @@ Resolving a host's name does not help. Debian resolves a host's own name to 127.
 nothing. A host with several interfaces has one name and several addresses, and some of them lead nowhere.
 
 So rank 0 opens a "door" at each of its addresses: a socket that sends a word and hangs up. Only this job knows the word. All
-other ranks try all doors, and report which ones they have reached. All ranks use the first door that every rank has reached;
-other ranks reach a rank at its own end of this connection. (The word is needed because a proxy may accept any connection, and
+other ranks try all doors, and report which ones they have reached. All ranks use the first door that every rank has reached.
+Other ranks reach a rank at its own end of this connection. (The word is needed because a proxy may accept any connection, and
 several hosts may have the same address, such as that of a bridge for containers.)
 """
 

@@ -290,7 +290,7 @@ def process_manager(environ: Mapping[str, str]) -> str | None:
     """The process manager of this MPI job: one of the four above; None if it is not known. A pure function.
 
     An mpirun inside a step of Slurm, or one that starts its daemons with srun, connects the processes itself. Slurm's variables
-    are visible all the same.
+    are visible nevertheless.
     """
     # First, because an mpirun inside a step sees Slurm's variables, too.
     if "OMPI_COMM_WORLD_SIZE" in environ:

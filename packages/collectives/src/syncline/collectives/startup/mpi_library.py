@@ -54,7 +54,7 @@ def _load() -> None:
     """Import mpi4py.MPI, which loads the library, without starting MPI.
 
     By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So we
-    first find out which library it is; `start` starts it later. The caller's own settings in `mpi4py.rc` are respected.
+    first find out which library it is. `start` starts it later. The caller's own settings in `mpi4py.rc` are respected.
     """
     if "mpi4py.MPI" in sys.modules:
         return

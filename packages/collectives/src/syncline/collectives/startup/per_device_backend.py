@@ -32,7 +32,7 @@ class PerDeviceBackend(Backend):
         return any(backend.meets_in_store for backend in self._backends.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect the backends in turn. The CPU's backend comes first, because the others may meet over it.
+        """Connect one backend after the other. The CPU's backend comes first, because the others may meet over it.
 
         Only backends that meet in a store get the request's store. Each backend gets its device type, so it need not prepare
         for others.

@@ -49,7 +49,10 @@ def user_secret(folder: Path | None = None) -> str:
 
 
 def private_folder(folder: Path | None = None) -> Path:
-    """A folder on this machine that only this user can use. It is made if needed, by default in the one for temporary files.
+    """A folder on this machine that only this user can use. The function makes the folder if it does not exist.
+
+    Args:
+        folder: the folder; by default a folder of this user in the folder for temporary files.
 
     Raises:
         LaunchError: the folder belongs to another user, or others can use it.

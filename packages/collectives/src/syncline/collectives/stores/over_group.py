@@ -1,4 +1,4 @@
-"""GroupStore: a table on rank 0 of a process group. Other ranks reach it by send and receive; it opens no port."""
+"""GroupStore: a table on rank 0 of a process group. Other ranks reach it by send and receive. It opens no port."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class TorchCollectives(CallIssuer):
 
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
-    """The tensors for all ranks, from a list of tensors or from a list with one such list for each device."""
+    """The tensors for all ranks, from a list of them, or from a list that has a list of tensors for each device."""
     some(tensors, "this collective")
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)

@@ -12,7 +12,7 @@ steps:
 3. The thread that waits copies the result to the caller's tensor.
 
 With a mode without values (a `FakeTensorMode`), a call ends after step 1. Other collectives, such as `gather`, have no
-functional operator. They run with the modes switched off, so modes do not see them; a tracer gets an error, because its program
+functional operator. They run with the modes switched off, so modes do not see them. A tracer gets an error, because its program
 would lack the collective.
 
 Calls without an active mode skip these steps: the operator and its copies cost more than a small collective.

@@ -1,4 +1,4 @@
-"""CUDA devices. Streams, events and pinned memory are torch's; a group's own streams are made by CuPy."""
+"""CUDA devices. Streams, events and pinned memory are torch's. CuPy makes a group's own streams."""
 
 from __future__ import annotations
 

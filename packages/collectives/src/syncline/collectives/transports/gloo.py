@@ -103,7 +103,7 @@ class GlooTransport(LibraryTransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Gloo's ring. Large float16 and bfloat16 tensors use a reduce-scatter and an all-gather instead.
 
-        These two move 2 bytes for each element; the ring moves 4.
+        These two move 2 bytes for each element. The ring moves 4.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)

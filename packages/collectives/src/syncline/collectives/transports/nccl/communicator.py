@@ -90,14 +90,14 @@ def _is_native_on_floats(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 
 def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor such that NCCL can reduce it: complex numbers as pairs of real numbers, bool as uint8."""
+    """View a flat tensor so that NCCL can reduce it: complex numbers as pairs of real numbers, bool as uint8."""
     if tensor.dtype in COMPLEX:
         return torch.view_as_real(tensor).view(-1)
     return tensor.view(torch.uint8) if tensor.dtype in BOOL else tensor
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor such that NCCL can move it: unchanged, or as bytes (bool, float8, complex, ...)."""
+    """View a flat tensor so that NCCL can move it: unchanged, or as bytes (bool, float8, complex, ...)."""
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
 

@@ -333,8 +333,8 @@ class Pair:
     """The transfers between two ranks, issued in order. It connects at the first transfer, without blocking the caller.
 
     Blocking would be wrong: in a ring where all ranks send first, each would wait for the next one to connect. So transfers
-    that are submitted before the connection exists are issued by a thread. The thread ends when no transfer is left; from then
-    on the caller issues transfers itself.
+    that are submitted before the connection exists are issued by a thread. The thread ends when no transfer is left. From then
+    on, the caller issues transfers itself.
 
     Args:
         connect: makes the communicator for each direction; called on the thread.
