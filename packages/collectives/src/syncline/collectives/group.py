@@ -29,7 +29,7 @@ DEFAULT_SILENCE_TIMEOUT_S = 30.0
 class ProcessGroup(ABC):
     """A set of ranks that issue the same collectives in the same order.
 
-    **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order; only `send` and
+    **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. Only `send` and
     `recv` concern two ranks. Any thread may call. If two threads of one rank call without a lock, their calls have no order, on
     this rank or across ranks. A collective in a future's callback runs inside that callback, before its successors.
 
@@ -112,7 +112,7 @@ class ProcessGroup(ABC):
 
     @recorded
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
-        """Combine the tensors of all ranks; every rank ends with the same bits.
+        """Combine the tensors of all ranks. Every rank ends with the same bits.
 
         Args:
             tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. May be
@@ -248,7 +248,7 @@ class ProcessGroup(ABC):
         Args:
             output: like `inputs[rank]`; a dtype that `op` is defined for. Overwritten.
             inputs: `size` tensors; number r has the same shape on every rank. Only read. The tensors may differ in shape, and
-                some may be empty; different shapes cost one `reduce` for each rank.
+                some may be empty. Different shapes cost one `reduce` for each rank.
             op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
             async_op: return at once, before the collective has finished.
 
@@ -400,12 +400,13 @@ class ProcessGroup(ABC):
         if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
             self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
         made = self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
+        # `hosts` covers all ranks of the default group, so it also covers every part of this one.
         if made is not None:
             made.hosts = self.hosts
         return made
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
-        """Make a new group of some ranks of this one. All members call it, with the same arguments; other ranks do not.
+        """Make a new group of some ranks of this one. All members call it, with the same arguments. Other ranks do not.
 
         Args:
             members: ranks of this group, this rank among them; the new group has them in the order given.
@@ -462,7 +463,7 @@ class ProcessGroup(ABC):
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """The store in which the ranks of this group met; other groups of these ranks can meet there. None if there is none."""
+        """The store in which the ranks of this group met. Other groups of these ranks can meet there. None if there is none."""
         return None
 
     # ---- marks, and the comparison of calls ----
@@ -606,7 +607,7 @@ class ProcessGroup(ABC):
         """Make a new group from the members of this one and the waiting processes. A collective, which aborts this group.
 
         A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). It calls `admit` on that
-        group to be let in. All ranks get the same members; newcomers come after the others. A member that dies meanwhile is
+        group to be let in. All ranks get the same members. Newcomers come after the others. A member that dies meanwhile is
         left out, as in `shrink`. The survivors agree on the members, even if some call `shrink` and others `admit`.
 
         Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups or its
@@ -614,7 +615,7 @@ class ProcessGroup(ABC):
 
         Args:
             silence_timeout_s: for members as in `shrink`; for a newcomer how long, in seconds, it waits to be let in.
-            limit: let in at most this many processes, in the order in which they came; the others go on waiting. None lets
+            limit: let in at most this many processes, in the order in which they came. The others go on waiting. None lets
                 all in.
 
         Returns:
@@ -640,7 +641,7 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End the group without waiting for calls in flight; waiters get a `TransportError`. One rank may call it alone."""
+        """End the group without waiting for calls in flight. Waiters get a `TransportError`. One rank may call it alone."""
 
     # ---- what a backend implements ----
 

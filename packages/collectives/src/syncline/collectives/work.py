@@ -144,6 +144,7 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
 
     for future in futures:
         future.add_done_callback(note)
+    # Without futures, nobody calls `note`.
     if not futures:
         settle()
     return joined
@@ -200,7 +201,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the collective has finished; on CUDA, order the current stream after it instead.
+        """Block until the collective has finished. On CUDA, order the current stream after the collective instead.
 
         Args:
             timeout: seconds or a timedelta; None waits as long as the group's own time limit allows.

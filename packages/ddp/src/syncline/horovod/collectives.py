@@ -258,6 +258,7 @@ def grouped_allreduce_async_(
     _announce(process_set, tensors, chosen)
     targets = [tensor.detach() for tensor in tensors]  # the same memory, but autograd allows writes to it
     if chosen is Adasum:
+        # Adasum works on copies, so its results are copied back.
         results = _start_adasum(tensors, prescale_factor, postscale_factor, group)
         for target, result in zip(targets, results, strict=True):
             target.copy_(result)
@@ -289,6 +290,7 @@ def sparse_allreduce_async(
     if chosen not in (Average, Sum):
         raise InvalidArgumentError(f"sparse_allreduce_async: expected Average or Sum as op, found {chosen.name}")
     _announce_complete(process_set, "sparse_allreduce_async")
+    # A copy, because the collective works in place.
     copy = tensor.detach().clone()
     work = process_set.group().all_reduce(copy, REDUCTIONS[chosen], async_op=True)
     return PendingResult([work], lambda: copy).wait

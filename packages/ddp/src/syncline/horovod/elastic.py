@@ -138,6 +138,8 @@ class State:
     def check_host_updates(self) -> None:
         """Let waiting processes in, without saving. This is the second half of `commit`."""
         group = world().group
+        # The answer depends only on how the group was made. So it is the same on all ranks, and none waits in the broadcast
+        # below.
         if group.missing_for_admit() is not None:
             return
         # Rank 0 looks for all ranks, so that all of them raise at the same commit.
@@ -218,6 +220,7 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Go back to the last saved state."""
         for name in self._kept:
+            # A copy: an optimizer may keep the loaded tensors, and would then change the snapshot.
             getattr(self, name).load_state_dict(copy.deepcopy(self._snapshots[name]))
         super().restore()
 
@@ -232,6 +235,7 @@ class TorchState(ObjectState):
             else:
                 thing.load_state_dict(broadcast_object(thing.state_dict()))
         super().sync()
+        # After this, `restore` goes back to what all ranks have now, not to a state from before.
         self._save_kept()
 
     def _save_kept(self) -> None:

@@ -231,6 +231,7 @@ class _GradientCombining:
                 parameter.grad = None
         self._drop_reducer()
         self._world = world()
+        # Ranks join only in collectives of all ranks, so a process set has no steps to shadow.
         if self._process_set.process_set_id == 0:
             self._first_step = self._world.calls.add_step(self._shadow_first)
             self._backward_step = self._world.calls.add_step(self._shadow_backward)
@@ -335,6 +336,7 @@ class _GradientCombining:
 
     def _ended(self, _: object) -> None:
         """Note which parameters are combined. Called when a backward was reduced."""
+        # The roll call went on beside the backward. Its error, if there is one, is due now.
         if self._roll is not None:
             self._roll.wait()
             self._roll = None
@@ -408,6 +410,7 @@ class _GradientCombining:
         """Choose a plain all_reduce of the bucket if it is enough, because a communication hook needs one more copy."""
         is_plain = self._compression is Compression.none and self._predivide == 1.0
         if is_plain and self._op is Average:
+            # The reducer itself averages.
             return
         if is_plain and self._op is Sum:
             reducer.divide_by(1)
@@ -458,6 +461,7 @@ def _weakly(method: Callable[[int, torch.Tensor], None], index: int) -> Callable
 
     def hook(tensor: torch.Tensor) -> None:
         called = weak()
+        # The optimizer may be gone, while its parameters still have the hook.
         if called is not None:
             called(index, tensor)
 
@@ -542,6 +546,7 @@ class _StepCombining:
             with torch.enable_grad():
                 loss = closure()
         if not self._process_set.included() or self._process_set.group().size == 1:
+            # This rank is outside of the set, or alone in it: there is nothing to combine.
             own_step()
             return loss
         before = [parameter.detach().clone() for parameter in self._parameters]
@@ -616,8 +621,10 @@ def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]]
         members = [everything[begin:end] for begin, end in itertools.pairwise(bounds)]
     else:
         index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        # A group may name parameters that are not the optimizer's. They have no gradients here.
         members = [sorted(index_of[id(each)] for each in group if id(each) in index_of) for group in groups]
         grouped = {index for group in members for index in group}
+        # A parameter without a group gets a bucket of its own.
         members = sorted([*members, *([index] for index in everything if index not in grouped)], key=lambda group: group[:1])
     members = [group for group in members if group]
     order = [index for group in members for index in group]

@@ -62,6 +62,7 @@ def broadcast_optimizer_state(
     outline = _outlined(optimizer.state_dict(), tensors) if is_root else None
     outline = object_of(outline, root_rank, group)
     if not is_root:
+        # The outline came first, so that this rank could make a tensor for each value that follows.
         tensors = []
         state = _filled(outline, tensors)
     if tensors:
@@ -86,6 +87,7 @@ def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
         return _Hole(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, Mapping):
         return {key: _outlined(each, tensors) for key, each in value.items()}
+    # Not classes derived from these, such as a namedtuple: their constructors take other arguments.
     if type(value) in (list, tuple):
         return type(value)(_outlined(each, tensors) for each in value)
     return value
@@ -114,6 +116,7 @@ def broadcast_object(
     _announce_complete(process_set, "broadcast_object")
     group = process_set.group()
     received = object_of(obj, None, group, root_in(group, root_rank))
+    # The root keeps its own object, and not a copy of it.
     return obj if group.ranks[group.rank] == root_rank else received
 
 

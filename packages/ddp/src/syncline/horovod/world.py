@@ -270,6 +270,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     world().process_sets.remove(process_set)
     group = process_set._group
     process_set._invalidate()
+    # A rank outside of the set has no group to close.
     if isinstance(group, ProcessGroup):
         group.close()
     return True

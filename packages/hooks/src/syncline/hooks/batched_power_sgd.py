@@ -83,6 +83,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
 
 def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffer: torch.Tensor) -> torch.Tensor:
     factor = state.factors.get(layout) if state.warm_start else None
+    # There is no factor yet, or a loaded one is of another size or rank.
     if factor is None or factor.shape != (side, rank):
         (factor,) = state.random_factors([(side, rank)], buffer, buffer.dtype)
     return factor.to(buffer.device, math_dtype(buffer.dtype))

@@ -31,6 +31,7 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 
     def cross(_: object) -> torch.Tensor:
+        # Only the first rank of each site has this group.
         if sites.between is not None:
             # Divided before it is rounded, so that no sum overflows.
             halves = (buffer / sites.ranks).to(torch.bfloat16)

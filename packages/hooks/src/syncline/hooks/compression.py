@@ -81,6 +81,7 @@ class CompressionState:
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
+        # Parameters that are numbered have no numbers before the first bucket, so there is nothing to compare yet.
         if self.names.are_given:
             check_parameters(state["errors"], self.names.shapes)
         self.iter = state["iter"]

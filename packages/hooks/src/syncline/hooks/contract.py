@@ -98,6 +98,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
         return state
     if isinstance(state, dist.ProcessGroup):
         return as_process_group(state)
+    # A rank outside of a group holds a `NonMember`, whose error names the group's ranks.
     NonMember.refuse(state)
     if state is not None:
         raise MisuseError(

@@ -275,6 +275,7 @@ class _Fragment:
     def finish_if_due(self, step: int | None) -> None:
         """If the outer step is due, wait for the average and take the step. With None the step is always due."""
         if self._pending is None or (step is not None and step < self._due):
+            # No average is under way, or its outer step is due later.
             return
         averages, self._pending = self._pending.wait(), None
         places = zip(self.parameters.values(), self._anchors, averages, self._velocities, strict=True)
@@ -305,6 +306,7 @@ class _Fragment:
             if velocity is not None:
                 # A state that was saved without momentum has no velocities.
                 velocity.copy_(tensors.get("velocity", torch.zeros_like(anchor)))
+        # An average under way belonged to the state that was replaced.
         self._pending = None
         if due is not None:
             self._due, self._mixing = due

@@ -116,6 +116,7 @@ class _Batch:
     def _with_error(self, name: str, gradient: torch.Tensor, feedback: ErrorFeedback | None) -> torch.Tensor:
         matrix = gradient.reshape(self.plan.rows, self.plan.columns)
         if feedback is None:
+            # Nothing is subtracted from the matrix later, so it may be a view of the gradient.
             return matrix.to(self._dtype)
         error = feedback.take(name, matrix)
         return matrix.to(self._dtype, copy=True) if error is None else error.to(self._dtype).add_(matrix)
@@ -173,6 +174,7 @@ def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], 
 
 def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], dtype: torch.dtype) -> list[torch.Tensor]:
     """The latest Q of every batch, or a random one."""
+    # A batch is computed as one, so if a single member has no factor, all members get new ones.
     missing = [batch for batch in batches if not (state.warm_start and all(name in state.factors for name in batch.names))]
     if missing:
         drawn = state.random_factors([batch.factor_shape for batch in missing], missing[0].matrices, dtype)
@@ -199,6 +201,7 @@ def _remember(state: PowerSGDState, batch: _Batch, p: torch.Tensor, q: torch.Ten
         if state.warm_start and is_sound:
             state.factors[name] = factor
         else:
+            # After a bad step, the next step begins with a random factor.
             state.factors.pop(name, None)
 
 

@@ -41,6 +41,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"expected states of one kind, step and model, found {_in_words(states[0])} and {_in_words(state)}"
             )
     merged = dict(states[0])
+    # Some hooks keep no errors.
     if "errors" in merged:
         errors = {name: torch.stack([state["errors"][name] for state in states]).mean(0) for name in merged["errors"]}
         # Without a rank, `Origin.settle` accepts the errors on every rank.

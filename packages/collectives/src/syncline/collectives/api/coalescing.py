@@ -42,6 +42,7 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
     filling: dict[object, tuple[list[int], int]] = {}
     for index, (size, kind) in enumerate(zip(nbytes, kinds, strict=True)):
         members, filled = filling.get(kind, ([], 0))
+        # A buffer that is left never gets another tensor, even a small one, so the lists keep the tensors' order.
         if not members or filled + size > buffer_size_bytes:
             members, filled = [], 0
             buffers.append(members)
@@ -86,6 +87,7 @@ def broadcast_coalesced(
             pending.popleft().wait_and_copy_back()
         targets = [tensors[index] for index in members]
         buffer = _flatten(targets)
+        # The root has the values already.
         destinations = [] if is_root else targets
         if at_once:
             chosen.broadcast(buffer, root)

@@ -96,6 +96,7 @@ def init_process_group(
         _check_arguments(world_size, rank, init_method, store)
         settings, joins = load_settings(os.environ), _joins(os.environ)
         timeout_s = seconds(timeout, settings.timeout_s)
+        # A communicator says itself who the ranks are, so the launcher is not asked.
         if communicator is None:
             launch = take_launch(os.environ, is_given=joins or (rank != -1 and world_size != -1))
         else:
@@ -107,6 +108,7 @@ def init_process_group(
                 "a communicator was given, whose ranks meet over MPI: leave out init_method and store, and unset SYNCLINE_JOIN"
             )
         with _lock:
+            # Inside the lock, so that two threads cannot both connect.
             if _default is not None:
                 raise MisuseError(
                     f"init_process_group was called before and made {_default!r}; call destroy_process_group first"
@@ -143,6 +145,7 @@ def init_process_group(
                     "let it in; use backend 'gloo' with init_method='file:///shared/folder'"
                 )
             connected = chosen.connect(request)
+            # A newcomer is alone until it is let in.
             if not joins:
                 _learn_hosts(connected)
             _default = connected
@@ -151,6 +154,7 @@ def init_process_group(
         print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
+    # Only a warning: a child process may train alone on purpose.
     if (
         not joins
         and _default.size == 1
@@ -169,6 +173,7 @@ def _learn_hosts(group: ProcessGroup) -> None:
     try:
         group.hosts = group.exchange_texts(in_words(host_identity()))
     except BaseException:
+        # This rank cannot go on, so the others must not wait for it.
         group.abort()
         raise
 
@@ -200,7 +205,7 @@ def destroy_process_group() -> None:
     """Finish all calls in flight and close the default group. Every rank calls it. Without a default group it does nothing.
 
     While an exception is being handled (in a `finally:` around the training), the group is aborted instead. The other ranks may
-    wait for this rank in a collective that it will never start; closing the group would then wait, and hide the exception.
+    wait for this rank in a collective that it will never start. Closing the group would then wait, and hide the exception.
     """
     global _default
     with _lock:

@@ -1,7 +1,7 @@
 """The collectives as functions on the default group, with torch.distributed's names, argument order and defaults.
 
 Each function has the shapes, dtypes and errors of the `ProcessGroup` method of the same name. `group=None` means the default
-group (`NotInitializedError` if there is none). `src` and `dst` are ranks of the default group; `group_src` and `group_dst` are
+group (`NotInitializedError` if there is none). `src` and `dst` are ranks of the default group. `group_src` and `group_dst` are
 ranks of the group itself. With `async_op=True` a function returns a `Work`, otherwise None.
 """
 

@@ -25,7 +25,7 @@ def monitored_barrier(
 
     Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
     4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step. After a time-out all or some
-    ranks may call it again. A rank that has come meanwhile counts; a rank that has given up does not. Over Gloo it may not be
+    ranks may call it again. A rank that has come meanwhile counts. A rank that has given up does not. Over Gloo it may not be
     called again, because a time-out ends the connections.
 
     Args:
@@ -95,6 +95,7 @@ def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_
     sent: list[Work] = []
 
     def arrive(peer: int) -> None:
+        # The rank may have come already, in a barrier that timed out.
         if peer not in messages.came:
             messages.came[peer] = messages.receive(group, peer, scope)[0]
 
@@ -106,6 +107,7 @@ def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_
             call, question = messages.receive(group, peer, scope)
             if (call, question) == (messages.came[peer], messages.call):
                 return
+            # The rank had given up, and has come again. See step 3 of the note.
             if call > messages.came[peer]:
                 messages.came[peer] = call
                 ask(peer)
@@ -117,11 +119,13 @@ def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_
                 step(peer)
             except CollectiveTimeout:
                 missing.append(peer)
+                # Else go on: a rank that has come is found at once, although the time limit is over.
                 if not wait_all_ranks:
                     break
         if missing:
             raise _missing(group, missing, scope, wait_all_ranks)
 
+    # Start all receives before the first wait: no rank's message then waits for another rank.
     for peer in others:
         messages.post(group, peer)
     all_do(arrive)

@@ -9,7 +9,7 @@ from ..errors import MisuseError
 
 
 class NonMember:
-    """The result of `new_group` on a rank that is not in the new group. Using it as a group raises an error that says so."""
+    """The result of `new_group` on a rank that is not in the new group. Using it as a group raises an error."""
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         self.name = name

@@ -70,4 +70,5 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:
+    # `frombuffer` refuses a buffer without bytes.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -87,5 +87,6 @@ def scatter_object_list(
             f"scatter_object_list on {chosen.place()}: expected {chosen.size} objects on the root, found "
             f"{len(scatter_object_input_list or ())}"
         )
+    # The entries travel as pickles, so that each rank makes only its own object.
     entries = broadcast_object([pickle.dumps(entry) for entry in scatter_object_input_list or ()], root, group=chosen)
     scatter_object_output_list[0] = pickle.loads(entries[chosen.rank])

@@ -190,6 +190,7 @@ def all_gather_rows_coalesced(
         flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
         longest = max(lengths)
         block = flat.new_empty(chosen.size, longest)
+        # The rows of the block are equally long, so a shorter rank pads its own.
         mine = flat if flat.numel() == longest else torch.cat([flat, flat.new_zeros(longest - flat.numel())])
         works.append(chosen.all_gather_into_tensor(block, mine, async_op=async_op))
 
@@ -202,6 +203,7 @@ def all_gather_rows_coalesced(
                     parts.append(block[rank, begins[rank] : end])
                     begins[rank] = end
                 shape = (sum(counts[index] for counts in rows), *tensors[index].shape[1:])
+                # A single tensor without padding is the block itself. It needs no copy.
                 is_whole = len(members) == 1 and block.numel() == sum(map(torch.numel, parts))
                 outputs[index] = (block.view(-1) if is_whole else torch.cat(parts)).view(shape)
 
@@ -261,8 +263,8 @@ def reduce_scatter_rows(
         postscale: as in `all_reduce_copy`.
 
     Returns:
-        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more; this costs one `reduce` for
-        each rank.
+        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more. Then there is one `reduce`
+        for each rank.
     """
     return _first(
         reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
@@ -311,6 +313,7 @@ class _ReduceScatterRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, op, factor = ctx.arguments
         _check_differentiable("reduce_scatter_rows", op, group)
+        # The forward divided by the number of ranks, so the gradient must be divided, too.
         factor = factor / group.size if op is ReduceOp.AVG else factor
         gathered = all_gather_rows_coalesced([gradient * factor for gradient in gradients], group)
         return (None, None, None, None, *gathered)
@@ -354,6 +357,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, root = ctx.arguments
+        # A copy, because `reduce` overwrites the root's tensor.
         total = scaled(gradients[0], 1.0)
         group.reduce(total, root)
         return None, None, total if group.rank == root else torch.zeros_like(total)
@@ -365,7 +369,7 @@ class _Broadcast(torch.autograd.Function):
 def all_to_all_rows(
     tensor: torch.Tensor, splits: Sequence[int] | None = None, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Send rows to each rank, and return the rows that come; only the sender has to know how many they are.
+    """Send rows to each rank, and return the rows that come. Only the sender has to know how many rows it sends.
 
     Args:
         tensor: at least one dimension. The dtype and all dimensions but the first are the same on every rank. Only read.

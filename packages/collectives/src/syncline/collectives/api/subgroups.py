@@ -33,6 +33,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
     world = get_default_group()
     chosen = sorted(range(world.size) if ranks is None else ranks)
     _check_ranks(chosen, world.size)
+    # Compare before the split, so that no rank gets a group that others did not ask for.
     verify_request(world, f"new_group({chosen})")
     made = world.split(0 if world.rank in chosen else None, timeout_s=_timeout_s(timeout, world))
     return NonMember(f"new_group({chosen})", chosen, world.rank) if made is None else made

@@ -102,6 +102,7 @@ class UnevenCalls:
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
+            # All have joined. The next loop begins with all ranks again.
             if not present:
                 last, self._last_rank = self._last_rank, self._group.size - 1
                 return last
@@ -111,6 +112,7 @@ class UnevenCalls:
                 self._shadow_step(number)
             else:
                 described = broadcast_object(None, present[0], group=self._group)
+                # None: the collective needs all ranks. The ranks with work raise, and make no call.
                 if described is not None:
                     self._shadow_all_reduce(*described)
 
@@ -120,6 +122,7 @@ class UnevenCalls:
         device = "cpu" if "cpu" in self._group.device_types else torch.device("cuda", torch.cuda.current_device())
         mine = torch.tensor([int(entry), number], dtype=torch.int64, device=device)
         all_entries = mine.new_empty(self._group.size, 2)
+        # A step must not wait for its roll call. The caller waits for it at the end of the step.
         is_blocking = entry != _Entry.STEP
         return self._group.all_gather_into_tensor(all_entries, mine, async_op=not is_blocking), all_entries
 

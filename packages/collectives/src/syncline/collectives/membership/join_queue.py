@@ -48,6 +48,7 @@ class JoinQueue:
 
     def waiting(self) -> list[int]:
         """The numbers of the waiting newcomers, ascending. Some may have ended."""
+        # No newcomer ever came, and `get` would wait for one.
         if not self._store.check(["newcomers"]):
             return []
         numbers = range(self._first_size, self._first_size + int(self._store.get("newcomers")))
@@ -70,6 +71,7 @@ class JoinQueue:
 
         def is_over() -> bool:
             nonlocal known
+            # Several generations may have been decided since the last look.
             while me not in known.members and (decided := self._decided(known)) is not None:
                 known = known.next(decided)
             return me in known.members or all(has_ended(member) for member in known.members)
@@ -77,6 +79,7 @@ class JoinQueue:
         in_time = poll(is_over, CancelScope(silence_timeout_s))
         if me in known.members:
             return known
+        # This process gives up, so the members must not propose it.
         self.leave([me])
         if in_time:
             raise RankLostError(

@@ -41,7 +41,7 @@ class MembershipVote:
     Nothing is guessed. The system tells which members have ended (`ProcessIdentity`). A member that is silent for too long is
     given up by a decision, which it reads when it comes back. Newcomers are added to the proposal (step 3), and read the
     decision, too. Each generation has exactly one decision, whichever members die meanwhile, because one compare_set wins. A
-    member that dies after step 1 may be in the decision; then the next generation cannot connect, and its members vote again.
+    member that dies after step 1 may be in the decision. Then the next generation cannot connect, and its members vote again.
 
     Args:
         store: a store for this generation only; it must outlive every member.
@@ -79,6 +79,7 @@ class MembershipVote:
         self._store.set(f"here/{self._me}", b"")
         poll(self._is_settled, CancelScope(silence_timeout_s))
         present = self._present()
+        # Once there is a decision, it no longer matters how many have come.
         if not self._store.check([DECISION]):
             self._check_outnumbered(present, silence_timeout_s)
         proposed = json.dumps([*present, *newcomers()])
@@ -94,6 +95,7 @@ class MembershipVote:
         """Give up if more members run but are silent than have come. Half is enough, because only one proposal can win."""
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):
+            # This member ends, so the others must not propose it.
             self._store.delete_key(f"here/{self._me}")
             raise RankGivenUpError(
                 f"only the members {list(present)} came within {silence_timeout_s:g} s, while {silent} run and said nothing: "

@@ -97,7 +97,9 @@ class Reconnector(ABC):
 
     @abstractmethod
     def shrink(self, silence_timeout_s: float) -> Transport:
-        """Connect the survivors; `generation` is their new one on return. Every survivor calls it, and again if it fails.
+        """Connect the survivors. On return, `generation` is their new generation.
+
+        Every survivor calls this method, and calls it again if it fails.
 
         Raises:
             RankGivenUpError: the others have gone on without this member.

@@ -68,6 +68,7 @@ class ShrinkableGroup(HostGroup):
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
         self._check_is_latest("shrink")
+        # The alarm first, so that the others leave the old group with this reason.
         self._reconnector.raise_alarm(self._reconnector.generation, f"rank {self.rank} has called shrink")
         self.abort()
         return self._replaced(self._reconnector.shrink(silence_timeout_s))
@@ -101,9 +102,11 @@ class ShrinkableGroup(HostGroup):
 
     @override
     def _why_call_cannot_end(self) -> TransportError | None:
+        # This rank's own knowledge comes first, because an alarm costs a request to the store.
         return super()._why_call_cannot_end() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
+        # If the members cannot meet again, no rank raises an alarm; see `_on_failure`.
         if self._reconnector.missing() is not None:
             return None
         with suppress(StoreError):  # without the store the group still communicates; only the alarm is lost

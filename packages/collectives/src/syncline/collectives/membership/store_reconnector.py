@@ -60,6 +60,7 @@ class StoreReconnector(Reconnector):
     @override
     def raise_alarm(self, generation: Generation, why: str) -> None:
         """As `Reconnector.raise_alarm`. Only the first alarm is stored."""
+        # A newcomer that waits is alone in its group.
         if generation.is_waiting:
             return
         self._keys(generation).compare_set("alarm", b"", why.encode()[:_MOST_ALARM_BYTES])
@@ -102,6 +103,7 @@ class StoreReconnector(Reconnector):
                 return self._connected(self.generation)
             except TransportError as error:
                 logger.debug("generation %d did not connect: %s", self.generation.number, error)
+                # Members that did connect have gone on with this generation. The alarm makes them meet again, too.
                 self.raise_alarm(self.generation, f"the members that are left could not connect: {error}")
                 if attempts == MOST_ATTEMPTS:
                     raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error

@@ -4,8 +4,8 @@ Resolving a host's name does not help. Debian resolves a host's own name to 127.
 nothing. A host with several interfaces has one name and several addresses, and some of them lead nowhere.
 
 So rank 0 opens a "door" at each of its addresses: a socket that sends a word and hangs up. Only this job knows the word. All
-other ranks try all doors, and report which ones they have reached. All ranks use the first door that every rank has reached;
-other ranks reach a rank at its own end of this connection. (The word is needed because a proxy may accept any connection, and
+other ranks try all doors, and report which ones they have reached. All ranks use the first door that every rank has reached.
+Other ranks reach a rank at its own end of this connection. (The word is needed because a proxy may accept any connection, and
 several hosts may have the same address, such as that of a bridge for containers.)
 """
 
@@ -67,6 +67,7 @@ def loopback_domain() -> str:
     host = host_identity()
     with suppress(OSError):
         return f"{host.hostname}/{host.boot_id}/{os.readlink('/proc/self/ns/net')}"
+    # Without /proc the namespace is unknown, so the host alone decides.
     return f"{host.hostname}/{host.boot_id}"
 
 
@@ -85,6 +86,7 @@ def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
                 f"{socket.gethostname()}; those that have one: {there}"
             )
     if interfaces:
+        # In the user's order. A loopback address that the user has asked for stays in.
         return [entry for name in interfaces for entry in found if entry.interface == name]
     return [entry for entry in found if not entry.is_loopback]
 
@@ -285,6 +287,7 @@ def _all_addresses() -> list[OwnAddress]:
         while entry:
             here = entry.contents
             entry = here.next
+            # An interface without an address has a null pointer here.
             if here.address and here.flags & _IS_UP:
                 address = _as_text(here.address.contents)
                 if address is not None:

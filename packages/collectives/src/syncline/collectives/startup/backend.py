@@ -92,28 +92,28 @@ def apply_to_process(settings: Settings) -> None:
 
 
 class Backend(ABC):
-    """One way to connect ranks. An instance is what an entry point of the group "syncline.backends" names.
+    """One way to connect ranks. An entry point of the group "syncline.backends" names an instance.
 
     Constructing or importing one must be cheap and must not import mpi4py or CuPy.
     """
 
     @property
     def meets_in_store(self) -> bool:
-        """Whether the ranks can meet in a store. If not, `connect` refuses a request with one, for it would be ignored."""
+        """Whether the ranks can meet in a store. If not, `connect` refuses a request with a store."""
         return False
 
     @property
     def serves_newcomers(self) -> bool:
-        """Whether a process can join a job that runs. If not, `connect` is not asked to (`ConnectRequest.joins`)."""
+        """Whether a process can join a job that runs. If not, `connect` gets no request with `joins`."""
         return False
 
     @abstractmethod
     def missing(self) -> str | None:
-        """What keeps this backend from working here, with the remedy, in one sentence; None if nothing does."""
+        """Why this backend cannot work here, with the remedy, in one sentence; None if it can."""
 
     @abstractmethod
     def connect(self, request: ConnectRequest) -> ProcessGroup:
-        """Connect the ranks of the job. All of them call it.
+        """Connect the ranks of the job. All ranks call this method.
 
         Raises:
             BackendUnavailableError: something is missing (see `missing`).

@@ -47,6 +47,7 @@ def choose_backend(
     Raises:
         LaunchError: the `init_method` is mpi:// and the argument names another backend.
     """
+    # The URL is as explicit as an argument, so it comes before the environment, too.
     if scheme == "mpi":
         return _by_mpi_url(argument)
     if argument is not None:
@@ -77,8 +78,10 @@ def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | 
         lack = missing("mpi")
         if lack is None:
             return BackendChoice("mpi", f"launched by {launch.launcher}")
+        # The reason becomes a part of one line, so its first line must do.
         why = lack.splitlines()[0]
         return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {why}")
+    # A launcher that does not start MPI programs, such as torchrun.
     if launch is not None:
         return BackendChoice("gloo", f"launched by {launch.launcher}")
     if rendezvous_given:

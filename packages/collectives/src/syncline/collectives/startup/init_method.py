@@ -23,7 +23,7 @@ def parse_folder(url: str) -> Path:
     """The folder that a file:// URL names. A pure function.
 
     Raises:
-        InvalidArgumentError: the URL has anything but an absolute path, such as a host.
+        InvalidArgumentError: the URL has anything but an absolute path; for example, it has a host.
     """
     parts = urlsplit(url)
     if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
@@ -43,6 +43,7 @@ def parse_address(url: str) -> Address:
     try:
         port = parts.port
     except ValueError:
+        # The port is not a number, or is too large. The error below says so.
         port = None
     if not parts.hostname or not port or parts.username is not None or parts.path or parts.fragment:
         raise InvalidArgumentError(

@@ -127,11 +127,14 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
         LaunchError: a variable that should be a number is not, the rank is not below the world size, two launchers describe
             this process and differ, or a variable says that there are several processes but other variables are missing.
     """
+    # A run id of `syncline run` is not torchrun's: see point 1 of the note.
     if _is_set(_TORCHRUN, environ) and not environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID_PREFIX):
         return _read(_TORCHRUN, environ)
     spoken = [launcher_env for launcher_env in _OF_AN_MPI if _is_set(launcher_env, environ)]
     if not spoken:
+        # An outer manager's variables stay visible inside, so only the first in this order counts.
         spoken = [launcher_env for launcher_env in _OF_A_MANAGER if _is_set(launcher_env, environ)][:1]
+    # A pair "0 of 1" that nothing else supports needs no launcher: the process is alone anyway.
     if _is_set(_BY_HAND, environ) and (spoken or not _says_one(environ)):
         spoken.append(_BY_HAND)
     if not spoken:
@@ -157,6 +160,7 @@ def _claim(environ: Mapping[str, str]) -> str | None:
             continue  # a batch script or a shell, which sees the size of its whole allocation
         needed = (launcher_env.rank, launcher_env.world_size, launcher_env.also)
         rank, size = (_number_if_plain(variable or "", environ) for variable in needed[:2])
+        # Either number alone shows that there are other processes.
         if (rank or 0) > 0 or (size or 0) > 1:
             there = [f"{name}={environ[name]}" for name in needed[:2] if name is not None and name in environ]
             lacks = [name for name in needed if name is not None and name not in environ]
@@ -211,9 +215,11 @@ def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) ->
     if launch is None:
         return None
     parent = parent_rank(environ)
+    # No rank is above this process, so the place is free. From now on its children see that it is taken.
     if parent is None:
         environ[PLACE_VARIABLE] = _place(os.getpid(), environ)
         return launch
+    # The caller has said which place it means, so the launcher's is not needed.
     if is_given:
         return None
     raise LaunchError(child_of_rank(launch.rank, parent))
@@ -236,9 +242,11 @@ def launch_by(communicator: Any) -> Launch:
 def parent_rank(environ: Mapping[str, str]) -> int | None:
     """If this process is a child of a rank, the process id of this rank. Else None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
+    # Nobody has taken a place, or this process itself has, or the launcher's variables describe another place.
     if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
         return None
     own = _socket_number(environ)
+    # This process has another socket than the rank: a launcher inside the rank has started it.
     return None if own not in ("", place.split()[-1]) else int(pid)
 
 
@@ -282,11 +290,13 @@ def process_manager(environ: Mapping[str, str]) -> str | None:
     """The process manager of this MPI job: one of the four above; None if it is not known. A pure function.
 
     An mpirun inside a step of Slurm, or one that starts its daemons with srun, connects the processes itself. Slurm's variables
-    are visible all the same.
+    are visible nevertheless.
     """
+    # First, because an mpirun inside a step sees Slurm's variables, too.
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return OPEN_MPI
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
+        # MPICH's mpiexec inside the step shows its own variables. With PMI_RANK alone, nothing is certain.
         return HYDRA if "HYDI_CONTROL_FD" in environ else None if "PMI_RANK" in environ else SRUN_PMIX
     step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     if environ.get("PMI_JOBID") == step:

@@ -43,6 +43,7 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
     """
     manager = process_manager(environ)
     is_certain = is_from_pypi or (vendor == "Open MPI" and version >= (5,))  # every build of Open MPI 5 has only PMIx
+    # A site may have built its MPI for this launcher, so only certain conflicts are errors.
     if manager is None or not is_certain:
         return None
     remedy = _REFUSED.get((vendor, manager))
@@ -54,6 +55,7 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
             "can take the place of srun"
         )
     nodes = environ.get("SLURM_STEP_NUM_NODES", "")
+    # Only MPICH over UCX on several nodes has the problem; see Note [Addresses through Slurm's PMI-2].
     if manager != SRUN_PMI2 or vendor != "MPICH" or nodes in ("", "1") or environ.get(NETMOD) == "ofi":
         return None
     return (
@@ -99,6 +101,7 @@ def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm")
     try:
         total_bytes = shutil.disk_usage(folder)[0]
     except OSError:
+        # Without the folder nothing is known, so nothing is said.
         return None
     if vendor not in ("MPICH", "Intel MPI") or local_size < 2 or total_bytes >= LEAST_SHM_BYTES:
         return None

@@ -43,8 +43,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
     A rank learns only the processes of its own node, because it cannot watch processes of other nodes.
 
-    Cost with L ranks on this node: L + 8 requests of fixed size, for any number of ranks, and some while it waits. Only if some
-    ranks do not come, a few more for each of these: see `_absent`.
+    Cost with L ranks on this node: L + 8 requests of fixed size, for any number of ranks, and more requests while the rank
+    waits. If some ranks do not come, each of them costs a few more requests: see `_absent`.
 
     Args:
         store: a store for these ranks and this meeting only.
@@ -60,9 +60,11 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     mine = own_identity()
     node = None if mine is None else f"node/{mine.node}"
     _compare(store, rank, size)
+    # Without an identity, other ranks could not watch this process. So it is not listed.
     if mine is not None:
         place = store.add(f"{node}/count", 1)
         store.set(f"{node}/{place}", json.dumps([rank, loopback_domain(), mine.to_text()]))
+    # The count comes last: once it is complete, all entries are in the store.
     store.set(_key(rank), "")
     came = store.add("came", 1)
     if came == size:
@@ -83,7 +85,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Compare this rank's size and version with the first rank's: the rank that came first. If they differ, tell all ranks."""
+    """Compare this rank's size and version with the first rank's: the rank that came first. If one differs, tell all ranks."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:
@@ -116,6 +118,7 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
     """The ranks that have not come. Cost, for m missing ranks of n: about 2 (1 + log2(n / m)) requests for each missing one."""
+    # One request asks for all ranks. Only if some are missing, look at each half.
     if store.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -170,6 +173,7 @@ def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[st
         tried = str(error)
     store.set(f"tried/{rank}", json.dumps(tried))
     said = json.loads(_get(store, "addresses", scope))
+    # A text is an error that rank 0 tells all ranks.
     if isinstance(said, str):
         _let_all_read(store, rank, size)
         raise LaunchError(said)
@@ -193,6 +197,7 @@ def _as_rank_0(store: Store, size: int, interfaces: Sequence[str], scope: Cancel
 
 def _tried(answer: bytes) -> Tried:
     said = json.loads(answer)
+    # A text is this rank's error.
     if isinstance(said, str):
         raise LaunchError(said)
     return Tried.parse(said)
@@ -213,6 +218,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
     """
     if len(set(exchange_objects(loopback_domain(), group=group))) == 1:
         return LOOPBACK
+    # Check on all ranks at once: if a rank raised alone, the others would wait for it in the next exchange.
     mine = _on_all(lambda: addresses_for_others(interfaces), group)
     with Doors(mine if group.rank == 0 else []) as doors:
         places, word = exchange_objects((doors.places, doors.word), group=group)[0]

@@ -54,7 +54,7 @@ def _load() -> None:
     """Import mpi4py.MPI, which loads the library, without starting MPI.
 
     By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So we
-    first find out which library it is; `start` starts it later. The caller's own settings in `mpi4py.rc` are respected.
+    first find out which library it is. `start` starts it later. The caller's own settings in `mpi4py.rc` are respected.
     """
     if "mpi4py.MPI" in sys.modules:
         return
@@ -99,6 +99,7 @@ def start(connecting: Connecting) -> None:
             MPI.Init_thread(level)
             return
         status = init(None, None, level, ctypes.byref(ctypes.c_int()))
+    # A call with ctypes raises nothing, so look at the status.
     if status != 0:
         raise BackendUnavailableError(f"backend 'mpi': MPI_Init_thread failed with the error code {status}")
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):

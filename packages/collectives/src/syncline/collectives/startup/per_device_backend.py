@@ -32,7 +32,7 @@ class PerDeviceBackend(Backend):
         return any(backend.meets_in_store for backend in self._backends.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect the backends in turn. The CPU's backend comes first, because the others may meet over it.
+        """Connect one backend after the other. The CPU's backend comes first, because the others may meet over it.
 
         Only backends that meet in a store get the request's store. Each backend gets its device type, so it need not prepare
         for others.
@@ -40,6 +40,7 @@ class PerDeviceBackend(Backend):
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):
             backend = self._backends[device]
+            # If no backend meets in a store, all of them get it, so that they refuse what they would ignore.
             store = request.store if backend.meets_in_store or not self.meets_in_store else None
             groups[device] = backend.connect(
                 replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))

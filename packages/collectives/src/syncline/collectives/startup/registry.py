@@ -52,6 +52,7 @@ def what_is_missing(name: str) -> str | None:
 
 
 def _only_entry_point(name: str) -> EntryPoint:
+    # If the package's metadata exists twice, an entry is listed twice. Entries of the same value count once.
     found = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=name)}
     if not found:
         known = ", ".join(backend_names()) or "none: is syncline-collectives installed, or only on the path?"

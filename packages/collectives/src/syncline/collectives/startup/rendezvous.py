@@ -1,8 +1,8 @@
 """Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect them itself.
 
 Our stores listen on only one address, and accept only clients with the job's secret. torch's own rendezvous is less careful:
-its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use it
-only under torchrun, whose agent has opened its store already.
+its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use
+torch's rendezvous only under torchrun, whose agent has opened its store already.
 """
 
 from __future__ import annotations
@@ -57,13 +57,16 @@ def as_torch_store(store: Store | dist.Store) -> dist.Store:
 
 
 def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.Store, str | None]:
+    # The caller's own choice comes before what the launcher offers.
     if request.store is not None:
         return as_torch_store(request.store), None
     if request.init_method is not None:
         return _at_url(request.init_method, rank, size, request)
+    # A single rank meets nobody.
     if size == 1:
         return dist.HashStore(), None
     lack = None
+    # MPI before MASTER_ADDR: it needs no free port and no secret from the user.
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:
@@ -74,6 +77,7 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.S
         "init_method='file:///shared/folder' or 'tcp://host:port?secret_file=PATH', a store, MASTER_ADDR and MASTER_PORT (as "
         "torchrun sets them), or a launch by MPI"
     )
+    # An MPI launcher started this job, so to repair MPI may be the shortest remedy. Its problem comes first.
     if lack is not None:
         raise LaunchError(f"{lack}\nBackend 'gloo' needs MPI here, or another way for its {size} ranks to meet: {ways}")
     raise LaunchError(
@@ -89,6 +93,7 @@ def _at_url(url: str, rank: int, size: int, request: ConnectRequest) -> tuple[di
 def _place(request: ConnectRequest) -> tuple[int, int]:
     launch = request.launch
     if launch is None:
+        # Nothing says that there are other processes.
         if request.world_size is None:
             return 0, 1
         if request.rank is None:
@@ -116,6 +121,7 @@ def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
         address = address_by_group(mpi, request.interfaces, request.timeout_s)
         return tcp_store_of_rank_0(mpi, request.timeout_s, address), address
     finally:
+        # The group was only needed to tell the address. From here on the ranks use the store.
         mpi.close()
 
 
@@ -219,6 +225,7 @@ def _read_secret(path: Path) -> str:
 def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[str, str]) -> dist.Store:
     secret = find_secret(address.secret_file, environ, address.host)
     logger.debug("rank %d: rendezvous in the TCP store at %s:%d", rank, address.host, address.port)
+    # Rank 0 is the server, and a client like all others.
     if rank == 0:
         _serve(address.host, address.port, secret)
     return _client(address.host, address.port, secret, timeout_s)
@@ -261,10 +268,12 @@ def _client(host: str, port: int, secret: str, timeout_s: float) -> dist.Store:
     return AsTorchStore(store)
 
 
+# A forked child must not close the stores of its parent.
 in_forks(_close_at_exit.clear)
 
 
 @atexit.register
 def _close_all() -> None:
+    # The newest first, so a client closes before the server in the same process.
     while _close_at_exit:
         _close_at_exit.pop()()

@@ -80,6 +80,7 @@ class Settings:
         try:
             value = float(text)
         except ValueError:
+            # Not a number at all: the check below says so.
             value = -1.0
         if not value >= 0:
             raise InvalidArgumentError(f"{SPIN_VARIABLE}: expected a number of seconds, or inf for ever, found {text!r}")
@@ -113,6 +114,7 @@ def site_path(environ: Mapping[str, str] = os.environ, default_path: Path = DEFA
 
 def _load_file(environ: Mapping[str, str], default_path: Path) -> Settings:
     named, path = environ.get(SITE_VARIABLE), site_path(environ, default_path)
+    # Only a file that the user names must exist.
     if not named and not path.exists():
         return Settings()
     try:
@@ -143,6 +145,7 @@ def _checked(key: str, value: Any, path: str) -> Any:
         hint = f"; did you mean '{close[0]}'?" if close else "."
         raise SiteFileError(f"{path}: unknown key '{key}'{hint} Known keys: {_known_keys()}")
     kind = _KEYS[key]
+    # TOML may write 5 for 5.0. `type`, and not `isinstance`, because True is also an int.
     if not (type(value) is kind or (kind is float and type(value) is int)):
         raise SiteFileError(f"{path}: expected '{key}' to be {_IN_TOML[kind]}, found {value!r}")
     if kind is int and value < 1:

@@ -85,6 +85,7 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
         is_connected: returns whether the ranks are connected; called when an exception is not caught.
         has_siblings: whether a launcher started this process.
     """
+    # Not twice, not at a prompt, and not if `syncline run` prints the error.
     if not (_is_handled or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode)):
         sys.excepthook = _OncePerNode(sys.excepthook, is_connected, has_siblings)
 
@@ -115,6 +116,7 @@ class _OncePerNode:
         if self._previous is not sys.__excepthook__:
             self._previous(kind, error, trace)
         elif run is None:
+            # Without a run, this rank has no name to print.
             sys.stderr.write(in_text(error, trace))
         else:
             sys.stderr.write(last_words(f"[syncline] {run.who()}", "failed", error, trace).text)
@@ -166,6 +168,7 @@ def also_failed(error: BaseException, trace: TracebackType | None) -> str:
     """One line for a rank that fails after another rank has printed the reason. Our errors are shown without their text."""
     place = ""
     for frame in traceback.extract_tb(trace):
+        # The last such frame counts: the line of the user's code that is nearest to the error.
         if not _is_inside(frame.filename):
             place = f", at {os.path.basename(frame.filename)}:{frame.lineno}"
     what = type(error).__name__
@@ -299,6 +302,7 @@ def spoke_before(name: str, started_s: float, who: str | None, folder: Path | No
                 file.truncate(0)
                 json.dump(spoken, file)
     except (OSError, LaunchError):
+        # Nobody can know who has spoken, so this process speaks.
         pass
     return None
 
@@ -325,5 +329,6 @@ def started_s() -> float:
     """The start time of this process, in seconds since the epoch."""
     identity = own_identity()
     if identity is None:
+        # Without /proc, the time of the import is the nearest known one.
         return _IMPORTED_S
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - identity.started / os.sysconf("SC_CLK_TCK"))

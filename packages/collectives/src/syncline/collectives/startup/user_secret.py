@@ -38,6 +38,7 @@ def user_secret(folder: Path | None = None) -> str:
         path = private_folder(folder) / path
         if not path.exists():
             _make(path)
+        # Check an older file, too: another user may have put it there.
         _check_private(path, stat.S_ISREG)
         return path.read_text()
     except OSError as error:
@@ -48,7 +49,10 @@ def user_secret(folder: Path | None = None) -> str:
 
 
 def private_folder(folder: Path | None = None) -> Path:
-    """A folder on this machine that only this user can use. It is made if needed, by default in the one for temporary files.
+    """A folder on this machine that only this user can use. The function makes the folder if it does not exist.
+
+    Args:
+        folder: the folder; by default a folder of this user in the folder for temporary files.
 
     Raises:
         LaunchError: the folder belongs to another user, or others can use it.
@@ -77,6 +81,7 @@ def _make(path: Path) -> None:
     try:
         os.link(aside, path)
     except FileExistsError:
+        # Another process was faster, and its secret counts.
         pass
     finally:
         aside.unlink()

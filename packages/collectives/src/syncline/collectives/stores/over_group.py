@@ -1,4 +1,4 @@
-"""GroupStore: a table on rank 0 of a process group. Other ranks reach it by send and receive; it opens no port."""
+"""GroupStore: a table on rank 0 of a process group. Other ranks reach it by send and receive. It opens no port."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ class GroupStore(ServedStore):
         if everybody_left:
             self._group.close()
         else:
+            # Some rank has not left, and an orderly close would wait for it.
             self._group.abort()
 
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:
@@ -124,6 +125,7 @@ class _Server:
         self._stopping = threading.Event()
         self._present = group.size - 1
         self._thread = threading.Thread(target=self._serve, name=f"syncline-store-{group.name}", daemon=True)
+        # In a group of one, nobody asks.
         if self._present:
             self._thread.start()
 
@@ -169,6 +171,7 @@ class _Server:
                 work, length = awaited.pop(client)
                 work.wait()  # the receive is over; this raises if it has failed
                 if int(length) == _GOODBYE:
+                    # This rank asks no more, so no other receive is started for it.
                     self._present -= 1
                     continue
                 reply = self.answer(client, _received(self._group, int(length), client, _ASK))

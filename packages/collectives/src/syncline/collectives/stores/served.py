@@ -118,6 +118,7 @@ def unpack_int(field: bytes) -> int:
         ProtocolError: the field is not a number of at most 20 characters.
     """
     try:
+        # The text comes from outside, and `int` takes long for a long one.
         if len(field) <= 20:
             return int(field)
     except ValueError:
@@ -163,10 +164,12 @@ class Service(Generic[Client]):
             ProtocolError: the message is not a request. Nothing was changed.
         """
         op, fields = unpack(message)
+        # A client has one request in flight: an answer does not say to which request it belongs.
         if client in self._waiting:
             raise ProtocolError("a request before the answer to the one before")
         if op in (Op.GET, Op.WAIT):
             self._waiting[client] = _waiting(op, fields, now)
+            # The keys may exist already, or the limit may be zero. Then the answer is due at once.
             return self._arrived([client]) or self.expire(now)
         return [(client, self._answer(op, fields)), *self._arrived(list(self._waiting))]
 
@@ -203,6 +206,7 @@ class Service(Generic[Client]):
         try:
             return handler(fields)
         except InvalidArgumentError as error:
+            # A caller's mistake is a usual answer. It does not end the connection.
             return pack(Status.REFUSED, str(error).encode())
 
     def _set(self, fields: list[bytes]) -> bytes:

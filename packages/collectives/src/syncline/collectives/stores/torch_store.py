@@ -11,7 +11,7 @@ Python classes can derive from `torch.distributed.Store`, but there are traps (m
   ``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
 * The time limit is in the C++ half: `set_timeout` from C++ never reaches Python. So each call that waits reads it there.
-* For torch, a limit of zero means no limit.
+* In torch, a limit of zero means that there is no limit.
 
 Note [Waiting in torch's stores]
 --------------------------------
@@ -165,6 +165,7 @@ class FromTorchStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
         if not poll(lambda: self.check(names), CancelScope(timeout_s)):
+            # All keys may have come since the last look. Then name them all.
             raise key_timeout(self._missing(names) or names, self.describe(), timeout_s)
 
     @override
@@ -197,6 +198,7 @@ class FromTorchStore(Store):
         try:
             yield
         except StoreError:
+            # One of our own stores lies below torch's, and has explained the error already.
             raise
         except RuntimeError as error:
             raise self._failed(error) from error

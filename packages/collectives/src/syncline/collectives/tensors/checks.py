@@ -91,6 +91,7 @@ def no_memory(tensor: torch.Tensor) -> str | None:
         )
     if tensor.is_nested:
         return "expected a tensor of one shape, found a nested tensor; pass its values, or to_padded_tensor()"
+    # `unusable` refuses sparse and meta tensors by layout and device, which tells the user more.
     if tensor.layout is not torch.strided or tensor.is_meta or _has_memory(tensor):
         return None
     if is_functorch_wrapped(tensor):
@@ -231,6 +232,7 @@ def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | No
         return None  # the one with gaps is copied before the call, so the two no longer share memory
     start, end = _extent(part)
     first, last = _extent(block)
+    # In this order: an empty part, a part before the block, a part behind it, and this rank's own part.
     if start >= end or end <= first or start >= last or start == first + rank * part.nbytes:
         return None
     return (

@@ -46,6 +46,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
     Cost: sorts the dimensions. If they interleave in a way that only `as_strided` makes, looks at every element.
     """
+    # Without an element, no two elements can meet.
     if 0 in shape:
         return False
     reach = 0  # the distance between the first and the last element that the dimensions so far can reach

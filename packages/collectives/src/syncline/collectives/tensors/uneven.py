@@ -31,7 +31,7 @@ class Reducing(Protocol):
 
 
 def is_uneven(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the inputs of a reduce-scatter differ in shape. The same on every rank if all pass matching inputs."""
+    """Whether the inputs of a reduce-scatter differ in shape. All ranks get the same answer if they pass matching inputs."""
     return any(entry.shape != inputs[0].shape for entry in inputs[1:])
 
 

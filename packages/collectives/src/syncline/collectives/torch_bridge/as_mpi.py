@@ -1,7 +1,7 @@
 """Our MPI backend under torch's name "mpi", for libraries that accept only names that they know.
 
 torch knows this name, and makes such a group with `ProcessGroupMPI.create`. But only a torch that was built with MPI has this
-class, and no wheel of torch was. So `init_as_mpi` adds a class of this name.
+class, and torch's wheels are built without MPI. So `init_as_mpi` adds a class of this name.
 """
 
 from __future__ import annotations

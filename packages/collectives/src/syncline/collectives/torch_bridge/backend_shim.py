@@ -100,6 +100,7 @@ class Options:
     """The options of a group: its time limit."""
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
+        # Only to raise for an impossible limit.
         seconds(timeout)
         self.backend = backend
         self._timeout = timeout

@@ -74,7 +74,9 @@ class CallIssuer(dist.ProcessGroup):
             opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
+        # A blocking call with a time limit is only started here, too: `work.wait` below has the limit.
         starts_only = is_async or limit_s is not None or self._coalesced is not None
+        # A dispatch mode or a trace wants to see the call.
         if modes_active() or jit_trace() is not None:
             # Inside coalescing, nobody waits for a call's own work, which would copy a watched call's results. So issue it
             # unseen.
@@ -89,6 +91,7 @@ class CallIssuer(dist.ProcessGroup):
             if LOSES_WORKS:
                 return self._held(work, limit_s)
             torchs = TorchSideWork(work, limit_s)
+            # See Note [A work that only C++ holds]: only DDP's all-reduce of one number is concerned.
             if title == "all_reduce" and inputs[0].numel() == 1:
                 self._kept.append(torchs)
             return torchs
@@ -105,6 +108,7 @@ class CallIssuer(dist.ProcessGroup):
         torchs = TorchSideWork(work, limit_s, on_asked=asked)
         self._unasked[id(torchs)] = torchs
         if len(self._unasked) > _UNASKED_KEPT:
+            # The oldest: after so many others, nobody will ask for it.
             self._unasked.pop(next(iter(self._unasked)))
         return torchs
 

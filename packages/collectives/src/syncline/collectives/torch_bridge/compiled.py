@@ -31,6 +31,7 @@ def serve(device_types: frozenset[str]) -> None:
         if not hasattr(torch.library, "get_kernel"):
             return
         library: Any = torch.library.Library(_OPERATORS, "IMPL")  # type: ignore[no-untyped-call]
+        # Kept for ever: torch removes the kernels of a library that is freed.
         _served[device] = library
         for name, ours in _KERNELS.items():
             if not hasattr(torch.ops._c10d_functional, name):  # torch 2.10 has no operator for batches

@@ -56,6 +56,7 @@ def share_default_group() -> None:
             "syncline", store=store, rank=ours.rank, world_size=ours.size, timeout=timedelta(seconds=ours.timeout_s)
         )
     finally:
+        # Only the call of `create` inside `init_process_group` may take our group.
         _shared = None
 
 
@@ -81,9 +82,11 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
     if _shared is not None:
         ours = _shared
     elif not members or _has_all(members, torch_name):
+        # torch's first group has an empty list of members, which means all ranks.
         ours = _connect(torch_name, backend, options, timeout_s)
     else:
         ours = _root(torch_name, members).subset(members, options.group_id, timeout_s=timeout_s)
+    # Check first: a group that is refused must not be remembered as the one of all ranks.
     _check_device(torch_name, devices, options, ours)
     compiled.serve(ours.device_types)
     is_root = torch_name not in _everybody and ours.size == _world_size(ours)

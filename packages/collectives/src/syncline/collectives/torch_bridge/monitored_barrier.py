@@ -13,7 +13,7 @@ from .torch_group import as_process_group
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return on any rank only after all have called it; on a time-out, rank 0 names the missing ranks.
+    """Return on any rank only after all ranks have called it. On a time-out, rank 0 names the missing ranks.
 
     Args:
         group: a group of torch.distributed's, the default one if None.

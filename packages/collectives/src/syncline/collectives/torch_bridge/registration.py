@@ -72,6 +72,7 @@ def devices_there(devices: list[str]) -> list[str]:
 
 def _register_backend(name: str, backend: str | None, devices: list[str]) -> None:
     known = registered_creator(name)
+    # This function was called before, or another package uses the name.
     if known is not None:
         _check_ours(known, f"backend '{name}'")
         return
@@ -90,7 +91,7 @@ def _decline_flight_recorder() -> None:
 
 
 def _close_when_torch_destroys() -> None:
-    """Let `destroy_process_group` of torch 2.6 end our groups, too. By itself it only ends NCCL's groups."""
+    """Let `destroy_process_group` of torch 2.6 end our groups, too. By itself, this function only ends NCCL's groups."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

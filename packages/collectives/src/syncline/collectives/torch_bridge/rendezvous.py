@@ -76,6 +76,7 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
         group_name="mpi://",
     )
     group = load_backend("mpi").connect(request)
+    # All ranks have just met, so here they can close the stores of earlier calls together.
     close_stores()
     return _store_of(group, timeout_s), group.rank, group.size
 
@@ -94,6 +95,7 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
     """A store for the ranks of a group that is not used for anything else."""
+    # Only now: MPI's own exit function is registered already, so this one runs before it.
     if not _open:
         atexit.register(close_stores)
     store = GroupStore(group, timeout_s)

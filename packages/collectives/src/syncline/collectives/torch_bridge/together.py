@@ -21,8 +21,8 @@ from .options import some
 def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
     """Combine all tensors of all ranks, as if each tensor came from another rank. Every tensor gets the result.
 
-    torch's C++ groups treat several tensors so: one tensor for each device of a process. `all_reduce_coalesced`, in contrast,
-    reduces each tensor separately.
+    In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced`, in contrast, reduces
+    each tensor separately.
 
     Args:
         group: our group; all its ranks call, with the same number of tensors.
@@ -33,6 +33,7 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
         InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction scales (AVG, PREMUL_SUM).
     """
     tensors = resolved(some(tensors, "allreduce"))
+    # The program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.
     if has_fakes(tensors):
         return FinishedWork(list(tensors))
     for tensor in tensors:

@@ -86,6 +86,7 @@ class TorchCollectives(CallIssuer):
         group, tensor = self.syncline_group, only(listed(tensors), "tensor")
         check_first_device(opts, [tensor], "reduce")
         target = root_of(opts) if root is None else root
+        # In torch's short form, the root stands in place of the options.
         reduction = reduction_of(op if isinstance(opts, int) or op is not None else opts)
         return self._issue(
             "reduce", [tensor], lambda is_async: group.reduce(tensor, target, reduction, async_op=is_async), opts, timeout
@@ -156,6 +157,7 @@ class TorchCollectives(CallIssuer):
         """Give the root the tensors of all ranks."""
         group, tensor = self.syncline_group, only(listed(input_tensors), "input")
         target = root_of(opts) if root is None else root
+        # On other ranks torch passes an empty list, which `_rows` would refuse.
         outputs = _rows(output_tensors) if group.rank == target else None
         return self._issue(
             "gather", [tensor], lambda is_async: group.gather(tensor, outputs, target, async_op=is_async), opts, timeout
@@ -249,7 +251,7 @@ class TorchCollectives(CallIssuer):
 
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
-    """The tensors for all ranks, from a list of tensors or from a list with one such list for each device."""
+    """The tensors for all ranks, from a list of them, or from a list that has a list of tensors for each device."""
     some(tensors, "this collective")
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)

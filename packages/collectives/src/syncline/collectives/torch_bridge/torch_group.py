@@ -129,12 +129,14 @@ class TorchGroup(ProcessGroup):
             return None
         self._marks_compared = self._marks_said
         mark, digest = self._latest_mark, self._marks_digest
+        # MAX of these two gives the largest and the smallest digest, in one reduction.
         numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = _TORCH_OP[ReduceOp.MAX]
 
         def compare() -> None:
             if numbers[0] != -numbers[1]:
+                # All ranks see the same two numbers, so all of them take part in this all-gather.
                 said = all_gather_bytes(mark.encode(), group=self)
                 raise different_calls(Statements.of([f"a call with the mark: {text.decode()}" for text in said]))
 
@@ -180,6 +182,7 @@ class TorchGroup(ProcessGroup):
         if self._swaps_cheaper(tensor):
             terms, torch_work = self._swapped(tensor)
             return self._work([tensor], torch_work, lambda: _reduce_flat(op, terms, tensor), async_op)
+        # torch's own reduction would give another result, so each rank reduces all terms itself.
         if not _torch_reduces(tensor, op):
             terms, torch_work = self._gathered(tensor)
             return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
@@ -190,6 +193,7 @@ class TorchGroup(ProcessGroup):
         return self._work([tensor], torch_work, lambda: self._deliver_reduced(wire, tensor, op), async_op)
 
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
+        # A copy, because a rank that is not the root must keep its tensor.
         copy = tensor.clone()
         return self._work([tensor], self._all_reduce(copy, op, async_op=True), self._on(root, tensor, copy), async_op)
 
@@ -294,6 +298,7 @@ class TorchGroup(ProcessGroup):
         wire = in_plain_order(tensor).view(-1)
         received = wire.new_empty(self.size - 1, wire.numel())
         counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]
+        # With two ranks there is one receiver, and the tensor itself is all that is sent.
         sent = wire if self.size == 2 else wire.repeat(self.size - 1)
         torch_work = self._exchanged(received, sent, counts, counts)
         return [*received[: self.rank], wire, *received[self.rank :]], torch_work
@@ -314,6 +319,7 @@ class TorchGroup(ProcessGroup):
         if op is ReduceOp.AVG:
             divide(wire, self.size)
         result = torch.view_as_complex(wire) if tensor.is_complex() else wire
+        # If no copy was needed, the library has written the program's tensor itself.
         if result.data_ptr() != tensor.data_ptr():
             tensor.copy_(result)
 

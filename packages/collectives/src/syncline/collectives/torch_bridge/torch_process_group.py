@@ -182,6 +182,7 @@ class TorchProcessGroup(TorchCollectives, TorchExchanges):
         self._closed()
 
     def _closed(self) -> None:
+        # Only once, because `abort` may follow `shutdown`.
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()

@@ -95,8 +95,10 @@ class TorchWork(Work):
                 self._torch_work.wait(timedelta(seconds=seconds(timeout)))
             with self._lock:
                 future = self._future
+                # Without a future, this thread does the last step.
                 if future is None and not self._done:
                     self._do_what_remains()
+            # With a future, torch's thread does the last step. Wait for this step, too.
             if future is not None:
                 future.wait()
         except SynclineError as error:  # from the last step
@@ -116,8 +118,10 @@ class TorchWork(Work):
         try:
             return self.wait(limit_s)
         except CollectiveTimeout:
+            # The work ended just now, or torch gave it up. In both cases `wait` has the outcome at once.
             if self._torch_work.is_completed():
                 return self.wait()
+            # The work goes on, so the end of this look is not its error.
             self._error = None
             return False
 
@@ -129,6 +133,7 @@ class TorchWork(Work):
 
     def exception(self) -> BaseException | None:
         """The error, if it has finished with one."""
+        # Only the future has the error so far. `_completes` stores it here.
         if self._error is None and self.is_completed() and self._future is not None:
             self._completes()
         return self._error
@@ -148,6 +153,7 @@ class TorchWork(Work):
 
     def _deliver(self, done: Any) -> list[torch.Tensor]:
         done.value()
+        # A thread that waited before there was a future may have done the last step.
         if not self._done:
             self._do_what_remains()
         return self._tensors
@@ -163,6 +169,7 @@ class TorchWork(Work):
         try:
             return self.wait()
         except (CollectiveTimeout, TransportError):
+            # A work that failed is completed, too.
             return True
 
 

@@ -12,7 +12,7 @@ steps:
 3. The thread that waits copies the result to the caller's tensor.
 
 With a mode without values (a `FakeTensorMode`), a call ends after step 1. Other collectives, such as `gather`, have no
-functional operator. They run with the modes switched off, so modes do not see them; a tracer gets an error, because its program
+functional operator. They run with the modes switched off, so modes do not see them. A tracer gets an error, because its program
 would lack the collective.
 
 Calls without an active mode skip these steps: the operator and its copies cost more than a small collective.
@@ -44,8 +44,8 @@ class Seen(NamedTuple):
         operator: the functional operator's name.
         inputs: the tensors that the call reads.
         outputs: the tensors that the call overwrites, one result for each input.
-        words: the operator's arguments between the tensors and the group's name. A None in it means that the operator cannot
-            express an argument.
+        words: the operator's arguments between the tensors and the group's name. A None among them means that the operator
+            cannot express an argument.
         gathers: an output must be this many times as large as its input (the number of ranks); None: any size.
         scatters: an input must be this many times as large as its output (the number of ranks); None: any size.
     """
@@ -119,6 +119,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
             results = _called(seen.operator, [tensor.contiguous() for tensor in inputs], (*seen.words, name))
     finally:
         _here.issued = None
+    # With a mode without values, the operator has issued nothing.
     return SeenWork(issued[0] if issued else FinishedWork(outputs), outputs, results)
 
 

@@ -36,7 +36,7 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the collective has finished; on CUDA, order the current stream after it instead."""
+        """Block until the collective has finished. On CUDA, order the current stream after the collective instead."""
         self._asked()
         limit_s = time_limit_s(timeout)
         return self.ours.wait(self._timeout_s if limit_s is None else limit_s)

@@ -1,4 +1,4 @@
-"""CUDA devices. Streams, events and pinned memory are torch's; a group's own streams are made by CuPy."""
+"""CUDA devices. Streams, events and pinned memory are torch's. CuPy makes a group's own streams."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class _Current:
     def __enter__(self) -> None:
         device = self._stream.device
         if torch.cuda.current_device() != device.index:
+            # The stream is on another device. torch's context changes the device, too.
             self._usual = torch.cuda.stream(self._stream)
             self._usual.__enter__()
             return
@@ -226,6 +227,7 @@ class StreamPool:
         with self._lock:
             idle = self._idle[device]
             handle = idle.pop() if idle else self._make(device)
+        # At exit nobody needs a stream any more, so the finalizer does not run then.
         weakref.finalize(user, idle.append, handle).atexit = False
         return handle
 

@@ -1,4 +1,4 @@
-"""Find out whether this MPI takes CUDA memory. A child process tries it, because an MPI that does not may crash."""
+"""Find out whether this MPI takes CUDA memory. A child process tries it, because an MPI that takes none may crash."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ class DeviceTransport(Transport):
 
     @override
     def plan(self, signature: Signature) -> Plan:
+        # Host tensors, and calls without a tensor.
         if signature.device_type != self._device.device_type:
             return self._host.plan(signature)
         if self._direct is not None:
@@ -153,6 +154,7 @@ class StagedPlan(Plan):
         self._device = device
         self._kept = kept
         name, is_root = signature.name, signature.root == rank
+        # A broadcast's root only reads its tensor, and in a reduce only the root gets a result.
         self._part_goes_in = name in _PART_IS_READ or name in ("all_reduce", "reduce") or (name == "broadcast" and is_root)
         self._part_comes_out = (
             name not in _PART_IS_READ and not (name == "reduce" and not is_root) and not (name == "broadcast" and is_root)

@@ -103,7 +103,7 @@ class GlooTransport(LibraryTransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Gloo's ring. Large float16 and bfloat16 tensors use a reduce-scatter and an all-gather instead.
 
-        These two move 2 bytes for each element; the ring moves 4.
+        These two move 2 bytes for each element. The ring moves 4.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
@@ -225,6 +225,7 @@ class _StorePost(StatusPost):
         if count == self._count:
             return {}
         self._count = count
+        # A rank that has not posted yet has no key, and `get` would wait for it.
         present = (rank for rank in range(self._size) if self._store.check([str(rank)]))
         return {rank: self._store.get(str(rank)).decode() for rank in present}
 
@@ -285,6 +286,7 @@ def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[
     if interfaces:
         (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # only to raise if one does not fit
         return tuple({"interface": name} for name in interfaces)
+    # Ranks that share a loopback address need no network.
     if size == 1 or met.share_loopback:
         return _at(LOOPBACK)
     return _at(address_by_store(store, rank, size, interfaces, scope))
@@ -305,8 +307,10 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: Ca
             f"with {INTERFACE_VARIABLE}, or `interface` in the site file, or let the firewall pass connections",
         )
     except (SynclineError, TimeoutError):
+        # Our own errors are RuntimeErrors, too, and need no other words.
         raise
     except RuntimeError as error:
+        # Gloo only reports a broken connection. The loss of a process may be the cause.
         raise (liveness.loss_behind(error) or TransportError(str(error))) from error
 
 
@@ -398,6 +402,7 @@ def _devices_of_newcomer(request: ConnectRequest, store: Store) -> Devices:
         own_addresses(request.interfaces)
         return tuple({"interface": name} for name in request.interfaces)
     domain, address = json.loads(store.get(_HOST_0, request.timeout_s))
+    # On rank 0's host: listen at rank 0's own address, which the other ranks already reach.
     if domain == loopback_domain():
         return _at(LOOPBACK if is_loopback(address) else address)
     if is_loopback(address):

@@ -31,13 +31,14 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
     """Why the store in which the ranks meet may end with one of the ranks; None if it outlives all. A pure function.
 
-    A store from the caller is assumed to outlive them.
+    The function assumes that a store from the caller outlives all ranks.
     """
     if size == 1 or request.store is not None:
         return None
     if request.init_method is not None and request.init_method.startswith("file:"):
         return None
     is_env = request.init_method is None or request.init_method.startswith("env:")
+    # torchrun's agent serves this store, and the agent outlives each rank.
     if is_env and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     return f"the ranks of this Gloo group met in a store that rank 0 serves, and that would end with it; {_REMEDY}"
@@ -69,13 +70,13 @@ class Job:
 class GlooReconnector(StoreReconnector):
     """Connects members that are processes. Each member writes its process identity to the store.
 
-    Members on the same machine can thus find out when it has ended.
+    So members on the same machine can find out when its process has ended.
 
     Args:
         store: the store in which the first generation met.
         generation: the group's current generation.
         job: the facts that newcomers must know.
-        connect: connects by Gloo; takes `(generation, liveness, store, timeout_s)`. It may use the store only for this time.
+        connect: connects by Gloo; takes `(generation, liveness, store, timeout_s)`, and uses the store only while it connects.
         lack: why the members cannot meet again, or None.
         lack_for_newcomers: why newcomers cannot come, or None.
     """
@@ -94,9 +95,11 @@ class GlooReconnector(StoreReconnector):
         self._lack = lack
         self._lack_for_newcomers = lack_for_newcomers
         self._processes: dict[int, ProcessIdentity | None] = {}
+        # If the members cannot meet again, nobody will read these keys.
         if lack is None:
             mine = own_identity()
             self.store.set(f"process/{generation.me}", "" if mine is None else mine.to_text())
+            # A newcomer has read the facts from the store, so it must not write them.
             if not generation.is_waiting:
                 self.store.set(_JOB, json.dumps(asdict(job)))
 
@@ -136,6 +139,7 @@ class GlooReconnector(StoreReconnector):
         return process is not None and process.state() is ProcessState.RUNNING
 
     def _process(self, member: int) -> ProcessIdentity | None:
+        # A process keeps its identity, so one look into the store is enough.
         if member not in self._processes:
             key = f"process/{member}"
             if not self.store.check([key]):
@@ -175,6 +179,7 @@ class _WatchedStore(PrefixStore):
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
 
         def is_over() -> bool:
+            # If the keys are there, it no longer matters who has ended.
             ended = [] if self.check(names) else self._ended()
             if ended:
                 raise StoreError(f"{self.describe()}: member(s) {json.dumps(list(ended))} ended before all had connected")

@@ -103,6 +103,7 @@ class SharedState:
 
     def _wait_for(self, is_true: Callable[[], bool], scope: CancelScope, lack: Callable[[], str]) -> None:
         self._condition.wait_for(lambda: is_true() or self._aborted, scope.remaining_s())
+        # A result that has come counts, even if the group was aborted meanwhile.
         if not is_true():
             if self._aborted:
                 raise TransportError(f"the group was aborted: {lack()}")
@@ -114,6 +115,7 @@ class SharedState:
 
     def _depart(self, round_number: int) -> None:
         self._departed[round_number] = self._departed.get(round_number, 0) + 1
+        # The last rank to leave frees the round, and with it the tensors that the ranks have shown.
         if self._departed[round_number] == self.size:
             del self._rounds[round_number], self._departed[round_number]
 
@@ -213,6 +215,7 @@ class InProcessTransport(LibraryTransport):
         sent = [part.numel() for part in parts]
         result = torch.cat(parts)
         self.barrier(call)
+        # Only now: if this rank raised before the barrier, the other ranks would wait for it there.
         if sent != list(output_counts):
             raise DisagreementError(
                 f"the other ranks send {sent} elements to rank {self._rank}, which expects {list(output_counts)}; make the "
@@ -283,6 +286,7 @@ class _Receiving(Request):
         self._source: int | None = None
 
     def wait(self, scope: CancelScope) -> None:
+        # The message comes only once, but the program may wait again, also after `test`.
         if self._source is not None:
             return
         source, message = self._shared_state.collect(*self._address, scope)
@@ -296,6 +300,7 @@ class _Receiving(Request):
 
     def test(self) -> bool:
         if self._source is None and self._shared_state.has_mail(*self._address):
+            # The message is there already, so this wait does not block.
             self.wait(CancelScope(0.001))
         return self._source is not None
 

@@ -41,6 +41,7 @@ class Folder:
         self._owner: int | None = None
         _make(path)
         self._owner = self._who_we_are()
+        # Check the folder again, now that the owner is known.
         with self.opened():
             pass
 
@@ -67,6 +68,7 @@ class Folder:
 
     def _check(self, path: Path, descriptor: int) -> None:
         status = os.fstat(descriptor)
+        # While `_who_we_are` finds out the owner, there is none to compare with.
         if self._owner is not None and status.st_uid != self._owner:
             raise _refused(path, f"it belongs to user {status.st_uid}, and this process is user {self._owner}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -86,6 +88,7 @@ class Folder:
 
 
 def _make(path: Path) -> None:
+    # Not `mkdir(parents=True)`, which makes the folders above with the usual mode and not with 0700.
     if not path.parent.is_dir():
         _make(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -96,6 +99,7 @@ def _open_here(path: Path, flags: int, folder: int | None = None) -> int:
     try:
         return os.open(path if folder is None else path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
+        # A link gives one or the other error, depending on the flags. ENOTDIR has other causes, too, so look.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise _refused(path, "it is a symbolic link") from error
         raise

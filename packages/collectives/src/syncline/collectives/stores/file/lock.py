@@ -79,6 +79,7 @@ class LinkLock:
         """Take the lock away from a holder that has certainly ended, and try again. Returns whether the lock is ours now."""
         try:
             _, theirs, process, *_ = [*self._read_lock(folder).split("\n"), "", ""]
+            # Only a holder that has certainly ended loses the lock. A file without a ticket was not written by a holder.
             if not theirs.startswith("ticket-") or not has_ended(ProcessIdentity.parse(process)):
                 return False
             os.close(self._folder.open_file(folder, f"break-{theirs}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -105,6 +106,7 @@ class LinkLock:
 
 
 def _take(folder: int, ticket: str) -> bool:
+    # See point 3 of the note: the link may be there although the server says that the name exists.
     try:
         os.link(ticket, _LOCK, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:

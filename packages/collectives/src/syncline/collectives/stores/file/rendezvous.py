@@ -79,12 +79,14 @@ def file_rendezvous(
         try:
             _host(store, run, world_size)
         except BaseException:
+            # This process is counted as a user of the run, which now nobody will use.
             leave_run(own, rendezvous_id)
             raise
         return own
     offer = _join(store, rank)
     own = _used(store, path, offer.run, timeout)  # before the next line, after which rank 0 may go on, and leave
     store.set(f"here/{offer.run}/{rank}", str(world_size))
+    # After this rank has told its own size, so that rank 0 sees the difference, too.
     if offer.size not in (0, world_size):
         leave_run(own, rendezvous_id)
         raise _other_size(store, rank, world_size, offer.size)
@@ -147,7 +149,9 @@ def _host(store: FileStore, run: str, world_size: int) -> None:
     def all_here() -> bool:
         nonlocal answered
         joined = _read_joined(store)
+        # Only to raise for a bad record, which the next lines would replace.
         _read_offer(store)
+        # Write only what has changed, because the log never shrinks.
         if joined != answered:
             store.set("offer", json.dumps({"run": run, "size": world_size, "joined": joined}))
             answered = joined

@@ -113,6 +113,7 @@ class FileStore(table.LockedStore):
             self._log.refresh()
             old = self._log.values.get(key)
             new, answer = change(old)
+            # An unchanged value needs no record. The log never shrinks.
             if new != old:
                 self._log.append(key, new)
             return answer
@@ -131,6 +132,7 @@ class FileStore(table.LockedStore):
             with lock.held(self._timeout_s):
                 return lock, Log(folder)
         except StoreError:
+            # A StoreTimeout is an OSError, too, and has words of its own.
             raise
         except OSError as error:
             raise StoreUnavailableError(
@@ -143,6 +145,7 @@ class FileStore(table.LockedStore):
         try:
             yield
         except StoreError:
+            # A StoreTimeout is an OSError, too, and has words of its own.
             raise
         except OSError as error:
             raise StoreError(

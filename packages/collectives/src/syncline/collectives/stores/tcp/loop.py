@@ -77,6 +77,7 @@ class ServerLoop:
                     self._serve()
                 self._answer(self._service.expire(time.monotonic()))
         except zmq.ContextTerminated:
+            # `stop` has ended the context.
             pass
         finally:
             self._clients.close(0)

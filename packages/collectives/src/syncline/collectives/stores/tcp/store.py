@@ -128,6 +128,7 @@ class TCPStore(ServedStore):
             )
         if status == Status.REFUSED:
             raise InvalidArgumentError(f"{self.describe()}: {fields[0].decode()}")
+        # From the first answer on, another server at this address is recognised by its table.
         self._table = table
         return status, fields
 
@@ -167,6 +168,7 @@ class TCPStore(ServedStore):
             if not self._closed:
                 self._idle.append(connection)
                 return
+        # The handle was closed during the call, so nobody else would close this connection.
         connection.close()
 
     def _connect_patiently(self, scope: CancelScope) -> Connection:
@@ -178,6 +180,7 @@ class TCPStore(ServedStore):
             try:
                 found.append(self._connect(scope))
             except OSError as error:
+                # Perhaps the server starts later. Errors of other kinds end the wait.
                 last[:] = [error]
             return bool(found)
 

@@ -42,6 +42,7 @@ class NcclBackend(Backend):
         connector = Connector(library.load(), CudaRuntime(), meeting, range(size), rank, request.group_name)
         group = NcclGroup(connector, timeout_s=request.timeout_s, reproducible=request.reproducible)
         host = meeting.group
+        # The ranks met in a store, so nobody has compared their options yet.
         if host is None:
             group.start({"reproducible": request.reproducible})
         elif isinstance(host, EngineGroup):
@@ -52,9 +53,11 @@ class NcclBackend(Backend):
 def _meeting(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
     """The rendezvous of the ranks, this process's rank, and the number of ranks."""
     host = request.host_group
+    # The caller owns this group and closes it.
     if host is not None:
         return GroupRendezvous(host, owned=False), host.rank, host.size
     launched = request.launch is not None and request.launch.is_mpi
+    # MPI needs no address and no store. But if the user names a place, the ranks meet there.
     if launched and request.init_method is None and request.store is None and load_backend("mpi").missing() is None:
         host = load_backend("mpi").connect(request)
         return GroupRendezvous(host, owned=True), host.rank, host.size

@@ -79,6 +79,7 @@ def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = 
     kind = ReduceOp.SUM if isinstance(op, PremulSum) else op
     if kind not in NCCL_OPS or (dtype not in NCCL_TYPES and dtype not in COMPLEX):
         return None
+    # Integers are exact in any order, and NCCL does all of `NCCL_OPS` on them.
     if dtype not in INTEGERS and (reproducible or not _is_native_on_floats(kind, dtype)):
         return None
     return NativeReduction(NCCL_OPS[kind], op.factor if isinstance(op, PremulSum) else None)
@@ -89,14 +90,14 @@ def _is_native_on_floats(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 
 def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor such that NCCL can reduce it: complex numbers as pairs of real numbers, bool as uint8."""
+    """View a flat tensor so that NCCL can reduce it: complex numbers as pairs of real numbers, bool as uint8."""
     if tensor.dtype in COMPLEX:
         return torch.view_as_real(tensor).view(-1)
     return tensor.view(torch.uint8) if tensor.dtype in BOOL else tensor
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor such that NCCL can move it: unchanged, or as bytes (bool, float8, complex, ...)."""
+    """View a flat tensor so that NCCL can move it: unchanged, or as bytes (bool, float8, complex, ...)."""
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
 
@@ -189,6 +190,7 @@ class Communicator:
 
         NCCL stores the addresses of tensors and uses them at the end. So the tensors are kept alive until then.
         """
+        # NCCL uses the addresses at the outermost end, so an inner context adds to the list of the outer one.
         outermost = self._kept is None
         self._kept = [] if self._kept is None else self._kept
         try:

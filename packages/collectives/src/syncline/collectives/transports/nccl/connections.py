@@ -104,6 +104,7 @@ class Connector:
             version = version_in_words(self.nccl)
         mine = peer_info(self.ranks[self.rank], self.runtime.pci_id(device), version)
         decision = self._agree(topic, [self.ranks[member] for member in members], mine, self._decide, scope)
+        # The conflict travels as a decision, so every rank raises it, and no rank waits inside NCCL.
         if "conflict" in decision:
             raise DisagreementError(f"group '{self.name}' cannot be connected: {decision['conflict']}")
         stream = self.runtime.stream(device, is_own=True)
@@ -185,6 +186,7 @@ class Connections:
             FatalError: the ranks could not be connected.
         """
         if self._of_all is None:
+            # Check before `_fatal`: a misuse on this rank leaves the group usable.
             self._refuse_capture(signature)
             self._serve(signature, device)
             with _fatal():
@@ -197,6 +199,7 @@ class Connections:
     def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
         """The pair of communicators with another rank. They may still be connecting."""
         pair = self._pairs.get(peer)
+        # While the pair connects, a thread issues the transfers, and this thread's capture would not see them.
         if pair is None or not pair.is_connected:
             self._refuse_capture(signature)
         self._serve(signature, device)
@@ -218,6 +221,7 @@ class Connections:
         if self._of_all is None:
             return None
         with _fatal():
+            # ncclCommSplit must not meet operations in flight; see `Communicator.split`.
             if not self._in_flight.drain(scope.remaining_s()):
                 raise TransportError(f"split on {self._place()}: what was in flight did not finish in {scope.timeout_s:g} s")
             return self._connector.split(self._of_all, members, color, scope)
@@ -329,8 +333,8 @@ class Pair:
     """The transfers between two ranks, issued in order. It connects at the first transfer, without blocking the caller.
 
     Blocking would be wrong: in a ring where all ranks send first, each would wait for the next one to connect. So transfers
-    that are submitted before the connection exists are issued by a thread. The thread ends when no transfer is left; from then
-    on the caller issues transfers itself.
+    that are submitted before the connection exists are issued by a thread. The thread ends when no transfer is left. From then
+    on, the caller issues transfers itself.
 
     Args:
         connect: makes the communicator for each direction; called on the thread.
@@ -366,6 +370,7 @@ class Pair:
                     self._is_started = True
                     DetachedCall(self._run, "syncline-nccl-pair", self._context)
                 return
+        # Not under the lock: the task may run callbacks, which may submit again.
         task(self._made[direction])
 
     def _run(self) -> None:
@@ -382,6 +387,7 @@ class Pair:
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
+            # No transfer is left, and the lock keeps callers from adding one. From now on they issue transfers themselves.
             self._made = made
             return None
 
@@ -419,6 +425,7 @@ def _one_gpu_twice(peers: Sequence[Payload]) -> str | None:
     taken: dict[tuple[str, str, str], Payload] = {}
     for mine in peers:
         other = taken.setdefault((mine["host"], mine["host_id"], mine["pci_id"]), mine)
+        # NCCL lets two ranks share a GPU only if both have asked for it.
         if other is not mine and not (other["shares"] and mine["shares"]):
             return (
                 f"ranks {other['rank']} and {mine['rank']} have both chosen the GPU {mine['pci_id']} of {mine['hostname']}, "

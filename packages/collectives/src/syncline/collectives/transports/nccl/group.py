@@ -174,6 +174,7 @@ class NcclGroup(EngineGroup):
         call = Call(signature, None, reads, writes, mark=self._take_mark())
         with self._ending_the_group():
             work, is_put = self._queue.run_in_turn(self._put, call, device, async_op)
+        # A call of an open batch is not on the stream yet; `coalescing` settles it at its end.
         if is_put:
             work.settle()
         if not async_op:
@@ -193,6 +194,7 @@ class NcclGroup(EngineGroup):
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
         assert isinstance(plan, NcclPlan)
         batch = self._batch
+        # Other threads' calls are not part of the batch. They go to the stream at once.
         if batch is not None and batch.is_here():
             return self._add_to(batch, plan, call, device, async_op), False
         self._take_number(call)
@@ -224,6 +226,7 @@ class NcclGroup(EngineGroup):
                 put(connected.communicator, issues)
 
         try:
+            # The group may have failed since `_check_usable`. Its communicators are aborted then, so no call may reach them.
             if self.first_failure is not None:
                 raise self.first_failure
             if captured:
@@ -243,6 +246,7 @@ class NcclGroup(EngineGroup):
     def _begin(self, call: Call) -> None:
         """Give the call its place in the order."""
         self.recorder.begin(call)
+        # A transfer between two ranks has no number, and no place in the order.
         if self._compares_later and call.number is not None:
             self._agreed.add(call.digest())
             if self._agreed.is_due:
@@ -267,6 +271,7 @@ class NcclGroup(EngineGroup):
         if len(devices) > 1:
             named = " and ".join(sorted(map(str, devices)))
             raise InvalidArgumentError(f"{signature} on {self.place()}: expected all tensors on one GPU, found {named}")
+        # A barrier has no tensors, so it takes the group's GPU.
         return next(iter(devices), self._connections.device)
 
     # ---- several collectives as one ----
@@ -285,12 +290,15 @@ class NcclGroup(EngineGroup):
             try:
                 yield
             finally:
+                # Close the batch before it is settled: calls that callbacks then issue are not part of it.
                 self._queue.run_in_turn(self._close_batch)
+            # None: no call was issued inside the context.
             if batch.work is not None:
                 with self._ending_the_group():
                     self._queue.run_in_turn(self._put_batch, batch, batch.work)
                 batch.work.settle()
         except BaseException as error:
+            # The batch's work must not wait for ever, even if the error is the body's own.
             if batch.work is not None:
                 batch.work.fail(Failure(error))
             raise
@@ -378,6 +386,7 @@ class NcclGroup(EngineGroup):
         with self._ending_the_group():
             self._check_usable(Signature("split"))
             of_all = self._queue.run_in_turn(self._connections.split, members, color, scope)
+        # This rank gets no group. It came here because all ranks must take part in NCCL's split.
         if members is None:
             return None
         return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all)
@@ -410,6 +419,7 @@ class NcclGroup(EngineGroup):
         """As `ProcessGroup.agree_on_calls`. With `async_op`, returns None at once: the comparison runs beside the next step."""
         if async_op:
             self._asked_to_compare += 1
+            # All ranks count alike, so they skip the same comparisons.
             if self._asked_to_compare % self._compares_every == 0:
                 self._queue.run_in_turn(self._compare)
             return None
@@ -419,6 +429,7 @@ class NcclGroup(EngineGroup):
             work.wait()
         except SynclineError as raised:
             error = raised
+        # If the group has failed, its first failure says more than the comparison's error.
         if self._in_flight.failure is not None:
             raise self._in_flight.failure.tell()
         if error is not None:
@@ -437,6 +448,7 @@ class NcclGroup(EngineGroup):
 
     def _run_comparison(self, work: PendingWork, until: History, timeout_s: float) -> None:
         try:
+            # After a failure nothing is compared: whoever waits raises the failure itself.
             if self.first_failure is None:
                 limit_s = min(timeout_s, _CLOSE_S) if self._is_closing else timeout_s
                 self._agreed.same_history(CancelScope(limit_s, self._reason_not_to_compare), until)
@@ -505,6 +517,7 @@ class NcclGroup(EngineGroup):
     @override
     def _compare_before_close(self) -> None:
         self._is_closing = True
+        # A group that was never used closes without waiting for the other ranks.
         if self._agreed.history.calls:
             with suppress(SynclineError):  # a difference has ended the group already; a missing rank is not a failure here
                 self._queue.run_in_turn(self._compare).wait()
@@ -515,8 +528,8 @@ class NcclGroup(EngineGroup):
 
         Raises:
             TransportError: the group had failed, but no call has raised the error yet, so results since then are garbage; or
-                calls in flight do not finish; or NCCL keeps a communicator. (It does so while a CUDA graph with a collective of
-                the group exists.)
+                calls in flight do not finish; or NCCL keeps a communicator. (NCCL keeps it while a CUDA graph with a collective
+                of the group exists.)
         """
         if self._closed:
             return  # another thread has aborted the group meanwhile
@@ -525,13 +538,16 @@ class NcclGroup(EngineGroup):
         self._plans.clear()
         try:
             if self._in_flight.drain(self.timeout_s):
+                # Before the communicators go: from here on, the monitor asks none of them.
                 self._in_flight.stop()
                 self._connections.give_back()
                 return
+            # If the group has failed already, this changes nothing: the first failure counts.
             self._in_flight.fail(
                 TransportError(f"what was in flight did not finish when the group was closed on {self.place()}")
             )
             failure = self._in_flight.failure
+            # The program has not seen the failure, and would trust the results since then.
             if failure is not None and not failure.was_told:
                 raise failure.tell()
         finally:
@@ -563,6 +579,7 @@ class NcclGroup(EngineGroup):
     @override
     def _check_usable(self, signature: Signature) -> None:
         failure = self._in_flight.failure
+        # A closed group raises that it is closed, so this program does not see the failure here.
         if failure is not None and not self._closed:
             failure.tell()  # only to note it: the base class raises the error
         super()._check_usable(signature)
@@ -570,6 +587,7 @@ class NcclGroup(EngineGroup):
 
 def _described(work: StreamWork, error: BaseException) -> BaseException:
     """NCCL's error, with the name of the collective in front."""
+    # Another library's error, or Ctrl-C: keep its type.
     if not isinstance(error, SynclineError):
         return error
     described = error.reworded(f"{work.launch.describe()}: {error}")

@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         error: the error.
         was_told: whether the program has seen the error. If not, `close` must raise it, because results since then are garbage,
-            and the program does not know it.
+            and the program does not know this.
     """
 
     __slots__ = ("error", "was_told")
@@ -116,6 +116,7 @@ class Launch:
             TransportError: the GPU faulted.
         """
         event = self._event
+        # Not issued yet: it cannot be over. Captured: the event has no meaning outside of the graph.
         if event is None or self.captured:
             return self.captured
         try:
@@ -225,6 +226,7 @@ class InFlight:
             if self._failure is None:
                 self._communicators.append(communicator)
                 return
+        # The group failed while NCCL connected. Nobody else would abort this communicator.
         self._abort(communicator, [])
 
     def watch(self, launch: Launch) -> None:
@@ -234,6 +236,7 @@ class InFlight:
             if failure is None:
                 self._pending[launch] = None
                 _busy.add(self)
+        # Not under the lock, because the work's callbacks run here.
         if failure is not None:
             launch.fail(failure)
 
@@ -282,8 +285,10 @@ class InFlight:
             return error
         with self._changed:
             communicators, pending = list(self._communicators), list(self._pending)
+        # Nobody waits for the GPU, so neither NCCL nor the store needs to be asked.
         if not pending:
             return None
+        # NCCL's error names the cause, so it comes before a time limit that follows from it.
         for communicator in communicators:
             try:
                 communicator.check()
@@ -305,6 +310,7 @@ class InFlight:
                     return TransportError(
                         f"{waiting.describe()} will not finish, because another rank does not come: {failure}"
                     )
+        # The store may block, so it is asked on a thread. A new thread starts only when the last one has answered.
         if self._hearing is None and now_s >= self._next_hearing_s:
             self._next_hearing_s = now_s + _HEAR_S
             self._hearing = DetachedCall(self._hear, "syncline-nccl-hear")
@@ -318,9 +324,11 @@ class InFlight:
         """
         with self._changed:
             pending = list(self._pending)
+        # Ask the GPU without the lock, because the question may block.
         over = [launch for launch in pending if launch.is_over()]
         with self._changed:
             for launch in over:
+                # `fail` may have taken the launch meanwhile.
                 self._pending.pop(launch, None)
             if not self._pending:
                 _busy.discard(self)
@@ -331,6 +339,7 @@ class InFlight:
 
     def fail(self, error: BaseException) -> None:
         """End the group. Any thread that holds no lock may call it. The first failure counts."""
+        # What is over by now stays successful, so look once more.
         try:
             self._reap()
         except TransportError:
@@ -349,12 +358,15 @@ class InFlight:
                 tensors += launch.fail(failure)
             except Exception:  # noqa: BLE001 - if a faulty GPU breaks one future, the others must still fail
                 pass
+        # After all launches have failed: each abort must hold the tensors of all of them.
         for communicator in communicators:
             self._abort(communicator, tensors)
+        # On a thread, because the store may not answer.
         DetachedCall(lambda: self._tell(error), "syncline-nccl-tell")
 
     def report_and_fail(self, error: BaseException) -> BaseException:
         """Write the report of a failure, then `fail`. Returns the failure with the place of the report."""
+        # Only the first failure gets a report; later ones follow from it.
         failure = error if self._failure is not None else self._report(error)
         self.fail(failure)
         return failure

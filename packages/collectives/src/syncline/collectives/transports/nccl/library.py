@@ -81,6 +81,7 @@ def _from_pypi() -> list[Path]:
     try:
         found = find_spec("nvidia.nccl")
     except ModuleNotFoundError:
+        # `find_spec` raises this if even the package `nvidia` is missing.
         return []
     folders = found.submodule_search_locations if found is not None else None
     return [Path(folder) / "lib" / "libnccl.so.2" for folder in folders or ()]

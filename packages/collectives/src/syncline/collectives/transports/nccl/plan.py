@@ -122,6 +122,7 @@ class NcclPlan(Plan):
 
     def _reduce_scatter(self, part: torch.Tensor, block: torch.Tensor, native: NativeReduction | None) -> None:
         if native is not None:
+            # `block` may be the caller's own tensor, which this call must not change.
             source = block if native.factor is None else block * native.factor
             self._comm.reduce_scatter(as_reduced(part), as_reduced(source), native.op)
         else:
@@ -130,6 +131,7 @@ class NcclPlan(Plan):
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
         """Reduce in rank order: each rank reduces one slice, then all gather the slices. 2 n (p-1)/p bytes, as in a ring."""
         size = self._comm.size
+        # Each rank reduces one slice, so all slices must have the same size.
         padded = part.new_zeros(-(-part.numel() // size) * size)
         padded[: part.numel()] = part
         result = torch.empty_like(padded)
@@ -146,6 +148,7 @@ class NcclPlan(Plan):
 
     def _gather(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
         """Send to the root; on the root, receive from all other ranks."""
+        # Only the root has a block.
         if block is None:
             self._comm.send(part, root)
             return
@@ -157,6 +160,7 @@ class NcclPlan(Plan):
 
     def _scatter(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
         """Receive from the root; on the root, send to all other ranks."""
+        # Only the root has a block.
         if block is None:
             self._comm.recv(part, root)
             return

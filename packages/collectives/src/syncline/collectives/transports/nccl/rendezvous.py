@@ -39,7 +39,7 @@ _LOOK_S = 0.1
 class Rendezvous(ABC):
     """Lets some ranks agree on a decision, once for each topic.
 
-    The first rank receives the payloads of all ranks and decides; all ranks get its decision. Payloads go through JSON.
+    The first rank receives the payloads of all ranks and decides. All ranks get its decision. Payloads go through JSON.
     """
 
     def agree(
@@ -76,6 +76,7 @@ class Rendezvous(ABC):
         try:
             decision = decide(received)
         except Exception as error:
+            # The others wait for a decision, so they must hear why there is none.
             for other in others:
                 self.send(topic, other, leader, {_COULD_NOT: str(error)}, scope)
             raise
@@ -97,6 +98,7 @@ class Rendezvous(ABC):
         try:
             return self._receive(topic, to, sender, scope)
         except Exception as error:
+            # A cancelled scope has the real reason, and needs no other words.
             if error is scope.reason:
                 raise
             raise TransportError(
@@ -200,6 +202,7 @@ class GroupRendezvous(Rendezvous):
     @override
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
         lost = self._group.reason_to_give_up() if isinstance(self._group, HostGroup) else None
+        # A lost rank of the job is no reason to give up if it is not in this group.
         return str(lost) if isinstance(lost, RankLostError) and not set(lost.ranks).isdisjoint(ranks) else None
 
     def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:
@@ -253,6 +256,7 @@ class _Inbox:
             try:
                 received = receive_next()
             finally:
+                # Also after an error: otherwise no other thread could take over.
                 with self._condition:
                     self._is_receiving = False
                     if received is not None:

@@ -122,6 +122,7 @@ class StreamWork(Work):
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
+        # The peer is not connected yet, or the batch is still open.
         if not self._is_issued:
             if self._batch is not None and self._batch.is_here():
                 raise MisuseError(f"{describe()}: its batch is still open, so it would never come; wait after `coalescing`")
@@ -132,6 +133,7 @@ class StreamWork(Work):
         blocks = self._blocks or timeout_s is not None
         if capturing and blocks:
             raise MisuseError(f"{describe()}: a CUDA graph is being captured, so nothing can be waited for on the CPU")
+        # A captured launch has an event that only other captured work can wait for.
         if capturing or not self.launch.captured:
             self._order_current_stream()
         if blocks:
@@ -172,6 +174,7 @@ class StreamWork(Work):
             if self._future is None:
                 self._future = self._runtime.future(self._device)
             asked, due = self._future, self._due()
+        # Not under the lock, because callbacks run here.
         if due is not None:
             self._complete(due)
         return asked
@@ -208,6 +211,7 @@ class StreamWork(Work):
         pause_s = FIRST_LOOK_S
         while not self.launch.is_over():
             if scope.is_over():
+                # The group's failure says more than a time limit that follows from it.
                 self._raise_failure()
                 raise self._not_in_time(scope)
             self._until(lambda: self._failure is not None, min(pause_s, scope.remaining_s()))

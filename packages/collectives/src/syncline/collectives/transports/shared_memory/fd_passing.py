@@ -18,6 +18,7 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
             restricted /proc), or the descriptor is another file.
     """
     path = f"/proc/{pid}/fd/{file}"
+    # With another namespace of processes, the number may mean another process here.
     if os.readlink(path) != f"/memfd:{name} (deleted)":
         raise OSError(f"{path} is not the memory that rank 0 of the node made; do the ranks live in different containers?")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -56,6 +57,7 @@ class FdServer:
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
+                # Every client that has connected by now is served.
                 return
             with connection:
                 self._answer(connection)

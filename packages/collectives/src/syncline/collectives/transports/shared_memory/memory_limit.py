@@ -32,7 +32,7 @@ class Limit(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How much memory each of some processes can have.
+    """How much memory each process of a node can have.
 
     Attributes:
         each_bytes: bytes for each process, if all take as much at once.
@@ -104,6 +104,7 @@ def _folders(kind: _Kind, proc: Path) -> Iterator[Path]:
         if own is None or filesystem != kind.filesystem or (kind.controller and kind.controller not in options.split(",")):
             continue
         root, mounted_at = mount.split()[3:5]
+        # In some containers the mount does not contain the group's path. Then only the mounted folder itself is known.
         inside = own.relative_to(root) if own.is_relative_to(root) else PurePosixPath()
         folder = Path(mounted_at)
         yield folder
@@ -129,6 +130,7 @@ def _limit(folder: Path, kind: _Kind) -> Limit | None:
     except (OSError, ValueError):  # the top group has no such file; no limit is written as "max"
         return None
     statistics = _fields(folder / "memory.stat")
+    # The kernel drops file cache before it kills a process.
     cached = sum(statistics.get(name, 0) for name in kind.cache)
     return Limit((status.st_dev, status.st_ino), f"the limit of {folder}", max(0, most - used + cached))
 
@@ -143,4 +145,5 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="surrogateescape").splitlines()
     except OSError:
+        # This version of control groups is not in use here, or its file is hidden: no limit is known from it.
         return []

@@ -28,6 +28,7 @@ def huge_page_bytes() -> int:
     try:
         nbytes = int(_SIZE.read_text())
     except (OSError, ValueError):
+        # This kernel has no transparent huge pages.
         return 0
     return nbytes if mmap.PAGESIZE < nbytes <= _LARGEST_USEFUL else 0
 

@@ -87,6 +87,7 @@ class Segment(mmap.mmap, Inherited):
     def before_fork(self) -> None:
         if self.holds_tensors:
             size = padded(self.part_bytes)
+            # The copy lives as long as the segment, so later forks only update it.
             if self._copy is None:
                 self._copy = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             update(_address(self._copy), self.address(), size)
@@ -101,6 +102,7 @@ class Segment(mmap.mmap, Inherited):
         """Use huge pages for this rank's part, for all ranks, where possible. Waits at most `HUGE_PAGES_SECONDS`."""
         size = huge_page_bytes()
         if size:
+            # Both ends are rounded up, so each huge page is collapsed by exactly one rank.
             start, stop = (-(-self.offset_of(part) // size) * size for part in (self.mine, self.mine + 1))
             collapse(self, self.lead_bytes + start, self.lead_bytes + min(stop, self.offset_of(self.parts)), HUGE_PAGES_SECONDS)
 
