@@ -407,6 +407,32 @@ def test_process_sets() -> None:
         hvd.allreduce(torch.ones(1), process_set=others)
 
 
+def test_shutdown_removes_process_sets() -> None:
+    if hvd.size() == 1:
+        return
+    first = hvd.add_process_set([0])
+    hvd.shutdown()
+    hvd.init()
+    assert first.size() is None
+    with pytest.raises(ValueError, match="was added"):
+        hvd.allreduce(torch.ones(1), process_set=first)
+    hvd.add_process_set(first)
+    if first.included():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first).tolist() == [1]
+
+
+def test_empty_lists() -> None:
+    assert hvd.grouped_allreduce([]) == []
+    assert hvd.grouped_allreduce([], op=hvd.Adasum) == []
+    assert hvd.grouped_allreduce_([]) == []
+    assert hvd.grouped_allgather([]) == []
+    assert hvd.grouped_reducescatter([]) == []
+    assert hvd.synchronize(hvd.grouped_allreduce_async([])) == []
+    assert hvd.synchronize(hvd.grouped_allgather_async([])) == []
+    assert hvd.synchronize(hvd.grouped_reducescatter_async([])) == []
+    hvd.barrier()
+
+
 def test_an_order_that_differs_is_an_error_on_every_rank() -> None:
     if hvd.size() == 1:
         return

@@ -162,6 +162,10 @@ def test_reductions_of_torch_are_taken(call) -> None:
 @pytest.mark.parametrize(
     ("call", "found"),
     [
+        (lambda tensor: collectives.all_gather(None, tensor), "outputs to be a list of tensors, found NoneType"),
+        (lambda tensor: collectives.reduce_scatter(tensor, None), "inputs to be a list of tensors, found NoneType"),
+        (lambda tensor: collectives.all_to_all(None, None), "outputs to be a list of tensors, found NoneType"),
+        (lambda tensor: collectives.all_to_all([tensor], []), "1 input tensors, one for each rank, found 0"),
         (lambda tensor: collectives.all_gather([1], tensor), "outputs to be a list of tensors, found int at index 0"),
         (lambda tensor: collectives.all_gather(tensor, tensor), "outputs to be a list of tensors, found Tensor"),
         (lambda tensor: collectives.all_gather([tensor], 1.0), "tensor to be a torch.Tensor, found float"),
@@ -173,12 +177,12 @@ def test_reductions_of_torch_are_taken(call) -> None:
         (lambda tensor: collectives.all_to_all([tensor], [2]), "inputs to be a list of tensors, found int"),
         (lambda tensor: collectives.all_to_all_single(2, tensor), "output to be a torch.Tensor, found int"),
         (lambda tensor: collectives.all_reduce_coalesced([tensor, 2]), "tensors to be a list of tensors, found int at index 1"),
-        (lambda tensor: collectives.all_reduce_coalesced(None), "a list of tensors, found None"),
+        (lambda tensor: collectives.all_reduce_coalesced(None), "tensors to be a list of tensors, found NoneType"),
         (lambda tensor: collectives.all_reduce_coalesced([tensor.to_sparse()]), "dense tensors, .* found a sparse one"),
         (lambda tensor: collectives.broadcast_coalesced([tensor.to_sparse()]), "dense tensors, .* found a sparse one"),
-        (lambda tensor: collectives.broadcast_coalesced(None), "a list of tensors, found None"),
+        (lambda tensor: collectives.broadcast_coalesced(None), "tensors to be a list of tensors, found NoneType"),
         (lambda tensor: collectives.all_gather_coalesced([[tensor]], [tensor.to_sparse()]), "dense tensors"),
-        (lambda tensor: collectives.all_gather_coalesced([None], [tensor]), "a list of tensors, found None"),
+        (lambda tensor: collectives.all_gather_coalesced([None], [tensor]), "tensors to be a list of tensors, found NoneType"),
     ],
 )
 def test_what_is_no_tensor_is_refused_in_our_words(call, found: str) -> None:

@@ -77,6 +77,22 @@ def test_who_waits_holds_up_no_other_thread() -> None:
     run_ranks(2, waits_while_another_thread_asks)
 
 
+def leaves_a_group_that_failed(group: ProcessGroup) -> None:
+    of_store = group.split(0)
+    store = GroupStore(of_store, timeout=20)
+    group.barrier()
+    of_store.abort()
+    group.barrier()
+    store.close()
+    store.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_store_over_a_group_that_failed_can_be_closed(size: int) -> None:
+    run_ranks(size, leaves_a_group_that_failed)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("syncline-store")]
+
+
 def test_a_server_that_fails_says_so_and_ends_the_others_calls(caplog: pytest.LogCaptureFixture) -> None:
     class Failed(Work):
         """A receive that has failed."""

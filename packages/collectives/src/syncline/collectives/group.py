@@ -211,7 +211,7 @@ class ProcessGroup(ABC):
             async_op: return at once, before the collective has finished.
         """
         self._check_root("gather", root)
-        self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
+        self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}, only_on_root="outputs"))
         self._check_tensors("gather", reads=(tensor,), writes=outputs or ())
         self._check_on_root("gather", "outputs", outputs, tensor, root)
         return self._issue(Signature.of("gather", tensor, root=root), (tensor,), tuple(outputs or ()), async_op)
@@ -234,7 +234,7 @@ class ProcessGroup(ABC):
             async_op: return at once, before the collective has finished.
         """
         self._check_root("scatter", root)
-        self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}))
+        self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}, only_on_root="inputs"))
         self._check_tensors("scatter", reads=inputs or (), writes=(tensor,))
         self._check_on_root("scatter", "inputs", inputs, tensor, root)
         return self._issue(Signature.of("scatter", tensor, root=root), tuple(inputs or ()), (tensor,), async_op)
@@ -300,9 +300,11 @@ class ProcessGroup(ABC):
         """
         self._refuse_if("all_to_all", checks.no_tensors({"outputs": outputs, "inputs": inputs}))
         self._check_tensors("all_to_all", reads=inputs, writes=outputs)
-        for what, tensors in (("output", outputs), ("input", inputs)):
+        lists = {"output": outputs, "input": inputs}
+        for what, tensors in lists.items():
             if len(tensors) != self.size:
                 self._refuse_if("all_to_all", f"expected {self.size} {what} tensors, one for each rank, found {len(tensors)}")
+        for what, tensors in lists.items():
             if any(tensor.dtype != inputs[0].dtype for tensor in tensors):
                 self._refuse_if("all_to_all", f"expected every {what} to be {inputs[0].dtype}, as the first input is")
         self._refuse_if("all_to_all", checks.overlapping(outputs, inputs))

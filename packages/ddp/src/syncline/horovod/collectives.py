@@ -11,7 +11,7 @@ return tensors follow the derivative.)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -197,7 +197,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Combine several tensors, as `allreduce`. They are sent together. Returns a list."""
     chosen, group = _chosen_op(op, average), process_set.group()
-    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+    compressed, contexts = _compressed(tensors, compression)
     _announce(process_set, compressed, chosen)
     if chosen is Adasum:
         results = _start_adasum(compressed, prescale_factor, postscale_factor, group)
@@ -294,6 +294,12 @@ def sparse_allreduce_async(
     copy = tensor.detach().clone()
     work = process_set.group().all_reduce(copy, REDUCTIONS[chosen], async_op=True)
     return PendingResult([work], lambda: copy).wait
+
+
+def _compressed(tensors: Iterable[torch.Tensor], compression: type[Compressor]) -> tuple[list[torch.Tensor], list[Any]]:
+    """The compressed tensors, and what `decompress` needs for each."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [compressed for compressed, _ in pairs], [context for _, context in pairs]
 
 
 def _start_adasum(
@@ -536,7 +542,7 @@ def grouped_reducescatter(
     """Combine and scatter several tensors, as `reducescatter`. They are sent together. Returns a list."""
     reduction, group = _scattering(op), process_set.group()
     _announce_complete(process_set, "reducescatter")
-    compressed, contexts = zip(*map(compression.compress, _with_gradients_times(group.size, tensors)), strict=True)
+    compressed, contexts = _compressed(_with_gradients_times(group.size, tensors), compression)
     results = reduce_scatter_rows_coalesced(compressed, reduction, group, prescale=prescale_factor, postscale=postscale_factor)
     return list(map(compression.decompress, results, contexts))
 

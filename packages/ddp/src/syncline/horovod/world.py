@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -97,13 +98,18 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Finish all collectives, and close the group if `init` made it. Every rank calls it. Without `init` it does nothing."""
+    """Finish all collectives, and close the group if `init` made it. Every rank calls it. Without `init` it does nothing.
+
+    All process sets are removed, too.
+    """
     global _world
     if _world is None:
         return
-    ours, _world = _world.is_ours, None
+    old, _world = _world, None
     global_process_set.ranks = []
-    if ours:
+    for process_set in old.process_sets:
+        _close(process_set)
+    if old.is_ours:
         destroy_process_group()
 
 
@@ -268,12 +274,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set not in world().process_sets:
         return False
     world().process_sets.remove(process_set)
+    _close(process_set)
+    return True
+
+
+def _close(process_set: ProcessSet) -> None:
     group = process_set._group
     process_set._invalidate()
     # A rank outside of the set has no group to close.
-    if isinstance(group, ProcessGroup):
+    if not isinstance(group, ProcessGroup):
+        return
+    # While an exception is handled, the other ranks may wait in a collective that this rank will never start.
+    if sys.exc_info()[0] is None:
         group.close()
-    return True
+    else:
+        group.abort()
 
 
 # ---- what scripts ask about the build ----

@@ -236,7 +236,7 @@ def _checked(
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """
-    problem = "expected a list of tensors, found None" if tensors is None else checks.no_tensors({"tensors": tensors})
+    problem = checks.no_tensors({"tensors": tensors})
     if problem is None and not all(tensor.layout is torch.strided for tensor in tensors or ()):
         problem = "expected dense tensors, which are joined to one, found a sparse one; reduce it by all_reduce"
     usable = [] if problem is not None else resolved(list(tensors or ()))

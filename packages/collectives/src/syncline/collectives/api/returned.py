@@ -178,6 +178,10 @@ def all_gather_rows_coalesced(
 ) -> Any:
     """`all_gather_rows` of several tensors, with one all-gather for each dtype. Returns a list."""
     chosen = resolve_group(group)
+    # Without a tensor there is nothing to send, not even the numbers of rows.
+    if not tensors:
+        nothing: PendingResult[list[torch.Tensor]] = PendingResult([], list)
+        return nothing if async_op else nothing.wait()
     if not async_op and _needs_gradients(tensors):
         return list(_AllGatherRows.apply(chosen, *tensors))  # type: ignore[no-untyped-call]
     rows = _rows_of_all("all_gather_rows", tensors, chosen)

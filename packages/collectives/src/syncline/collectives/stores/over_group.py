@@ -76,7 +76,8 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank leaves, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most for all other ranks to leave. In a forked child of a rank, `close` does nothing.
+        Rank 0 waits a few seconds at most for all other ranks to leave. If not all ranks can leave together, the group is
+        aborted. In a forked child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -87,12 +88,15 @@ class GroupStore(ServedStore):
             if self._server is not None:
                 everybody_left = self._server.stop()
             else:
-                self._group.send(torch.tensor([_GOODBYE]), 0, _ASK_LENGTH, async_op=True).wait(_GOODBYES_S)
-                everybody_left = True
+                try:
+                    self._group.send(torch.tensor([_GOODBYE]), 0, _ASK_LENGTH, async_op=True).wait(_GOODBYES_S)
+                    everybody_left = True
+                except SynclineError:  # rank 0 is gone, or the group failed before
+                    everybody_left = False
         if everybody_left:
             self._group.close()
         else:
-            # Some rank has not left, and an orderly close would wait for it.
+            # Some rank has not left or is lost, and an orderly close would wait for it.
             self._group.abort()
 
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:

@@ -115,13 +115,20 @@ def is_list_of_integers(value: object) -> bool:
     return isinstance(value, Sequence) and all(map(is_integer, value))
 
 
-def no_tensors(call_arguments: Mapping[str, object]) -> str | None:
-    """The problem if an argument is not a tensor, or, for a name that ends in "s", not a list of tensors (or None)."""
+def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None = None) -> str | None:
+    """The problem if an argument is not a tensor or, if its name ends in "s", not a list of tensors.
+
+    Args:
+        call_arguments: the arguments by name.
+        only_on_root: the name of a list that only the root gives. It may be None.
+    """
     for name, given in call_arguments.items():
+        if given is None and name == only_on_root:
+            continue
         if name.endswith("s"):
-            if given is not None and (isinstance(given, torch.Tensor | str) or not isinstance(given, Sequence)):
+            if isinstance(given, torch.Tensor | str) or not isinstance(given, Sequence):
                 return f"expected {name} to be a list of tensors, found {type(given).__name__}"
-            for index, entry in enumerate(cast(Sequence[object], given or ())):
+            for index, entry in enumerate(cast(Sequence[object], given)):
                 if not isinstance(entry, torch.Tensor):
                     return f"expected {name} to be a list of tensors, found {type(entry).__name__} at index {index}"
         elif not isinstance(given, torch.Tensor):
