@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, cast
 
 import pytest
 import torch
@@ -106,19 +105,18 @@ def test_little_is_broadcast_at_once() -> None:
     def body(group: ProcessGroup) -> list[bool]:
         asked: list[bool] = []
 
-        class Watched:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(group, name)
+        broadcast = group.broadcast
 
-            def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool = False) -> Work | None:
-                asked.append(async_op)
-                return group.broadcast(tensor, root, async_op=async_op)
+        def watched(tensor: torch.Tensor, root: int, async_op: bool = False) -> Work:
+            asked.append(async_op)
+            return broadcast(tensor, root, async_op=async_op)
 
+        group.broadcast = watched  # type: ignore[method-assign, assignment]
         tensors = [torch.full((2, 3), group.rank + 1.0), torch.full((), group.rank), torch.full((4,), group.rank + 1.0).t()]
-        broadcast_coalesced(tensors, group=cast("ProcessGroup", Watched()), root=1)
+        broadcast_coalesced(tensors, group=group, root=1)
         assert [tensor.unique().tolist() for tensor in tensors] == [[2.0], [1], [2.0]]
         large = [torch.full((1 << 18,), float(group.rank)), torch.full((2,), group.rank)]
-        broadcast_coalesced(large, group=cast("ProcessGroup", Watched()), root=1)
+        broadcast_coalesced(large, group=group, root=1)
         assert [tensor.unique().tolist() for tensor in large] == [[1.0], [1]]
         return asked
 

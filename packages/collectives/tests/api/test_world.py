@@ -5,7 +5,9 @@ import socket
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +191,46 @@ def test_what_is_no_tensor_is_refused_in_our_words(call, found: str) -> None:
     init_process_group()
     with pytest.raises(InvalidArgumentError, match=f"rank 0 of 1 .*expected {found}"):
         call(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda tensor: collectives.broadcast(tensor, torch.tensor(0.0)), r"expected a rank, found tensor\(0\.\)"),
+        (lambda tensor: collectives.broadcast(tensor, group_src=np.zeros(2)), "expected a rank, found array"),
+        (lambda tensor: get_default_group().broadcast(tensor, torch.tensor(0.0)), "expected a root in 0..0"),
+        (lambda tensor: get_default_group().split(torch.tensor(0.0)), "expected a color of 0 or above"),
+        (lambda tensor: collectives.all_reduce(tensor, group=tensor), "expected a ProcessGroup .* found Tensor"),
+        (lambda tensor: collectives.all_reduce(tensor, op=[]), "expected a reduction"),
+        (lambda tensor: collectives.premul_sum(None), "expected a finite factor for premul_sum, found None"),
+        (lambda tensor: collectives.new_group("x"), "expected a list of ranks, found 'x'"),
+        (lambda tensor: collectives.new_group(3), "expected a list of ranks, found 3"),
+        (lambda tensor: collectives.new_subgroups(tensor), "expected a group_size that divides"),
+        (lambda tensor: collectives.new_subgroups(torch.tensor(1.0)), "expected a group_size that divides"),
+        (lambda tensor: collectives.new_subgroups_by_enumeration(None), "expected a list of lists of ranks, found None"),
+        (lambda tensor: collectives.new_subgroups_by_enumeration([0]), "expected a list of ranks, found 0"),
+        (lambda tensor: collectives.all_gather_object(None, 1), "expected a list of objects, found NoneType"),
+        (lambda tensor: collectives.broadcast_object_list("x", 0), "expected a list of objects, found str"),
+        (lambda tensor: collectives.batch_isend_irecv([{}]), "expected a list of P2POps"),
+        (lambda tensor: collectives.adasum_coalesced([None]), "expected tensors to be a list of tensors"),
+        (lambda tensor: collectives.all_gather_rows(None), "expected tensors to be a list of tensors"),
+        (lambda tensor: collectives.broadcast_copy(None, 0), "expected tensor to be a torch.Tensor, found NoneType"),
+        (lambda tensor: collectives.all_gather_coalesced(None, []), "expected a list of tensors for each rank"),
+        (lambda tensor: get_default_group().set_timeout([1]), "a timeout must be a positive number"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_and_do_no_harm(call, found: str) -> None:
+    init_process_group()
+    tensor = torch.ones(2)
+    with pytest.raises(InvalidArgumentError, match=found):
+        call(tensor)
+    collectives.all_reduce(tensor)  # the group still works
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), timedelta.max])
+def test_a_group_without_a_time_limit(timeout: timedelta | float, tmp_path: Path) -> None:
+    init_process_group("gloo", f"file://{tmp_path}/meeting", timeout=timeout, world_size=1, rank=0)
+    assert collectives.all_reduce(torch.ones(2), group=collectives.new_group([0], timeout), async_op=True).wait()
 
 
 def test_nothing_coalesced_is_nothing_to_do() -> None:

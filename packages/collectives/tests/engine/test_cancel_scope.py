@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from syncline.collectives import InvalidArgumentError, TransportError
 from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S, CancelScope, DetachedCall, seconds
@@ -16,7 +17,14 @@ from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S, CancelSc
 
 @pytest.mark.parametrize(
     ("timeout", "expected_s"),
-    [(None, DEFAULT_TIMEOUT_S), (3, 3.0), (0.25, 0.25), (timedelta(minutes=2), 120.0), (float("inf"), float("inf"))],
+    [
+        (None, DEFAULT_TIMEOUT_S),
+        (3, 3.0),
+        (0.25, 0.25),
+        (timedelta(minutes=2), 120.0),
+        (float("inf"), 30 * 365 * 86400.0),
+        (timedelta.max, 30 * 365 * 86400.0),
+    ],
 )
 def test_seconds(timeout: timedelta | float | None, expected_s: float) -> None:
     assert seconds(timeout) == expected_s
@@ -26,7 +34,7 @@ def test_seconds_takes_a_default() -> None:
     assert seconds(None, 7.0) == 7.0
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), timedelta(0), timedelta(seconds=-3)])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), timedelta(0), timedelta(seconds=-3), "long", [1], torch.ones(2)])
 def test_seconds_refuses(timeout: timedelta | float) -> None:
     with pytest.raises(InvalidArgumentError, match="positive number of seconds"):
         seconds(timeout)

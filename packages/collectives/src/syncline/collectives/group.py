@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from .engine.call import Signature, device_type_of, tensor_in_words
+from .engine.cancel_scope import seconds
 from .engine.observers import recorded
 from .engine.tags import FIRST_RESERVED, LAST_RESERVED, is_reserved
 from .errors import BackendUnavailableError, InvalidArgumentError, MisuseError
@@ -105,8 +106,12 @@ class ProcessGroup(ABC):
         return f"rank {self.rank} of {self.size} in group '{self.name}'"
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time limit, in seconds, of each collective that is issued from now on."""
-        self.timeout_s = timeout_s
+        """Set the time limit, in seconds, of each collective that is issued from now on.
+
+        Raises:
+            InvalidArgumentError: `timeout_s` is not a positive number.
+        """
+        self.timeout_s = seconds(timeout_s)
 
     # ---- one tensor on each rank ----
 
@@ -401,7 +406,7 @@ class ProcessGroup(ABC):
             self._refuse_if("split", f"expected a color of 0 or above (64 bits), or None, found {color!r}")
         if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
             self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
-        made = self._split(color, self.rank if key is None else key, self.timeout_s if timeout_s is None else timeout_s)
+        made = self._split(color, self.rank if key is None else key, seconds(timeout_s, self.timeout_s))
         # `hosts` covers all ranks of the default group, so it also covers every part of this one.
         if made is not None:
             made.hosts = self.hosts
@@ -426,7 +431,7 @@ class ProcessGroup(ABC):
             or self.rank not in members
         ):
             self._refuse_if("subset", f"expected ranks in 0..{self.size - 1}, each once, this one among them, found {members}")
-        made = self._subset(list(members), name, self.timeout_s if timeout_s is None else timeout_s)
+        made = self._subset(list(members), name, seconds(timeout_s, self.timeout_s))
         made.hosts = self.hosts
         return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -65,9 +66,13 @@ def premul_sum(factor: float) -> PremulSum:
     Raises:
         InvalidArgumentError: the factor is not a finite number.
     """
-    if not math.isfinite(factor):
-        raise InvalidArgumentError(f"expected a finite factor for premul_sum, found {factor}")
-    return PremulSum(float(factor))
+    try:
+        number = float(factor)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with more than one element
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidArgumentError(f"expected a finite factor for premul_sum, found {factor!r}")
+    return PremulSum(number)
 
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -115,11 +120,11 @@ def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")
     kind = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
-    if dtype in DTYPES_OF.get(kind, ()):
-        return
-    if kind not in DTYPES_OF:
+    if not isinstance(kind, ReduceOp):
         known = ", ".join(member.name for member in ReduceOp)
         raise InvalidArgumentError(f"expected a reduction of syncline or of torch.distributed ({known}), found {op!r}")
+    if dtype in DTYPES_OF[kind]:
+        return
     defined = ", ".join(member.name for member in ReduceOp if dtype in DTYPES_OF[member])
     raise InvalidArgumentError(
         f"{kind.name} is not defined for {dtype}; reductions defined for it: {defined or 'none (it can only be moved)'}"
@@ -157,7 +162,8 @@ def from_torch(op: Any) -> Reduction | None:
     if not _OURS:  # a torch without torch.distributed
         return None
     # An instance of `dist.ReduceOp` equals torch's constant, but has another hash. Its attribute `op` is the constant.
-    ours = _OURS.get(getattr(op, "op", op))
+    constant = getattr(op, "op", op)
+    ours = _OURS.get(constant) if isinstance(constant, Hashable) else None
     if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
         factor = premul_factor(op)
         return None if factor is None else premul_sum(factor)

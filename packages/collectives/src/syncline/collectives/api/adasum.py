@@ -8,6 +8,7 @@ import torch
 
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
+from ..tensors import checks
 from .default_group import resolve_group
 
 
@@ -34,6 +35,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
         InvalidArgumentError: tensors are not floating point, or differ in dtype or device.
     """
     chosen = resolve_group(group)
+    checks.refuse_no_tensors("adasum", chosen.place(), tensors=tensors)
     if not tensors:
         return
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}

@@ -148,6 +148,11 @@ def all_gather_coalesced(
     """
     chosen = resolve_group(group)
     inputs, are_fake = _checked("all_gather_coalesced", input_tensor_list, chosen, are_written=False)
+    if isinstance(output_tensor_lists, torch.Tensor | str) or not isinstance(output_tensor_lists, Sequence):
+        raise InvalidArgumentError(
+            f"all_gather_coalesced on {chosen.place()}: expected a list of tensors for each rank, found "
+            f"{type(output_tensor_lists).__name__}"
+        )
     rows_and_fakes = [_checked("all_gather_coalesced", tensors, chosen, are_written=True) for tensors in output_tensor_lists]
     output_tensor_lists = [row for row, _ in rows_and_fakes]
     _check_lists(output_tensor_lists, inputs, chosen)

@@ -23,6 +23,7 @@ from ..startup.nodes import host_identity, in_words
 from ..startup.registry import load_backend, what_is_missing
 from ..startup.settings import load_settings
 from ..startup.uncaught_errors import print_failure_once, print_failures_of_the_run
+from ..tensors.checks import is_integer
 from .non_member import NonMember
 
 if TYPE_CHECKING:
@@ -248,7 +249,10 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     Raises:
         NotInitializedError: None was given and there is no default group.
         MisuseError: this rank is not in the group.
+        InvalidArgumentError: `group` is not a group.
     """
+    if group is not None and not isinstance(group, ProcessGroup | NonMember):
+        raise InvalidArgumentError(f"expected a ProcessGroup of syncline.collectives as group, found {type(group).__name__}")
     chosen = _default if group is None else group
     if chosen is None:
         raise NotInitializedError(
@@ -266,6 +270,9 @@ def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, de
     Raises:
         InvalidArgumentError: both were given, or none was given and there is no default, or `rank` is not in the group.
     """
+    for given in (rank, group_rank):
+        if given is not None and not is_integer(given):
+            raise InvalidArgumentError(f"expected a rank, found {given!r}")
     if rank is not None and group_rank is not None:
         raise InvalidArgumentError(f"expected a rank or a rank in the group, found both ({rank} and {group_rank})")
     if rank is None:

@@ -6,7 +6,7 @@ Functions with a name from torch.distributed have its arguments, too.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from ..errors import InvalidArgumentError
@@ -27,6 +27,7 @@ def exchange_objects(payload: Any, *, group: ProcessGroup | None = None) -> list
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
     """Fill `object_list`, which has one entry for each rank, with the objects of all ranks."""
     chosen = resolve_group(group)
+    _check_list("all_gather_object", object_list, chosen)
     if len(object_list) != chosen.size:
         raise InvalidArgumentError(
             f"all_gather_object on {chosen.place()}: expected a list with {chosen.size} places, found {len(object_list)}"
@@ -47,6 +48,8 @@ def gather_object(
     if (chosen.rank == root) != (object_gather_list is not None):
         expected = "a list" if chosen.rank == root else "None, for it is not the root"
         raise InvalidArgumentError(f"gather_object on {chosen.place()}: expected {expected} as object_gather_list")
+    if object_gather_list is not None:
+        _check_list("gather_object", object_gather_list, chosen)
     objects = object_exchange.exchange_objects(obj, group=chosen)
     if object_gather_list is not None:
         object_gather_list[:] = objects
@@ -61,6 +64,7 @@ def broadcast_object_list(
     """Overwrite `object_list` with the root's list. All ranks pass lists of the same length."""
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
+    _check_list("broadcast_object_list", object_list, chosen)
     received = broadcast_object(list(object_list), root, group=chosen)
     if len(received) != len(object_list):
         raise InvalidArgumentError(
@@ -80,6 +84,7 @@ def scatter_object_list(
     """Put this rank's entry of the root's list into `scatter_object_output_list[0]`. Only the root passes an input list."""
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src, default=0)
+    _check_list("scatter_object_list", scatter_object_output_list, chosen)
     if not scatter_object_output_list:
         raise InvalidArgumentError(f"scatter_object_list on {chosen.place()}: expected an output list with a place, found none")
     if chosen.rank == root and len(scatter_object_input_list or ()) != chosen.size:
@@ -90,3 +95,9 @@ def scatter_object_list(
     # The entries travel as pickles, so that each rank makes only its own object.
     entries = broadcast_object([pickle.dumps(entry) for entry in scatter_object_input_list or ()], root, group=chosen)
     scatter_object_output_list[0] = pickle.loads(entries[chosen.rank])
+
+
+def _check_list(name: str, given: object, group: ProcessGroup) -> None:
+    """Check an argument that will be filled, before the ranks communicate."""
+    if not isinstance(given, MutableSequence) or isinstance(given, bytearray):
+        raise InvalidArgumentError(f"{name} on {group.place()}: expected a list of objects, found {type(given).__name__}")

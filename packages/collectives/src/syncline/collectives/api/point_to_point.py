@@ -96,6 +96,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     Raises:
         InvalidArgumentError: the list is empty, or its entries are for different groups.
     """
+    if not isinstance(p2p_op_list, Sequence) or not all(isinstance(entry, P2POp) for entry in p2p_op_list):
+        raise InvalidArgumentError(f"expected a list of P2POps of syncline.collectives, found {p2p_op_list!r:.200}")
     if not p2p_op_list:
         raise InvalidArgumentError("expected at least one P2POp, found none")
     if len({id(resolve_group(entry.group)) for entry in p2p_op_list}) > 1:

@@ -30,6 +30,7 @@ import torch
 from ..errors import DisagreementError, InvalidArgumentError
 from ..group import ProcessGroup
 from ..reduce_op import ReduceOp, Reduction
+from ..tensors import checks
 from ..work import Work
 from . import object_exchange
 from .coalescing import all_reduce_coalesced
@@ -108,6 +109,7 @@ def all_reduce_copy_coalesced(
 ) -> Any:
     """`all_reduce_copy` of several tensors, with one all_reduce for each dtype. Returns a list."""
     chosen = resolve_group(group)
+    checks.refuse_no_tensors("all_reduce_copy", chosen.place(), tensors=tensors)
     if not async_op and _needs_gradients(tensors):
         return list(_AllReduce.apply(chosen, op, prescale, postscale, *tensors))  # type: ignore[no-untyped-call]
     copies = [scaled(tensor.detach(), prescale) for tensor in tensors]
@@ -178,6 +180,7 @@ def all_gather_rows_coalesced(
 ) -> Any:
     """`all_gather_rows` of several tensors, with one all-gather for each dtype. Returns a list."""
     chosen = resolve_group(group)
+    checks.refuse_no_tensors("all_gather_rows", chosen.place(), tensors=tensors)
     # Without a tensor there is nothing to send, not even the numbers of rows.
     if not tensors:
         nothing: PendingResult[list[torch.Tensor]] = PendingResult([], list)
@@ -286,6 +289,7 @@ def reduce_scatter_rows_coalesced(
 ) -> Any:
     """`reduce_scatter_rows` of several tensors, with one reduce_scatter for each dtype. Returns a list."""
     chosen = resolve_group(group)
+    checks.refuse_no_tensors("reduce_scatter_rows", chosen.place(), tensors=tensors)
     if not async_op and _needs_gradients(tensors):
         return list(_ReduceScatterRows.apply(chosen, op, prescale, postscale, *tensors))  # type: ignore[no-untyped-call]
     for tensor in tensors:
@@ -344,6 +348,7 @@ def broadcast_copy(
     """
     chosen = resolve_group(group)
     root = rank_in(chosen, src, group_src)
+    checks.refuse_no_tensors("broadcast_copy", chosen.place(), tensor=tensor)
     if not async_op and _needs_gradients([tensor]):
         return _Broadcast.apply(chosen, root, tensor)  # type: ignore[no-untyped-call]
     copy = scaled(tensor.detach(), 1.0)
@@ -391,6 +396,7 @@ def all_to_all_rows(
         DisagreementError: dtypes or other dimensions differ. Every rank raises it.
     """
     chosen = resolve_group(group)
+    checks.refuse_no_tensors("all_to_all_rows", chosen.place(), tensor=tensor)
     _check_has_rows("all_to_all_rows", tensor, chosen)
     rows = tensor.shape[0]
     if splits is None and rows % chosen.size:

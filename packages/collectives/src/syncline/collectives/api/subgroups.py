@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+
+import torch
 
 from ..engine.cancel_scope import seconds
 from ..errors import DisagreementError, InvalidArgumentError
 from ..group import ProcessGroup
 from ..health.statements import Statements
+from ..tensors.checks import is_integer
 from .default_group import get_default_group, resolve_group
 from .non_member import NonMember
 from .object_exchange import all_gather_bytes, are_same_on_all_ranks
@@ -31,7 +35,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
         DisagreementError: the ranks name different members. All ranks raise it, and no group is made.
     """
     world = get_default_group()
-    chosen = sorted(range(world.size) if ranks is None else ranks)
+    chosen = _sorted(range(world.size) if ranks is None else ranks)
     _check_ranks(chosen, world.size)
     # Compare before the split, so that no rank gets a group that others did not ask for.
     verify_request(world, f"new_group({chosen})")
@@ -53,9 +57,9 @@ def new_subgroups(
         DisagreementError: the ranks give different sizes. All ranks raise it, and no group is made.
     """
     parent = resolve_group(group)
-    if group_size < 1 or parent.size % group_size != 0:
+    if not is_integer(group_size) or group_size < 1 or parent.size % group_size != 0:
         raise InvalidArgumentError(
-            f"expected a group_size that divides the {parent.size} ranks of group '{parent.name}', found {group_size}"
+            f"expected a group_size that divides the {parent.size} ranks of group '{parent.name}', found {group_size!r}"
         )
     verify_request(parent, f"new_subgroups({group_size})")
     made = parent.split(parent.rank // group_size, timeout_s=_timeout_s(timeout, parent))
@@ -77,7 +81,9 @@ def new_subgroups_by_enumeration(
         DisagreementError: the ranks give different lists. All ranks raise it, and no group is made.
     """
     world = get_default_group()
-    lists = [sorted(entry) for entry in ranks_per_subgroup_list]
+    if isinstance(ranks_per_subgroup_list, torch.Tensor | str) or not isinstance(ranks_per_subgroup_list, Sequence):
+        raise InvalidArgumentError(f"expected a list of lists of ranks, found {ranks_per_subgroup_list!r}")
+    lists = [_sorted(entry) for entry in ranks_per_subgroup_list]
     _check_ranks([rank for entry in lists for rank in entry], world.size)
     verify_request(world, f"new_subgroups_by_enumeration({lists})")
     color = next((number for number, entry in enumerate(lists) if world.rank in entry), None)
@@ -114,6 +120,13 @@ def different_requests(requests: Sequence[str], place: str) -> str:
     """
     said = Statements.of(requests).in_words()
     return f"{place}: the ranks ask for different groups ({said}); let every rank name the same members, in the same order"
+
+
+def _sorted(ranks: Iterable[int]) -> list[int]:
+    try:
+        return sorted(operator.index(rank) for rank in ranks)
+    except TypeError as error:
+        raise InvalidArgumentError(f"expected a list of ranks, found {ranks!r}") from error
 
 
 def _check_ranks(ranks: Sequence[int], world_size: int) -> None:

@@ -20,22 +20,27 @@ DEFAULT_TIMEOUT_S = 1800.0
 _PATIENCE_S = 0.05
 _ASK_S = 0.01
 
+_LONGEST_S = 30 * 365 * 24 * 3600.0  # libraries need a finite number, and count nanoseconds in 64 bits
+
 T = TypeVar("T")
 
 
 def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Convert a public `timeout` argument (a timedelta as in torch, or seconds) to seconds.
+    """Convert a public `timeout` argument (a timedelta as in torch, or seconds) to seconds. Infinity becomes 30 years.
 
     Raises:
         InvalidArgumentError: `timeout` is zero, negative or not a number.
     """
     if timeout is None:
         return default_s
-    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    try:
+        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with more than one element
+        timeout_s = math.nan
     # A limit of NaN would never be reached, because every comparison with it is false.
     if math.isnan(timeout_s) or timeout_s <= 0:
         raise InvalidArgumentError(f"a timeout must be a positive number of seconds or a timedelta, found {timeout!r}")
-    return timeout_s
+    return min(timeout_s, _LONGEST_S)
 
 
 class CancelScope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..engine.call import tensor_in_words
+from ..errors import InvalidArgumentError
 from ..reduce_op import PremulSum, ReduceOp
 from ..torch_internals import awaited_value, is_fake, is_functorch_wrapped
 from .layout import overlaps_itself
@@ -107,7 +109,12 @@ def no_memory(tensor: torch.Tensor) -> str | None:
 
 def is_integer(value: object) -> bool:
     """Whether `value` is an integer of Python or of another library. A float such as 1.0 is not."""
-    return hasattr(type(value), "__index__")
+    # Tensors and arrays have `__index__`, too, but it fails for floats and for more than one element.
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 def is_list_of_integers(value: object) -> bool:
@@ -134,6 +141,22 @@ def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None
         elif not isinstance(given, torch.Tensor):
             return f"expected {name} to be a torch.Tensor, found {type(given).__name__}"
     return None
+
+
+def refuse_no_tensors(collective: str, place: str, **call_arguments: object) -> None:
+    """Check arguments by `no_tensors`.
+
+    Args:
+        collective: the name of the call, for the message.
+        place: this rank and the group in words.
+        call_arguments: the arguments by name.
+
+    Raises:
+        InvalidArgumentError: an argument is not a tensor, or not a list of tensors.
+    """
+    problem = no_tensors(call_arguments)
+    if problem is not None:
+        raise InvalidArgumentError(f"{collective} on {place}: {problem}")
 
 
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:

@@ -51,12 +51,18 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
         torch_group: torch's default group if None.
 
     Raises:
-        MisuseError: torch has no default group.
+        MisuseError: torch has no default group, or this rank is not in the group.
+        InvalidArgumentError: `torch_group` is not a group.
     """
     if torch_group is None:
         torch_group = dist.group.WORLD
         if torch_group is None:
             raise MisuseError("torch.distributed has no default group; call torch.distributed.init_process_group first")
+    # `torch.distributed.new_group` returns such an object on ranks that are not in the group.
+    if torch_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise MisuseError("this rank is not in the group of torch.distributed; call collectives only on the group's ranks")
+    if not hasattr(torch_group, "rank") or not hasattr(torch_group, "size"):
+        raise InvalidArgumentError(f"expected a group of torch.distributed, found {type(torch_group).__name__}")
     ours = getattr(torch_group, "syncline_group", None)
     return ours if isinstance(ours, ProcessGroup) else TorchGroup(torch_group)
 
