@@ -34,7 +34,7 @@ def check_module(module: object) -> None:
 
 
 def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
-    """The size limits in bytes of the first, second, ... bucket. The last limit holds for all further buckets.
+    """Return the size limits in bytes of the first, second, ... bucket. The last limit holds for all further buckets.
 
     If no size is given, the first bucket is smaller than the others, as in torch.
 
@@ -57,7 +57,7 @@ def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | N
 
 
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Two flags: whether buffers are broadcast at construction, and whether they are broadcast before forwards.
+    """Return two flags: whether buffers are broadcast at construction, and whether they are broadcast before forwards.
 
     As in torch, `broadcast_buffers=False` means neither. `forward_sync_buffers=False` means: only at construction. If both are
     given, `forward_sync_buffers` counts.
@@ -116,7 +116,7 @@ def delayed_names(
     param_to_hook_all_reduce: torch.nn.Parameter | None,
     trainable: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], str | None]:
-    """The names of the parameters that are reduced late, and of the parameter for which they wait.
+    """Return the names of the parameters that are reduced late, and of the parameter for which they wait.
 
     Raises:
         InvalidArgumentError: one argument was given without the other, or a parameter is no trainable parameter of the module.
@@ -139,7 +139,7 @@ def delayed_names(
 
 
 def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]) -> torch.device | None:
-    """The device to which inputs are moved. None: inputs stay where they are.
+    """Return the device to which inputs are moved. None: inputs stay where they are.
 
     Raises:
         InvalidArgumentError: `device_ids` has several devices, or a device on which the module is not; the module is on the CPU

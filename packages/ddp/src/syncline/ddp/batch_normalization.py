@@ -68,7 +68,10 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """The parameter in the dtype in which it is used. This is float32 if parameter and inputs have the same 16-bit dtype."""
+    """Return the parameter in the dtype in which it is used.
+
+    This is float32 if parameter and inputs have the same 16-bit dtype.
+    """
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
     return parameter.to(working_dtype(inputs))

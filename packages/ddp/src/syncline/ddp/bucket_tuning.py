@@ -54,7 +54,7 @@ class ReductionCosts:
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
-        """The seconds by which an all-reduce delays gradients that come after its start."""
+        """Return the seconds by which an all-reduce delays gradients that come after its start."""
         return self.issue_s + (self._between(self.taken, nbytes) if self.taken else 0.0)
 
     def _between(self, seconds: tuple[float, ...], nbytes: float) -> float:
@@ -72,7 +72,7 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
-    """The share of an all-reduce's processor time that the model's computation loses, from 0 to 1. A pure function.
+    """Return the share of an all-reduce's processor time that the model's computation loses, from 0 to 1. A pure function.
 
     It is the share of time in which this rank's cores are busy with the work of all ranks that use them.
 
@@ -87,7 +87,10 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """The sizes for the measured steps. They are small, because small buckets show when gradients come. A pure function."""
+    """Return the sizes for the measured steps. They are small, because small buckets show when gradients come.
+
+    A pure function.
+    """
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
@@ -108,7 +111,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """The sizes with the shortest step, or the default if no step is clearly shorter. A pure function."""
+    """Return the sizes with the shortest step, or the default if no step is clearly shorter. A pure function."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
@@ -205,7 +208,7 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """The workload of a step in which each bucket comes as late as on the slowest rank."""
+        """Return the workload of a step in which each bucket comes as late as on the slowest rank."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):
@@ -216,7 +219,7 @@ class BucketTuning:
         return Workload(tuple(found), backward_s, 0.0)
 
     def _share_of_cores(self) -> float:
-        """The largest `share_of_cores` of all ranks in the measured steps. A collective."""
+        """Return the largest `share_of_cores` of all ranks in the measured steps. A collective."""
         busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
         said: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())] * self._group.size
         all_gather_object(said, (busy_s / passed_s, _cores()), self._group)
@@ -285,12 +288,12 @@ def _clocks() -> tuple[float, float]:
 
 
 def _cores() -> frozenset[int]:
-    """The cores on which this process may run."""
+    """Return the cores on which this process may run."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def _times(seen: IterationStatistics) -> list[float]:
-    """Seconds from the forward's start to each bucket's start, to the last gradient, and to the first gradient."""
+    """Return the seconds from the forward's start to each bucket's start, to the last gradient, and to the first gradient."""
     began = seen.forward_started
     starts = [bucket.started - began for bucket in seen.buckets]
     return [*starts, seen.last_gradient - began, seen.backward_started - began]

@@ -121,5 +121,5 @@ class Buffers:
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer's bytes, for a comparison in which a NaN equals itself."""
+    """Return the buffer's bytes, for a comparison in which a NaN equals itself."""
     return bytes_of(in_plain_order(buffer.detach()))

@@ -29,7 +29,7 @@ _IS_IGNORED = "_ddp_ignored"
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """The names for this module that a script gave to `_set_params_and_buffers_to_ignore_for_model`, ours or torch's."""
+    """Return the names for this module that a script gave to `_set_params_and_buffers_to_ignore_for_model`, ours or torch's."""
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 

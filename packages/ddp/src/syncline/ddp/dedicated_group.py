@@ -17,7 +17,9 @@ _lock = threading.Lock()
 
 
 def dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    """A second group of the same ranks, with its own order of calls. The first call for a group is a collective of this group.
+    """Return a second group of the same ranks, with its own order of calls.
+
+    The first call for a group is a collective of this group.
 
     Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~

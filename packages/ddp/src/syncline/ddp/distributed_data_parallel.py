@@ -431,7 +431,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._group
 
     def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
-        """The rank whose buffers all ranks get. A collective in a join context."""
+        """Return the rank whose buffers all ranks get. A collective in a join context."""
         present = Join.notify_join_context(self)
         # Outside of a join context every rank has inputs, so rank 0's buffers count.
         if present is None or self._uneven_inputs is None:
@@ -649,7 +649,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             recording.ranks_may_differ = True
 
     def iteration_statistics(self) -> IterationStatistics:
-        """The times of the latest iteration on this rank."""
+        """Return the times of the latest iteration on this rank."""
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
@@ -748,7 +748,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes except the group, the reducer and others of this process. As in torch, hooks are not kept."""
+        """Return all attributes except the group, the reducer and others of this process. As in torch, hooks are not kept."""
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "

@@ -192,13 +192,13 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs from the present one to number `number` - 1. Tells the sampler about each epoch."""
+        """Return the epochs from the present one to number `number` - 1. Tells the sampler about each epoch."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
+        """Return the batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
 
         Args:
             loader: gives this rank's share of each batch, in the order of the sampler. It is iterated again after a loss.

@@ -56,7 +56,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.applied = 0
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -111,7 +111,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.applied += 1
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and the number of applied batches; the same on all ranks."""
+        """Return the epoch and the number of applied batches; the same on all ranks."""
         return {"epoch": self.epoch, "applied": self.applied}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

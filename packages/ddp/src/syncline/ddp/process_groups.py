@@ -20,7 +20,7 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """The group that the arguments name, as the same object that the script passed.
+    """Return the group that the arguments name, as the same object that the script passed.
 
     Args:
         process_group: a group of Syncline or of torch.distributed; None: the default group.
@@ -56,7 +56,7 @@ def as_ours(group: AnyGroup) -> ProcessGroup:
 
 
 def resolve_group(process_group: object) -> ProcessGroup:
-    """The group of Syncline for the group that the argument names; see `choose_group`."""
+    """Return the group of Syncline for the group that the argument names; see `choose_group`."""
     return as_ours(choose_group(process_group))
 
 

@@ -34,7 +34,7 @@ class ReplicaHash:
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
-        """The hash of each tensor, 16 bytes. If tensors are on a GPU, the call waits for this GPU once."""
+        """Return the hash of each tensor, 16 bytes. If tensors are on a GPU, the call waits for this GPU once."""
         halves = [self._halves(tensor.detach()) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for place, half in enumerate(halves):
@@ -67,7 +67,7 @@ class ReplicaHash:
 
 
 def _lanes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as 32-bit integers, in the order of its elements."""
+    """Return a tensor's bits as 32-bit integers, in the order of its elements."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = real.contiguous().view(-1).view(torch.uint8)
     rest = -flat.numel() % 4

@@ -10,7 +10,7 @@ from .module_state import first_of_each, writable
 
 
 def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that have a buffer now, among the submodules and the module itself."""
+    """Return the modules that have a buffer now, among the submodules and the module itself."""
     return [part for part in module.modules() if next(part.buffers(recurse=False), None) is not None]
 
 

@@ -41,7 +41,7 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """The rank that came last most often. If several did so equally often, the one that came later. A pure function.
+    """Return the rank that came last most often. If several did so equally often, the one that came later. A pure function.
 
     Args:
         steps: for each step and each rank the time of the last gradient, in seconds since a moment that all ranks have in
@@ -100,7 +100,7 @@ class StragglerWatch:
 
 
 def every_from(environ: Mapping[str, str], variable: str = EVERY_VARIABLE) -> int | None:
-    """The number of steps in an environment variable; None if the variable is empty or not set.
+    """Return the number of steps in an environment variable, or None if the variable is empty or not set.
 
     Raises:
         InvalidArgumentError: the text is not a whole number of at least 1.

@@ -192,7 +192,7 @@ class SyncBatchNorm(BatchNorm):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes, if the group is the default group. Another process has a default group, too."""
+        """Return all attributes, if the group is the default group. Another process has a default group, too."""
         if self.process_group is not None:
             raise MisuseError(
                 "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "

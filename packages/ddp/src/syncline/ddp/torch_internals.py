@@ -124,7 +124,7 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """The parameters that are attributes of the module itself, by name.
+    """Return the parameters that are attributes of the module itself, by name.
 
     If the caller puts a tensor into the dict, this tensor takes the parameter's place.
     """
@@ -142,7 +142,7 @@ def was_written(tensor: torch.Tensor) -> bool:
 
 
 def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The modules that are attributes of the module itself, by name.
+    """Return the modules that are attributes of the module itself, by name.
 
     Raises:
         MisuseError: this torch has no such dict.

@@ -16,7 +16,7 @@ class Stateful(Protocol):
     """An object that can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state. It can be pickled."""
+        """Return the whole state. It can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Continue from a saved state."""
@@ -103,7 +103,7 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state of `syncline.hooks` with the errors of `own`. Any rank of any number of ranks can load it."""
+    """Return a saved state of `syncline.hooks` with the errors of `own`. Any rank of any number of ranks can load it."""
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

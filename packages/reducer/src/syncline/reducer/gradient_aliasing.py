@@ -56,7 +56,7 @@ class GradientAliasing:
         )
 
     def in_place(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        """The positions of gradients that lie in the bucket's memory."""
+        """Return the positions of gradients that lie in the bucket's memory."""
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:

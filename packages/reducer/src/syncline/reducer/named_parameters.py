@@ -30,7 +30,7 @@ class NamedParameters:
         self._check()
 
     def index(self, name: str) -> int:
-        """The index of a parameter.
+        """Return the index of a parameter.
 
         Raises:
             InvalidArgumentError: no parameter has this name.

@@ -494,7 +494,7 @@ class Reducer(Inherited):
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
-        """A warning about the user's hooks, with the parameters' names."""
+        """Return a warning about the user's hooks, with the parameters' names."""
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class SparseBucket:
         return int(self.buffer.indices().nbytes + self.buffer.values().nbytes)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A list with the gradient itself."""
+        """Return a list with the gradient itself."""
         return [buffer]
 
     def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten
@@ -83,7 +83,7 @@ class SparseBucket:
         self.buffer = self._nothing()
 
     def _nothing(self) -> torch.Tensor:
-        """An empty gradient, with one sparse dimension, as for embeddings."""
+        """Return an empty gradient, with one sparse dimension, as for embeddings."""
         parameter = self.parameters[0]
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)

@@ -65,7 +65,10 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """The gradients that are their parameters' last ones. A surplus gradient is final, too, so `Readiness` refuses it."""
+        """Return the gradients that are their parameters' last ones.
+
+        A surplus gradient is final, too, so `Readiness` refuses it.
+        """
         if self._expected is None:
             self._counts.update(indices)
             self.accumulated(indices, undefined)
@@ -117,11 +120,14 @@ class StaticUsage(UsageModel):
             self._is_map_synced = True
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """The parameters without a gradient in the first backward. During the first backward: without a gradient so far."""
+        """Return the parameters without a gradient in the first backward.
+
+        During the first backward: without a gradient so far.
+        """
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """The parameters that no rank uses, as agreed in the first backward."""
+        """Return the parameters that no rank uses, as agreed in the first backward."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 

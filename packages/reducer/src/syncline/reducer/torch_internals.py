@@ -52,12 +52,17 @@ _current_graph_task_id: Callable[[], int] = getattr(
 
 
 def current_backward() -> int:
-    """A number for the backward of this thread. An inner backward has its own. If unknown, each call returns a new number."""
+    """Return a number for the backward of this thread. An inner backward has its own.
+
+    If unknown, each call returns a new number.
+    """
     return _current_graph_task_id()
 
 
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
-    """The graph's node that accumulates the parameter's gradient. After a change of dtype or device there is another node.
+    """Return the graph's node that accumulates the parameter's gradient.
+
+    After a change of dtype or device there is another node.
 
     Autograd makes a new node if nothing holds the old one. So a caller that hooks the node must hold it.
     """
@@ -98,7 +103,9 @@ def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 def unreached(nodes: Sequence[GraphNode]) -> list[int]:
-    """Positions of nodes that the running backward will not execute. Nodes inside re-entrant checkpoints are among them.
+    """Return the positions of nodes that the running backward will not execute.
+
+    Nodes inside re-entrant checkpoints are among them.
 
     Autograd computes this when a backward starts. Cost: 0.1 to 0.2 microseconds for each node.
     """
@@ -115,18 +122,18 @@ def in_compiled_autograd() -> bool:
 
 
 def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object]:
-    """All post-accumulate-grad hooks on a parameter, the user's and ours."""
+    """Return all post-accumulate-grad hooks on a parameter, the user's and ours."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return () if hooks is None else hooks.values()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows when the tensor is changed in place. It is always 0 if this torch has no such number."""
+    """Return a number that grows when the tensor is changed in place. It is always 0 if this torch has no such number."""
     return getattr(tensor, "_version", 0)
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
-    """The number of Python references to a tensor's storage, and of all its users: tensors, arrays and others.
+    """Return the number of Python references to a tensor's storage, and of all its users: tensors, arrays and others.
 
     The numbers alone mean nothing. Compare both with the numbers of a tensor whose users are known.
     """
@@ -135,7 +142,7 @@ def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def enclosing_function() -> Any:
-    """The `torch.autograd.Function` whose backward contains the current backward; None if there is none.
+    """Return the `torch.autograd.Function` whose backward contains the current backward, or None if there is none.
 
     Cost: a look at each frame of the Python stack, 0.2 microseconds in all.
     """

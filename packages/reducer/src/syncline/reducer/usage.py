@@ -47,7 +47,7 @@ class UsageModel(ABC):
 
     @abstractmethod
     def begin(self) -> Sequence[int]:
-        """The parameters whose gradients will not come in this backward."""
+        """Return the parameters whose gradients will not come in this backward."""
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
@@ -64,7 +64,7 @@ class UsageModel(ABC):
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
-        """The parameters whose gradients are final only at the end of backward."""
+        """Return the parameters whose gradients are final only at the end of backward."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most need not know
         """Begin a backward of the other ranks in which this rank has no gradients. Called in place of `begin`."""
@@ -84,11 +84,11 @@ class UsageModel(ABC):
         """Issue the collectives by which the ranks agree. Every rank calls it at the same place among its collectives."""
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """The given parameters that this rank has not used. Called when all of the given parameters are ready."""
+        """Return the given parameters that this rank has not used. Called when all of the given parameters are ready."""
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """The given parameters that no rank has used. Their gradients stay unchanged. May wait for `sync_used_map`."""
+        """Return the given parameters that no rank has used. Their gradients stay unchanged. May wait for `sync_used_map`."""
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most hold none

@@ -113,7 +113,7 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """The first difference; None if all ranks have the same value. Numbers such as 25 and 25.0 are the same."""
+    """Return the first difference, or None if all ranks have the same value. Numbers such as 25 and 25.0 are the same."""
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
         return None

@@ -48,7 +48,7 @@ class Signature(NamedTuple):
     def of(
         cls, name: str, tensor: torch.Tensor, op: Reduction | None = None, root: int | None = None, detail: str = ""
     ) -> Signature:
-        """The signature of a call whose main tensor is `tensor`."""
+        """Return the signature of a call whose main tensor is `tensor`."""
         return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
     # Use the next three only for a collective that has a reduction, a root, or a tensor.
@@ -82,7 +82,7 @@ class Signature(NamedTuple):
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     def digest(self) -> int:
-        """A checksum of 32 bits. If two ranks have different checksums for one call, their results would be wrong.
+        """Return a checksum of 32 bits. If two ranks have different checksums for one call, their results would be wrong.
 
         The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
         It leaves out the shape, which may differ between ranks, as in torch.distributed. Only `check_calls` compares shapes.
@@ -90,7 +90,7 @@ class Signature(NamedTuple):
         return _digest(self)
 
     def __str__(self) -> str:
-        """The signature in words: "all_reduce(float32[10, 3], op=SUM)"."""
+        """Return the signature in words: "all_reduce(float32[10, 3], op=SUM)"."""
         words = (
             "" if self.dtype is None else f"{dtype_in_words(self.dtype)}{list(self.shape)}",
             "" if self.op is None else f"op={self.op.name}",
@@ -113,12 +113,12 @@ def _digest(signature: Signature) -> int:
 
 
 def dtype_in_words(dtype: torch.dtype) -> str:
-    """A dtype without torch's prefix: "float32"."""
+    """Return a dtype without torch's prefix: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_in_words(tensor: torch.Tensor) -> str:
-    """A tensor's dtype and shape: "float32[10, 3]"."""
+    """Return a tensor's dtype and shape: "float32[10, 3]"."""
     return f"{dtype_in_words(tensor.dtype)}{list(tensor.shape)}"
 
 
@@ -194,7 +194,7 @@ class Call:
         self.reads = self.writes = ()
 
     def digest(self) -> int:
-        """The signature's checksum of 32 bits. If the call has a mark, the checksum covers the mark, too."""
+        """Return the signature's checksum of 32 bits. If the call has a mark, the checksum covers the mark, too."""
         digest = self.signature.digest()
         return digest if self.mark is None else crc32(self.mark.encode(), digest)
 
@@ -208,11 +208,11 @@ class Call:
         return f"{words[:-1]}{'' if words.endswith('()') else ', '}{self.mark})"
 
     def __str__(self) -> str:
-        """The call in words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
+        """Return the call in words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
         return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
-        """The record of this call for reports and other ranks."""
+        """Return the record of this call for reports and other ranks."""
         signature = self.signature
         return CallRecord(
             self.number,
@@ -239,7 +239,7 @@ class Call:
 
 
 def _users_line() -> tuple[CodeType | None, int]:
-    """The innermost function of the user's program, and its current instruction, which costs less than a line number."""
+    """Return the innermost function of the user's program, and its current instruction, which costs less than a line number."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
@@ -273,17 +273,17 @@ class CallRecord:
     where: str
 
     def __str__(self) -> str:
-        """The record in words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
+        """Return the record in words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
         place = "" if self.position is None else f" #{self.position}"
         return f"{self.words}{place} at {self.where}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes as values that `json.dumps` takes."""
+        """Return the attributes as values that `json.dumps` takes."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CallRecord:
-        """The record whose `as_dict` went through JSON.
+        """Return the record whose `as_dict` went through JSON.
 
         Raises:
             KeyError, TypeError: `content` is something else.

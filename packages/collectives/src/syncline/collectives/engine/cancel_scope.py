@@ -72,7 +72,7 @@ class CancelScope:
         self._end_s = -math.inf
 
     def remaining_s(self) -> float:
-        """Seconds left, never below zero."""
+        """Return the seconds left, never below zero."""
         return max(0.0, self._end_s - monotonic())
 
     def is_over(self) -> bool:

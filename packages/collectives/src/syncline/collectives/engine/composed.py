@@ -38,7 +38,7 @@ class DelegatingGroup(ProcessGroup):
 
     @abstractmethod
     def _choose(self, device_type: str) -> ProcessGroup:
-        """The group that carries out a call on tensors of this type of device."""
+        """Return the group that carries out a call on tensors of this type of device."""
 
     @property
     def profiled_as(self) -> None:
@@ -155,15 +155,15 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def describe(self) -> str:
-        """The descriptions of all groups."""
+        """Return the descriptions of all groups."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Memory from the group for this device."""
+        """Return memory from the group for this device."""
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """The answer of the group for the tensor's device."""
+        """Return the answer of the group for the tensor's device."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
 
     @override
@@ -264,7 +264,7 @@ class RoundRobinGroup(DelegatingGroup):
         return frozenset.intersection(*(group.device_types for group in self.groups))
 
     def describe(self) -> str:
-        """The number of groups, and a description of the first one."""
+        """Return the number of groups, and a description of the first one."""
         return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
 
     @override

@@ -108,7 +108,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def current_stream(self, device: torch.device) -> int:
-        """The handle of the calling thread's current stream."""
+        """Return the handle of the calling thread's current stream."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -119,7 +119,10 @@ class DeviceRuntime(ABC):
         """Keep the tensor's memory from reuse until this stream has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """The order between a collective on the host and the devices of its tensors, which are all of this device type."""
+        """Return the `StreamOrder` of a collective on the host and the devices of its tensors.
+
+        All tensors are on this type of device.
+        """
         return StreamOrder(self, [(tensor, self._stream_of(tensor.device)) for tensor in tensors])
 
     def _stream_of(self, device: torch.device) -> Stream:
@@ -131,7 +134,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def current_device(self) -> torch.device:
-        """The calling thread's current device."""
+        """Return the calling thread's current device."""
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
@@ -142,7 +145,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def pci_id(self, device: torch.device) -> str:
-        """The device's PCI address, such as "0000:17:00.0". It is the same in every process of the node."""
+        """Return the device's PCI address, such as "0000:17:00.0". It is the same in every process of the node."""
 
     @abstractmethod
     def future(self, device: torch.device) -> TensorsFuture:

@@ -40,7 +40,7 @@ class FailureWords:
         return error
 
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
-        """The error for a call after the group has failed."""
+        """Return the error for a call after the group has failed."""
         error = TransportError(
             with_details(f"{what} on {self._place} was not started because the group had failed before:", str(first_failure))
         )
@@ -48,17 +48,17 @@ class FailureWords:
         return error
 
     def closed(self, signature: Signature) -> GroupClosedError:
-        """The error for a call after the group was closed."""
+        """Return the error for a call after the group was closed."""
         return GroupClosedError(
             f"{signature.name} on {self._place}: the group is closed; create it again with init_process_group or new_group"
         )
 
     def aborted(self) -> TransportError:
-        """The error for all waiting calls when the group is aborted."""
+        """Return the error for all waiting calls when the group is aborted."""
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
-        """The lost or stopped ranks in words, as far as known."""
+        """Return the lost or stopped ranks in words, as far as known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"
@@ -82,7 +82,10 @@ class FailureWords:
         return timeout
 
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
-        """The loss of a rank, if this loss made the transport fail. Else the error, which then names the stopped ranks."""
+        """Return the loss of a rank, if this loss made the transport fail.
+
+        Else the error, which then names the stopped ranks.
+        """
         # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
             return error

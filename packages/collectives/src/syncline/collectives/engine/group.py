@@ -185,7 +185,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return plan
 
     def _take_mark(self) -> str | None:
-        """The mark for the call that this thread issues; see `marked`. Calls in callbacks get no mark."""
+        """Return the mark for the call that this thread issues; see `marked`. Calls in callbacks get no mark."""
         return self._marks.pop(get_ident(), None) if self._marks and not self._queue.is_in_callback() else None
 
     @property
@@ -196,7 +196,7 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- failures ----
 
     def _refusal(self, signature: Signature) -> GroupClosedError:
-        """The error for a call on a closed group."""
+        """Return the error for a call on a closed group."""
         return not_the_rank(signature.name, self.place()) if self._is_in_fork else self._words.closed(signature)
 
     def _check_usable(self, signature: Signature) -> None:
@@ -757,7 +757,10 @@ class HostGroup(EngineGroup):
         """Do nothing. The group calls it once, when it has failed. A subclass may tell other members there."""
 
     def _why_sender_will_not_send(self) -> TransportError | None:
-        """The error if another rank is lost or has left the job, and will not send its message. None if nothing is known."""
+        """Return the error if another rank is lost or has left the job, and will not send its message.
+
+        None if nothing is known.
+        """
         lost = self.reason_to_give_up()
         if lost is not None or self._leavers is None:
             return lost
@@ -779,7 +782,7 @@ class HostGroup(EngineGroup):
         return self._running
 
     def reason_to_give_up(self) -> TransportError | None:
-        """The loss of a rank; None if no rank is lost."""
+        """Return the loss of a rank, or None if no rank is lost."""
         return None if self._liveness is None else self._liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
@@ -787,7 +790,7 @@ class HostGroup(EngineGroup):
         self._transport.interrupt()
 
     def missing_in_words(self) -> str:
-        """The lost or stopped ranks in words, as far as known."""
+        """Return the lost or stopped ranks in words, as far as known."""
         return self._words.missing()
 
     def report(self, reason: str) -> None:
@@ -849,6 +852,6 @@ class GroupWork(PendingWork):
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks with this color, ordered by key, then by rank. A pure function."""
+    """Return the ranks with this color, ordered by key, then by rank. A pure function."""
     chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
     return [rank for _, rank in sorted(chosen)]

@@ -47,7 +47,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 
 
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
-    """The tag of a message on the wire. If the library has too few tags, this is the caller's tag, without the dtype.
+    """Return the tag of a message on the wire. If the library has too few tags, this is the caller's tag, without the dtype.
 
     Args:
         tag: the caller's tag.

@@ -81,19 +81,19 @@ class TransferWork(Work):
         return self._done
 
     def exception(self) -> BaseException | None:
-        """The error with which the transfer failed, or None."""
+        """Return the error with which the transfer failed, or None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensor that was sent or received, in a list."""
+        """Return the tensor that was sent or received, in a list."""
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """The sender's rank in the group, for a receive that is over."""
+        """Return the sender's rank in the group, for a receive that is over."""
         return self._request.source()
 
     def get_future(self) -> TensorsFuture:
-        """The future of this transfer. The first call starts a thread that waits for the transfer."""
+        """Return the future of this transfer. The first call starts a thread that waits for the transfer."""
         with self._settling:
             if self._future is None:
                 self._future = new_future(self._tensors)

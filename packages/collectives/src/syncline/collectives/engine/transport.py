@@ -37,7 +37,7 @@ class Request(ABC):
 
     @abstractmethod
     def source(self) -> int | None:
-        """The sender's rank, for a receive that is over."""
+        """Return the sender's rank, for a receive that is over."""
 
 
 class Plan(ABC):
@@ -89,7 +89,7 @@ class Transport(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """The library underneath and its version, in a few words."""
+        """Return the library underneath and its version, in a few words."""
 
     # ---- collectives ----
 
@@ -132,7 +132,10 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """A place where ranks leave lines of text for rank 0, without interrupting another rank. None if there is none."""
+        """Return a place where ranks leave lines of text for rank 0, without interrupting another rank.
+
+        None if there is none.
+        """
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
@@ -143,7 +146,7 @@ class Transport(ABC):
         """Leave the library's objects to the parent. A forked child calls it, and must neither use nor free these objects."""
 
     def lost_ranks(self) -> Sequence[int]:
-        """The ranks that have failed, as far as the library knows. Must not block."""
+        """Return the ranks that have failed, as far as the library knows. Must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves

@@ -63,7 +63,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
-        """The text of each rank, for error messages. Raises the errors of `maximum`.
+        """Return the text of each rank, for error messages. Raises the errors of `maximum`.
 
         With many ranks the messages would be long. So each message has at most `most_told` different texts; None: all texts.
         """
@@ -236,7 +236,7 @@ class Agreement:
     # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
-        """The texts of all ranks, for an error that all ranks are about to raise.
+        """Return the texts of all ranks, for an error that all ranks are about to raise.
 
         A rank that returns may leave the job, and break the connections of the others. So each rank first waits until all ranks
         have the texts. If this wait fails, the rank uses the texts anyway.
@@ -263,7 +263,10 @@ class Agreement:
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
-    """The calls as text. Ranks that made the same calls must have the same text, so the text has no times and no states."""
+    """Return the calls as text.
+
+    Ranks that made the same calls must have the same text, so the text has no times and no states.
+    """
     return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
 
 
@@ -275,7 +278,7 @@ def _from_text(text: str) -> list[CallRecord]:
 
 
 def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: Collection[int], fewest: int, most: int) -> str:
-    """The error text for ranks with different calls.
+    """Return the error text for ranks with different calls.
 
     Args:
         histories: the last calls of each rank whose calls are known.
@@ -299,12 +302,12 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
 
 def options_in_words(options: Mapping[str, object]) -> str:
-    """The options as text, in the order of their names."""
+    """Return the options as text, in the order of their names."""
     return ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
 
 
 def different_options(said: Statements) -> str:
-    """The error text for ranks with different options. `said` has each rank's options."""
+    """Return the error text for ranks with different options. `said` has each rank's options."""
     return with_details(
         "the ranks were given different options; pass the same to init_process_group on all, and in the site file",
         *said.lines(),
@@ -312,12 +315,12 @@ def different_options(said: Statements) -> str:
 
 
 def name_of_run(started_ns: int) -> str:
-    """The name of a run that began at this time, in nanoseconds since the epoch. The name is in UTC."""
+    """Return the name of a run that began at this time, in nanoseconds since the epoch. The name is in UTC."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
 
 
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
-    """The error text for an all-to-all whose splits do not match; None if they do.
+    """Return the error text for an all-to-all whose splits do not match, or None if they do.
 
     A rank cannot see a mismatch from its own counts. If too few elements come, some libraries leave the rest of the output
     unwritten, and others end the process.

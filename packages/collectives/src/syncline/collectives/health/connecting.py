@@ -19,7 +19,9 @@ _LOOKS_IN_LIMIT = 10
 
 
 def speakers(size: int) -> list[int]:
-    """The ranks that report problems at the start for all others: the first, the middle and the last one. A pure function.
+    """Return the ranks that report problems at the start for all others: the first, the middle and the last one.
+
+    A pure function.
 
     There are three, because one of them may be the rank that does not come. Not all ranks report, because 64 ranks must not
     print the same message 64 times.
@@ -93,14 +95,14 @@ class Connecting:
         return None if self.is_over else self
 
     def reason_to_give_up(self) -> TransportError | None:
-        """The loss of a rank that had connected before; None if no rank is lost."""
+        """Return the loss of a rank that had connected before, or None if no rank is lost."""
         return None if self.liveness is None else self.liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
         """Do nothing: no library can be stopped while it connects."""
 
     def missing_in_words(self) -> str:
-        """The step in which this rank waits, and the missing ranks, in words."""
+        """Return the step in which this rank waits, and the missing ranks, in words."""
         lost = self.reason_to_give_up()
         if lost is not None:
             return f"{self.who} was not connected: {lost}. It was in {self._step}"

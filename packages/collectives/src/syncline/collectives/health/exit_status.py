@@ -70,12 +70,15 @@ def set_exit_status(status: int) -> None:
 
 
 def exit_status() -> int:
-    """The status given to `sys.exit`; 0 if nothing called `sys.exit`. Call this function at the interpreter's exit."""
+    """Return the status given to `sys.exit`, or 0 if nothing called `sys.exit`.
+
+    Call this function at the interpreter's exit.
+    """
     return _status or 0
 
 
 def as_status(code: object) -> int:
-    """The status, 0 to 255, that the system sees for an argument of `sys.exit`. A pure function."""
+    """Return the status, 0 to 255, that the system sees for an argument of `sys.exit`. A pure function."""
     if code is None:
         return 0
     # A text or another object: Python prints it and exits with 1. A number is cut to 8 bits by the system.

@@ -50,7 +50,10 @@ class Leaving:
 
 
 def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequence[int]) -> list[int]:
-    """The ranks that will never come to collective `number` of a group, counted from 1. A pure function of the notices."""
+    """Return the ranks that will never come to collective `number` of a group, counted from 1.
+
+    A pure function of the notices.
+    """
     return sorted(left.rank for left in notices if left.rank in members and left.started.get(group, 0) < number)
 
 
@@ -101,7 +104,7 @@ class Leavers:
         self._made_by.append(weakref.ref(group))
 
     def open_groups(self) -> list[OpenGroup]:
-        """The groups that still exist, the newest first."""
+        """Return the groups that still exist, the newest first."""
         return [group for made in reversed(self._made_by) if (group := made()) is not None]
 
     def left(self) -> dict[int, tuple[Leaving, float]]:
@@ -134,7 +137,7 @@ class GroupLeavers:
         self._leavers.add(group)
 
     def part(self, name: str, members: Sequence[int]) -> GroupLeavers:
-        """The leavers of a group of some members of this one. `members` are ranks in this group."""
+        """Return the leavers of a group of some members of this one. `members` are ranks in this group."""
         ranks = [self._ranks[member] for member in members]
         return self._leavers.group(f"{self._key}/{name}", ranks, is_part=True)
 
@@ -153,7 +156,7 @@ class GroupLeavers:
         return self._error(gone) if len(gone) == len(peers) else None
 
     def _error(self, gone: Sequence[int]) -> RankLostError | None:
-        """The error for these ranks of the job, which have left; None if there are none."""
+        """Return the error for these ranks of the job, which have left, or None if there are none."""
         if not gone:
             return None
         return RankLostError(

@@ -52,7 +52,7 @@ class ProcessIdentity:
         return self.node == _own_node()
 
     def state(self) -> ProcessState | None:
-        """The state according to the system; None for a process on another node."""
+        """Return the state according to the system; None for a process on another node."""
         # The process id means nothing on another node, where it may belong to another process.
         if not self.is_here():
             return None
@@ -66,7 +66,7 @@ class ProcessIdentity:
         return f"pid {self.pid} on {self.host}"
 
     def to_text(self) -> str:
-        """The identity as one line of text, which `parse` reads."""
+        """Return the identity as one line of text, which `parse` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -86,7 +86,7 @@ def has_ended(process: ProcessIdentity | None) -> bool:
 
 
 def own_identity() -> ProcessIdentity | None:
-    """The identity of this process; None if the system does not tell it (not Linux, or no /proc)."""
+    """Return the identity of this process, or None if the system does not tell it (not Linux, or no /proc)."""
     found, node = _stat(os.getpid()), _own_node()
     return None if found is None or not node else ProcessIdentity(node, socket.gethostname(), os.getpid(), found[1])
 
@@ -101,7 +101,7 @@ def _own_node() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """A process's state and start time; None if there is no such process."""
+    """Return a process's state and start time, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The process has ended, or there is no /proc.
@@ -133,7 +133,7 @@ class Run:
 
 
 def rank_here(rank: int, size: int, pid: int) -> str:
-    """A rank on this host, for messages that it prints itself: "rank 1 of 4 (host node7, pid 4242)"."""
+    """Return a rank on this host, for messages that it prints itself: "rank 1 of 4 (host node7, pid 4242)"."""
     return f"rank {rank} of {size} (host {socket.gethostname()}, pid {pid})"
 
 
@@ -148,7 +148,7 @@ def note_run(name: str, rank: int, size: int) -> None:
 
 
 def current_run() -> Run | None:
-    """The run of this process; None if no group with several ranks has started, and in a forked child."""
+    """Return the run of this process, or None if no group with several ranks has started, and in a forked child."""
     # A forked child has the parent's value, but is not the rank.
     return _run if _run is not None and _run.pid == os.getpid() else None
 
@@ -184,12 +184,12 @@ class Liveness:
         self._next_look = 0.0
 
     def part(self, ranks: Sequence[int], rank: int, lost_ranks: LostRanks = tuple) -> Liveness:
-        """The liveness of a group of some of the ranks. `rank` is this process's rank in that group."""
+        """Return the liveness of a group of some of the ranks. `rank` is this process's rank in that group."""
         members = {new: self._members[old] for new, old in enumerate(ranks) if old in self._members}
         return Liveness(members, rank, lost_ranks)
 
     def lost(self) -> tuple[int, ...]:
-        """The lost ranks, ascending. Asks the system at most every `LOOK_S` seconds."""
+        """Return the lost ranks, ascending. Asks the system at most every `LOOK_S` seconds."""
         now = monotonic()
         # Every waiting thread asks often, and each question reads a file for each process.
         if now >= self._next_look:
@@ -213,7 +213,9 @@ class Liveness:
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
-        """The loss of a rank that caused an error of the transport; None if there is none. Blocks for `CAUSE_S` at most.
+        """Return the loss of a rank that caused an error of the transport, or None if there is none.
+
+        Blocks for `CAUSE_S` at most.
 
         It waits because a connection breaks, or a library reports an error, a little before the lost process is gone.
         """
@@ -228,7 +230,7 @@ class Liveness:
         return self.error(lost) if lost else None
 
     def error(self, lost: Sequence[int]) -> RankLostError:
-        """The error for these lost ranks."""
+        """Return the error for these lost ranks."""
         return RankLostError(
             with_details(
                 f"{self.in_words(lost)} ended, or cannot be reached any more; look there for what ended it",
@@ -238,7 +240,7 @@ class Liveness:
         )
 
     def stopped(self) -> tuple[int, ...]:
-        """The ranks of this node whose process is stopped, by a signal, a debugger or the batch system."""
+        """Return the ranks of this node whose process is stopped, by a signal, a debugger or the batch system."""
         return tuple(rank for rank, process in self._others.items() if process.state() is ProcessState.STOPPED)
 
     def in_words(self, ranks: Sequence[int]) -> str:

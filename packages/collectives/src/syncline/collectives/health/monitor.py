@@ -82,7 +82,7 @@ class Monitored(Protocol):
         """Make the library end the call, if it can. May block."""
 
     def missing_in_words(self) -> str:
-        """The group, the running call and the ranks that it waits for, in words."""
+        """Return the group, the running call and the ranks that it waits for, in words."""
 
     def report(self, reason: str) -> None:
         """Write a report to a file, if this is possible within a few seconds."""
@@ -298,7 +298,7 @@ _has_ended = False
 
 
 def monitor() -> Monitor | None:
-    """The monitor of this process. The first call starts its thread. None while the process ends."""
+    """Return the monitor of this process. The first call starts its thread. None while the process ends."""
     global _monitor
     # A process that ends gets no new monitor, because nothing would stop its thread.
     with _starting:

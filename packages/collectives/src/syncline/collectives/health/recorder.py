@@ -54,7 +54,7 @@ class Recorder:
         call.state = RUNNING
 
     def latest(self) -> float:
-        """The time when the last call was issued, in seconds since the epoch; 0 if there is none."""
+        """Return the time when the last call was issued, in seconds since the epoch, or 0 if there is none."""
         # The group has issued no call yet. A test before the access would race with other threads.
         try:
             return self._calls[-1].issued_at
@@ -62,11 +62,11 @@ class Recorder:
             return 0.0
 
     def running(self) -> Call | None:
-        """The latest running call; None if no call runs."""
+        """Return the latest running call, or None if no call runs."""
         return next((call for call in reversed(self._all()) if call.state == RUNNING), None)
 
     def records(self) -> list[CallRecord]:
-        """The remembered calls, in the order in which they were issued."""
+        """Return the remembered calls, in the order in which they were issued."""
         return [call.record() for call in self._all()]
 
     def _all(self) -> list[Call]:
@@ -138,7 +138,7 @@ def _sentence(position: int, placed: Mapping[int, Calls]) -> str:
 
 
 def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
-    """The call that most ranks made. If several calls are equally frequent, the call of the lowest rank."""
+    """Return the call that most ranks made. If several calls are equally frequent, the call of the lowest rank."""
     present = [calls[position] for _, calls in sorted(placed.items()) if position in calls]
     most = Counter(call.digest for call in present).most_common(1)[0][0]
     return next(call for call in present if call.digest == most)
@@ -147,7 +147,7 @@ def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
 def _deviation(
     usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
 ) -> tuple[str, str]:
-    """The words for a rank that did not make the usual call: for one rank, and for several ranks."""
+    """Return the words for a rank that did not make the usual call: for one rank, and for several ranks."""
     place = f"{usual.name} #{usual.position}"
     # The rank waits somewhere before, or still computes.
     if mine is None:

@@ -153,7 +153,7 @@ def _parsed(line: str) -> Waiting | None:
 
 
 def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int, Waiting], limit_s: float) -> str:
-    """The warning: which ranks wait, in which call, and which ranks do not. A pure function.
+    """Return the warning: which ranks wait, in which call, and which ranks do not. A pure function.
 
     Args:
         group_name: the group's name in messages.

@@ -94,7 +94,7 @@ def _in_words(traced: int, between: Link, per_node: int) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """The numbers of ranks in a text. "2..1024" means both ends and all powers of two between them. "2,6,12" is a list.
+    """Return the numbers of ranks in a text. "2..1024" means both ends and all powers of two between them. "2,6,12" is a list.
 
     Raises:
         InvalidArgumentError: the text is neither, or a number is below 2.

@@ -34,7 +34,7 @@ class Compression:
     speed: float
 
     def reduce_s(self, bucket: ReadyBucket, all_reduce_s: Callable[[float], float]) -> float:
-        """The seconds that a bucket takes: first the computation, then the all-reduces one after the other."""
+        """Return the seconds that a bucket takes: first the computation, then the all-reduces one after the other."""
         return bucket.nbytes / self.speed + sum(all_reduce_s(nbytes) for nbytes in self.messages(bucket))
 
 
@@ -43,7 +43,7 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """All known compressions. The first one does not compress. If a speed is not given, it is measured here, on the CPU.
+    """Return all known compressions. The first one does not compress. If a speed is not given, it is measured here, on the CPU.
 
     Args:
         speeds: by name, in bytes of gradients a second.

@@ -35,7 +35,7 @@ class CostModel:
     ring_bytes: float = 0.0
 
     def all_reduce_s(self, ranks: int, nbytes: float) -> float:
-        """Seconds of one all-reduce.
+        """Return the seconds of one all-reduce.
 
         Within a node, the tensor is reduced to one rank and sent back. Nodes use a ring, or halving and doubling.
 
@@ -49,7 +49,7 @@ class CostModel:
 
 
 def between_s(nodes: int, nbytes: float, link: Link, ring_bytes: float = 0.0) -> float:
-    """Seconds of an all-reduce between nodes."""
+    """Return the seconds of an all-reduce between nodes."""
     return messages(nodes, nbytes, ring_bytes) * link.latency_s + volume(nodes, nbytes, ring_bytes) / link.bandwidth
 
 

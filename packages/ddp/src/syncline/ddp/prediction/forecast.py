@@ -45,11 +45,11 @@ class Forecast:
     steps: Mapping[int, Mapping[Choice, Prediction]]
 
     def traced(self, ranks: int) -> Prediction:
-        """The prediction for the traced buckets without compression."""
+        """Return the prediction for the traced buckets without compression."""
         return self.steps[ranks][AS_TRACED]
 
     def best(self, ranks: int, compression: str) -> Choice:
-        """The choice with this compression and the shortest step. If no other buckets are faster, the traced ones."""
+        """Return the choice with this compression and the shortest step. If no other buckets are faster, the traced ones."""
         steps = self.steps[ranks]
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
 
@@ -58,7 +58,7 @@ class Forecast:
         return self.traced(ranks).step_s / self.steps[ranks][choice].step_s
 
     def efficiency(self, ranks: int, choice: Choice) -> float:
-        """The duration of a step on one rank, divided by the predicted duration on `ranks` ranks."""
+        """Return the duration of a step on one rank, divided by the predicted duration on `ranks` ranks."""
         return self.alone_s / self.steps[ranks][choice].step_s
 
 

@@ -30,7 +30,7 @@ class AllReduceTime:
 
 
 def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """The link that the text of `--network` describes.
+    """Return the link that the text of `--network` describes.
 
     Args:
         text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second; or the path of a file of
@@ -55,7 +55,7 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
 
 
 def link_in_words(text: str) -> Link:
-    """The link that a text such as "latency_us=50,bandwidth_gbps=10" describes.
+    """Return the link that a text such as "latency_us=50,bandwidth_gbps=10" describes.
 
     Raises:
         InvalidArgumentError: the text is something else.
@@ -75,7 +75,7 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """The link that best explains figures of `syncline bench --json` that were measured with one rank on each node.
+    """Return the link that best explains figures of `syncline bench --json` that were measured with one rank on each node.
 
     Raises:
         InvalidArgumentError: the file `name` does not contain such figures, or has too few.

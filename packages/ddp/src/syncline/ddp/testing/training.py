@@ -67,7 +67,7 @@ def _build(model: Model, *, seed: int) -> torch.nn.Module:
 
 
 def _data(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all ranks for each step, and their classes."""
+    """Return the rows of all ranks for each step, and their classes."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(STEPS, world_size * _SHARE, FEATURES, generator=generator, dtype=torch.float64)
     return rows, (rows[..., :CLASSES] + rows[..., -CLASSES:]).argmax(-1)
@@ -83,7 +83,7 @@ def _train(module: torch.nn.Module, model: Model, inputs: torch.Tensor, targets:
 
 
 def _digest(state: dict[str, torch.Tensor]) -> str:
-    """A digest of every bit of a state."""
+    """Return a digest of every bit of a state."""
     digest = hashlib.sha256()
     for tensor in state.values():
         digest.update(tensor.contiguous().numpy().tobytes())

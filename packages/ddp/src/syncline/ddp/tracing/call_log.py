@@ -26,7 +26,7 @@ class CallLog:
         self._stop = observe_calls(self._note)
 
     def take(self) -> list[CallEvent]:
-        """The calls since the last `take`."""
+        """Return the calls since the last `take`."""
         seen, self._seen = self._seen, []
         return [
             CallEvent(

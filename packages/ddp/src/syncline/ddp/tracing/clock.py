@@ -39,7 +39,7 @@ class RoundTrip:
 
 
 def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
-    """The clock offset of the rank that answered, from the shortest round. There is at least one. A pure function.
+    """Return the clock offset of the rank that answered, from the shortest round. There is at least one. A pure function.
 
     The other rank answered at some moment between sending and receiving. The middle of this span is wrong by at most half of
     the span (Cristian's algorithm).
@@ -86,7 +86,7 @@ def _answer(group: ProcessGroup) -> ClockOffset:
 
 
 def _message(group: ProcessGroup) -> torch.Tensor:
-    """A tensor of three float64 numbers, on a device whose tensors the group can send."""
+    """Return a tensor of three float64 numbers, on a device whose tensors the group can send."""
     device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
     return torch.zeros(3, dtype=torch.float64, device=device)
 

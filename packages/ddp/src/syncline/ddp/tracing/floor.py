@@ -20,7 +20,10 @@ class Floor:
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of an all-reduce. They are linear between two sizes, and proportional to the nearest size outside."""
+        """Return the seconds of an all-reduce.
+
+        They are linear between two sizes, and proportional to the nearest size outside.
+        """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
         if 0 < place < len(sizes):
@@ -35,7 +38,7 @@ class Floor:
 
 
 def read_floor(path: Path) -> Floor:
-    """The floor in a file of `syncline bench --json`.
+    """Return the floor in a file of `syncline bench --json`.
 
     Raises:
         InvalidArgumentError: the file is no file of `bench --json`, or has no floor.

@@ -18,7 +18,7 @@ PATTERN = "trace-rank-*.jsonl"
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """The path of one rank's file."""
+    """Return the path of one rank's file."""
     return folder / f"trace-rank-{rank:05d}.jsonl"
 
 
@@ -63,27 +63,27 @@ class Part:
 
 
 def header_line(header: Header) -> str:
-    """The first line of the file."""
+    """Return the first line of the file."""
     return _line("header", {"version": VERSION, **asdict(header)})
 
 
 def clock_line(clock: ClockOffset) -> str:
-    """A line for a measurement of the clock."""
+    """Return a line for a measurement of the clock."""
     return _line("clock", asdict(clock))
 
 
 def layout_line(buckets: Iterable[BucketLayout]) -> str:
-    """A line for the next layout."""
+    """Return a line for the next layout."""
     return _line("layout", {"buckets": [asdict(bucket) for bucket in buckets]})
 
 
 def step_line(step: StepEvent) -> str:
-    """A line for a step."""
+    """Return a line for a step."""
     return _line("step", asdict(step))
 
 
 def end_line() -> str:
-    """The last line of a trace that came to its end."""
+    """Return the last line of a trace that came to its end."""
     return _line("end", {})
 
 
@@ -92,7 +92,7 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def read_parts(folder: Path) -> list[Part]:
-    """The parts of the latest run in a folder, sorted by rank.
+    """Return the parts of the latest run in a folder, sorted by rank.
 
     Raises:
         InvalidArgumentError: there are no parts, or a part cannot be read.

@@ -57,7 +57,7 @@ def printed(*parts: str | Table) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as the text of a cell in a column with milliseconds."""
+    """Return the seconds as the text of a cell in a column with milliseconds."""
     return f"{1e3 * seconds:.2f}"
 
 

@@ -32,7 +32,7 @@ class TraceSettings:
 
 
 def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
-    """The settings in the variables `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`; None if `SYNCLINE_TRACE` is not set.
+    """Return the settings in the variables `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`, or None if `SYNCLINE_TRACE` is not set.
 
     Raises:
         InvalidArgumentError: the steps are not written as in "10-20".

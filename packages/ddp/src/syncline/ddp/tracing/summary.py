@@ -68,13 +68,13 @@ class RankSummary:
 
 
 def summarize_steps(timeline: Timeline) -> list[StepSummary]:
-    """A summary of each step that all ranks have traced."""
+    """Return a summary of each step that all ranks have traced."""
     ranks = [one.header.rank for one in timeline.ranks]
     return [_step(number, timeline.of_step(number), ranks) for number in timeline.steps]
 
 
 def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[RankSummary]:
-    """A summary of each rank over these steps. There must be at least one step."""
+    """Return a summary of each rank over these steps. There must be at least one step."""
     found = []
     for one in timeline.ranks:
         own = [one.steps[step.number] for step in steps]
@@ -93,7 +93,7 @@ def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[Ra
 
 
 def compute_of(step: StepEvent) -> float:
-    """Seconds from the forward's start to the last gradient, on one rank."""
+    """Return the seconds from the forward's start to the last gradient, on one rank."""
     return step.last_gradient - step.forward_started
 
 
@@ -125,7 +125,7 @@ def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The total length that the spans cover. Overlaps count once."""
+    """Return the total length that the spans cover. Overlaps count once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

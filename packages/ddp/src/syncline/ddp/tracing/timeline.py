@@ -93,7 +93,7 @@ def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
 
 
 def error_of(part: Part) -> float | None:
-    """The largest error of a rank's times in seconds; None if its clock was never measured."""
+    """Return the largest error of a rank's times in seconds, or None if its clock was never measured."""
     if not part.clocks or part.header.rank == 0:
         return 0.0 if part.header.rank == 0 else None
     measured = max(clock.error_s for clock in part.clocks)

@@ -87,10 +87,12 @@ class Buffers:
             tensor.zero_()
 
     def pattern(self, rank: int, numel: int) -> torch.Tensor:
-        """Return the data of a rank: numbers from -15 to 15, which differ between ranks and indices within a period.
+        """Return the data of a rank: numbers from -15 to 15, which repeat after 31 elements.
 
-        Sums over ranks are exact in every dtype that can be reduced: over a whole period they are 0, over a part of it they
-        are below 128.
+        Rank r + 1 begins one number after rank r.
+
+        The sum over ranks is exact in every dtype that can be reduced. The sum over 31 ranks is 0, so a sum over any number of
+        ranks is between -120 and 120.
         """
         return self._repeated((torch.arange(PERIOD) + rank) % PERIOD - PERIOD // 2, numel)
 

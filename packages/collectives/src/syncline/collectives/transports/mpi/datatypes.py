@@ -52,7 +52,7 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 
 @functools.lru_cache(maxsize=256)
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-    """The MPI type and reduction with which MPI computes exactly the result of `op`; None if MPI cannot.
+    """Return the MPI type and reduction with which MPI computes exactly the result of `op`, or None if MPI cannot.
 
     For AVG and PREMUL_SUM this is a SUM, and the caller scales. The result is None for:
 
@@ -69,7 +69,7 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
-    """A contiguous tensor's memory, for MPI to read and write. The caller keeps the tensor alive.
+    """Return a contiguous tensor's memory, for MPI to read and write. The caller keeps the tensor alive.
 
     MPI knows nothing of CUDA streams. So for a CUDA tensor, this function blocks until the current stream is finished.
     """

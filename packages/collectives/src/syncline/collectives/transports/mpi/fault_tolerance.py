@@ -35,7 +35,10 @@ def missing_for_shrink() -> str | None:
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
-    """The ranks of a communicator that have failed, as far as this process's MPI knows. Does not communicate or block."""
+    """Return the ranks of a communicator that have failed, as far as this process's MPI knows.
+
+    Does not communicate or block.
+    """
     if not is_fault_tolerant() or MPI.Is_finalized():
         return []
     try:

@@ -116,7 +116,7 @@ class _Meeting:
         return [piece.rstrip(b"\0").decode(errors="replace") for piece in pieces]
 
     def _absent(self) -> list[int]:
-        """The ranks of the block that have not come. Empty if this rank is not a listener."""
+        """Return the ranks of the block that have not come. Empty if this rank is not a listener."""
         # Only listeners have memory in which the bytes of the others arrive.
         if self._rank not in self._listeners:
             return []

@@ -141,7 +141,10 @@ class ExitBarrier(Inherited):
 
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
-        """The barrier of the job's ranks in the job's order, made at the first call. Every rank of the job calls this."""
+        """Return the barrier of the job's ranks in the job's order, made at the first call.
+
+        Every rank of the job calls this.
+        """
         # Communicators of the same ranks in the same order need only one barrier.
         same = (MPI.IDENT, MPI.CONGRUENT)
         for made in _made:

@@ -40,7 +40,7 @@ class Tag(enum.IntEnum):
 
 
 def library_name() -> str:
-    """The MPI library in a few words: "MPICH 5.0.2", "Open MPI 5.0.11"."""
+    """Return the MPI library in a few words: "MPICH 5.0.2", "Open MPI 5.0.11"."""
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
@@ -55,7 +55,7 @@ def mpi_errors() -> Iterator[None]:
 
 
 def mapped(error: MPI.Exception) -> TransportError:
-    """The `TransportError` for an error of MPI."""
+    """Return the `TransportError` for an error of MPI."""
     return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
 
 
@@ -83,7 +83,7 @@ def no_more_mpi() -> None:
 
 
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """The ranks in the MPI group `whole` of the members of another group. Frees `members`."""
+    """Return the ranks in the MPI group `whole` of the members of another group. Frees `members`."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:

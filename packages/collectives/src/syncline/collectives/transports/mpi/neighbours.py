@@ -40,7 +40,7 @@ _LONGEST_BYTES = 4096
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The neighbours of a rank, ascending: its partners in `rounds`. Two neighbours have each other. A pure function."""
+    """Return the neighbours of a rank, ascending: its partners in `rounds`. Two neighbours have each other. A pure function."""
     return sorted({peer for partners in rounds(rank, size) for peer in partners})
 
 
@@ -188,7 +188,7 @@ class MPIStatusPost(StatusPost):
             self._sent.append((self._communicator.Isend([packed, MPI.BYTE], rank, Tag.STATUS), packed))
 
     def _new(self) -> dict[int, bytes]:
-        """The latest line of each rank that has sent a new one. Most lines arrive twice, by two ways."""
+        """Return the latest line of each rank that has sent a new one. Most lines arrive twice, by two ways."""
         found: dict[int, bytes] = {}
         status = MPI.Status()
         while self._communicator.Iprobe(MPI.ANY_SOURCE, Tag.STATUS, status):
@@ -203,7 +203,7 @@ class MPIStatusPost(StatusPost):
 
 
 def towards_zero(rank: int) -> list[int]:
-    """The neighbours to which a rank sends lines for rank 0. A pure function."""
+    """Return the neighbours to which a rank sends lines for rank 0. A pure function."""
     return sorted({rank & (rank - 1), rank ^ (1 << (rank.bit_length() - 1))}) if rank else []
 
 

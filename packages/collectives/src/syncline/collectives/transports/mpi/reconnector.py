@@ -124,7 +124,10 @@ class MPIReconnector(Reconnector):
         return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
-        """The transport, or the error if there is no transport. Step 4 follows in both cases, and tells the other ranks."""
+        """Return the transport, or the error if there is no transport.
+
+        Step 4 follows in both cases, and tells the other ranks.
+        """
         try:
             return self._connect(self._communicator, generation.members), None
         except Exception as error:  # noqa: BLE001 - see above

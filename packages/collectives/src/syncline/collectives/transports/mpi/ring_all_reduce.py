@@ -128,13 +128,13 @@ class RingAllReduce:
 
 
 def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
-    """The number of pieces for a part of `nbytes` bytes. All ranks get the same number. A pure function."""
+    """Return the number of pieces for a part of `nbytes` bytes. All ranks get the same number. A pure function."""
     size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), piece_bytes)
     return max(1, -(-nbytes // size))
 
 
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
-    """The largest piece that this rank would send, in bytes.
+    """Return the largest piece that this rank would send, in bytes.
 
     Over TCP, Open MPI sends a message within its eager limit at once. It sends a larger one only when the receiver asks for it,
     and this request queues behind the receiver's own data. Data then moves in one direction at a time. So pieces stay within

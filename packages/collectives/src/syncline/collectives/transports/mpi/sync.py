@@ -84,7 +84,7 @@ class MessageSync(Sync):
         self.run(call, self._communicator.Ibarrier)
 
     def disagreement(self, call: Call) -> DisagreementError:
-        """The error that lists each rank's call. A collective: all ranks call it when they know that their calls differ.
+        """Return the error that lists each rank's call. A collective: all ranks call it when they know that their calls differ.
 
         Raises:
             TimeoutError: a rank does not answer, because it has given up before.
@@ -125,7 +125,7 @@ class MessageSync(Sync):
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:
-        """A TimeoutError that says where the other ranks are. Asking them takes one or two seconds."""
+        """Return a TimeoutError that says where the other ranks are. Asking them takes one or two seconds."""
         with mpi_errors():
             return TimeoutError(self._report.collect(call.words))
 

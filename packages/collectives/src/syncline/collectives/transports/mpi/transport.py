@@ -82,7 +82,7 @@ class MPITransport(LibraryTransport):
         self._ring_min_bytes = 0
 
     def describe(self) -> str:
-        """The MPI library's name and version."""
+        """Return the MPI library's name and version."""
         return f"mpi: {library_name()}"
 
     def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
@@ -98,7 +98,7 @@ class MPITransport(LibraryTransport):
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
     def sync(self, call: Call) -> Sync:
-        """The sync with which all ranks come together for a call."""
+        """Return the sync with which all ranks come together for a call."""
         return self._messages
 
     @override
@@ -304,7 +304,7 @@ class MPITransport(LibraryTransport):
     # ---- reducing here ----
 
     def _native(self, dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-        """The MPI type and reduction for the dtype; None if this transport must reduce itself."""
+        """Return the MPI type and reduction for the dtype, or None if this transport must reduce itself."""
         return None if self._reproducible else mpi_reduction(dtype, op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
@@ -388,7 +388,7 @@ class MPITransport(LibraryTransport):
         self._messages.run(call, lambda: start(*arguments), longest_nap_s=longest_nap_s)
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
-        """The communicator's non-blocking form of a collective."""
+        """Return the communicator's non-blocking form of a collective."""
         start: Callable[..., MPI.Request] = getattr(self._communicator, f"I{name.lower()}")
         return self._starters.setdefault(name, start)
 
@@ -419,7 +419,7 @@ class MPIPlan(LibraryPlan):
 
 
 def whole_bytes(signature: Signature, size: int) -> int:
-    """The bytes of a call's larger tensor, the same on every rank; 0 if ranks may differ. A pure function."""
+    """Return the bytes of a call's larger tensor, the same on every rank, or 0 if ranks may differ. A pure function."""
     # Each rank may have other splits, so no rank knows the sizes of all.
     if signature.splits is not None:
         return 0

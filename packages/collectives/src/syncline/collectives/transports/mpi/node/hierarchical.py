@@ -38,7 +38,7 @@ class NodeReduction:
         self._may_stage = True
 
     def stage(self, call: Call) -> Segment | None:
-        """The memory in which tensors are staged; None on all ranks if it cannot be made."""
+        """Return the memory in which tensors are staged, or None on all ranks if it cannot be made."""
         # As for a staging area: if it failed once on any rank, it failed on all, and is not tried again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)

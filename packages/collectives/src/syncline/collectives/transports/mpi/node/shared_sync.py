@@ -39,7 +39,7 @@ def has_total_store_order() -> bool:
 
 
 def barrier_bytes(slot_bytes: int) -> int:
-    """The size of each rank's part of a barrier's segment."""
+    """Return the size of each rank's part of a barrier's segment."""
     return _HEAD_BYTES + 2 * slot_bytes
 
 
@@ -130,7 +130,7 @@ class ShmBarrier:
             self._numbers[self._lines[self.arrivals & 1][0]] = _GAVE_UP
 
     def _lines_of(self, turn: int) -> tuple[int, list[int]]:
-        """The index of this rank's line of numbers, and the indices of the other ranks' lines."""
+        """Return the index of this rank's line of numbers, and the indices of the other ranks' lines."""
         lines = [(self._segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)]
         return lines[self.mine], lines[: self.mine] + lines[self.mine + 1 :]
 
