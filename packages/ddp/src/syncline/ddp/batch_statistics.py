@@ -25,7 +25,7 @@ class BatchStatistics:
 
     @property
     def variance(self) -> torch.Tensor:
-        """The mean squared distance from the mean. It is the variance with which a batch is normalised."""
+        """The mean squared distance from the mean. A batch is normalised with this variance."""
         return self.squares / self.count
 
     @property
@@ -57,10 +57,11 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 
 
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
-    """Return the statistics of all ranks' batches together, bitwise the same on every rank. A collective.
+    """Return the statistics of all ranks' batches together. Every rank gets the same bits. A collective.
 
-    The ranks combine means and squares, not sums. So nothing is lost if the mean is large compared with the deviation
-    (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1982).
+    The ranks combine means and squares, not sums. So the result loses no digits if the mean is large compared with the
+    deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.
     """
@@ -86,5 +87,5 @@ def reduced_dims(inputs: torch.Tensor) -> list[int]:
 
 
 def channel_shape(inputs: torch.Tensor) -> list[int]:
-    """Return the shape that a vector of channels needs to fit the batch."""
+    """Return the shape in which a vector with one value for each channel fits the batch."""
     return [-1 if dim == 1 else 1 for dim in range(inputs.dim())]

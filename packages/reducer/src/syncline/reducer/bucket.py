@@ -126,7 +126,7 @@ class Bucket:
         self.buffer.zero_()
 
     def _choose_memory(self) -> None:
-        """Choose the bucket's own memory, unless other code still reads this memory.
+        """Choose the memory for this backward: the bucket's own memory, unless other code still uses it.
 
         See Note [Aliased gradients] in `gradient_aliasing`.
         """

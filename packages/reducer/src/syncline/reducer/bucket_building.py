@@ -38,11 +38,13 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """Return the members of the first buckets, in reverse order of definition. The order of gradients is not known yet.
+        """Return the members of the first buckets, in reverse order of definition.
 
-        With one size limit, the buckets are filled from the front of the model, as in torch. So the same parameters share a
-        bucket as in torch, which matters for buckets that no rank uses. With several limits, the buckets are filled from the
-        model's end, because the first limit is for the first bucket.
+        The order in which gradients come is not known yet.
+
+        With one size limit, the buckets are filled from the front of the model, as in torch. So a bucket contains the same
+        parameters as torch's bucket. This matters for buckets that no rank uses. With several limits, the buckets are filled
+        from the model's end, because the first limit is for the first bucket.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)

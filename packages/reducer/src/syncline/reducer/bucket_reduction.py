@@ -172,7 +172,7 @@ class HookReduction(PendingReduction):
             )
 
     def _as_given(self, result: object) -> object:
-        """If the hook has set a buffer of another dtype, and returns this dtype, cast the result to the bucket's dtype."""
+        """Cast the result to the bucket's dtype, if the hook has set a buffer of another dtype and returns that dtype."""
         # Anything else is left to `Bucket.accept`, which knows the errors.
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result

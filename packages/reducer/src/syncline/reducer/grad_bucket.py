@@ -24,10 +24,12 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Return all gradients of the bucket, as one flat, contiguous tensor. The values are this rank's own, and not divided.
+        """Return all gradients of the bucket, as one flat, contiguous tensor.
 
-        The bucket of a sparse gradient holds one parameter. Its buffer is the gradient itself: COO, coalesced, in the
-        parameter's shape.
+        The values are this rank's own gradients, not divided.
+
+        The bucket of a sparse gradient holds one parameter. The buffer of this bucket is the gradient itself: COO, coalesced,
+        in the parameter's shape.
         """
         return self._buffer
 
