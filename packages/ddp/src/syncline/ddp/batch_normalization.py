@@ -68,8 +68,7 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the parameter in the dtype of the computation: float32 if parameter and inputs have the same 16-bit dtype.
-    """
+    """Return the parameter in the dtype of the computation. If parameter and inputs have one 16-bit dtype, this is float32."""
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
     return parameter.to(working_dtype(inputs))

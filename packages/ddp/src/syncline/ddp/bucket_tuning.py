@@ -50,7 +50,7 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce: linear between two sizes and beyond the largest one, constant below the smallest one."""
+        """Return the seconds of an all-reduce: linear between sizes and above the largest size, constant below the smallest."""
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
@@ -67,10 +67,7 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Replace each time by the smallest time of any larger size, if that is smaller. Disturbances only make times longer.
-
-    Pure.
-    """
+    """Lower each time to the smallest time of a larger size. Disturbances only make times longer. A pure function."""
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 

@@ -189,7 +189,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets have their final order. An optimizer that overlaps with backward (ZeRO) waits for this."""
+        """Whether the buckets have their final order. torch's ZeRO optimizer waits for this order."""
         return self._reducer.has_rebuilt_buckets
 
     @property

@@ -63,7 +63,10 @@ class RuntimeSamples:
                 self._samples.append(_durations(before))
 
     def describe(self) -> LoggingData:
-        """Return the number of the latest sampled iteration, from 0. If there are samples, also their means in nanoseconds."""
+        """Return the number of the latest sampled iteration, from 0.
+
+        If there are samples, add their mean times in nanoseconds.
+        """
         if self._iteration is None:
             return {"iteration": 0}
         names = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
@@ -75,12 +78,15 @@ class RuntimeSamples:
 
 
 def describe_error(reducer: Reducer) -> LoggingData:
-    """Return the latest error, and the flag that there was one. Empty if there was none."""
+    """Return the latest error, and a flag that says that there was an error. Return an empty dict if there was no error."""
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
 def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
-    """Return the name of the communication hook. A closure's name includes the function around it. Empty without a hook."""
+    """Return the name of the communication hook. A closure's name includes the function around it.
+
+    The result is empty without a hook.
+    """
     if builtin is not None:
         return {"comm_hook": str(builtin)}
     return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
@@ -143,7 +149,10 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
 
 
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
-    """Return the algorithm that reduced each bucket last. Empty if the group does not tell it, or has reduced no bucket."""
+    """Return the algorithm that reduced each bucket last.
+
+    The result is empty if the group does not tell its algorithms, or if no bucket was reduced.
+    """
     found = [group.algorithm_of("all_reduce", bucket.buffer) for bucket in reducer.buckets]
     return {"bucket_algorithms": ", ".join(name or "unknown" for name in found)} if any(found) else {}
 
@@ -170,7 +179,7 @@ def describe_iteration(times: IterationStatistics) -> LoggingData:
 
 
 def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
-    """The seconds of a finished iteration: forward, backward, communication, and the overlap of backward and communication."""
+    """Return seconds of a finished iteration: forward, backward, communication, and overlap of backward and communication."""
     forward = times.forward_ended - times.forward_started if times.forward_ended else 0.0
     backward = times.last_gradient - times.backward_started
     span = _communication(times)
@@ -181,6 +190,6 @@ def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
 
 
 def _communication(times: IterationStatistics) -> tuple[float, float] | None:
-    """When the first bucket started and when the last one was reduced; None if no bucket was reduced."""
+    """Return when the first bucket started and when the last bucket was reduced, or None if no bucket was reduced."""
     ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
     return (times.buckets[0].started, max(ends)) if ends else None

@@ -19,7 +19,7 @@ _NORMALIZATION = (BatchNorm, InstanceNorm)
 
 
 class ModuleState:
-    """The parameters and buffers of a module that its replicas share: all except the ignored ones.
+    """The parameters and buffers that the replicas of a module share: all except the ignored parameters and buffers.
 
     Args:
         module: the module.
@@ -44,7 +44,7 @@ class ModuleState:
     def statistics_of_batch_normalization(self) -> set[int]:
         """Return the `id`s of the buffers that batch or instance normalisation updates in training.
 
-        Backward does not read them.
+        Backward does not read these buffers.
         """
         layers = (layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION) and layer.training)
         return {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
@@ -124,7 +124,7 @@ def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def _problem(tensor: torch.Tensor, group: ProcessGroup) -> str | None:
-    """Why a tensor cannot be shared over a group; None if it can."""
+    """Say why the ranks of a group cannot share a tensor. None: they can."""
     if is_lazy(tensor):
         return "is not initialised yet; run one forward of the bare module before it is wrapped"
     if tensor.device.type not in group.device_types:

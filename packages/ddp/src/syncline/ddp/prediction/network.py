@@ -33,13 +33,13 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
     """Return the link that the text of `--network` describes.
 
     Args:
-        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second; or the path of a file of
+        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second. Or the path of a file of
             `bench --json`.
-        ring_bytes: see `CostModel`. It holds for the measured all-reduces.
+        ring_bytes: see `CostModel`. The measured all-reduces used this value, too.
         backend: the name of a backend in the file. None: the first one that is not a baseline.
 
     Raises:
-        InvalidArgumentError: the text is neither of the two, or no link can be fitted to the file.
+        InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file.
     """
     if "=" in text:
         return link_in_words(text)
@@ -75,7 +75,9 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """Return the link that best explains figures of `syncline bench --json` that were measured with one rank on each node.
+    """Return the link that best explains figures of `syncline bench --json`.
+
+    The figures were measured with one rank on each node.
 
     Raises:
         InvalidArgumentError: the file `name` does not contain such figures, or has too few.

@@ -1,4 +1,4 @@
-"""Floor is the time of an all-reduce that only memory bandwidth limits. `syncline bench` measures it."""
+"""Floor is the time that an all-reduce would take if only memory bandwidth limited it. `syncline bench` measures the floor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """Pairs of a size in bytes and the seconds of one rank's share of adds and copies. Sizes ascend; there is at least one."""
+    """Pairs of a size in bytes and the seconds of one rank's share of adds and copies. One or more pairs; sizes ascend."""
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of an all-reduce.
 
-        They are linear between two sizes, and proportional to the nearest size outside.
+        The seconds are linear between two sizes. Outside, they are proportional to the size, from the nearest pair.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -33,7 +33,10 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """The floor of tensors of these sizes, one after the other, divided by their seconds. 1 is the best possible value."""
+        """Return the floor of tensors of these sizes, one after the other, divided by the seconds that they took.
+
+        The best is 1.
+        """
         return sum(map(self.seconds, sizes)) / seconds
 
 

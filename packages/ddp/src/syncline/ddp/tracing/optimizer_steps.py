@@ -13,10 +13,10 @@ from .events import OptimizerEvent
 
 
 class OptimizerSteps:
-    """Notes the steps of optimizers of some parameters, from the construction until `stop`.
+    """Notes when optimizers of some parameters step, from the construction until `stop`.
 
     Args:
-        parameters: the parameters. An optimizer counts if its first parameter is one of these.
+        parameters: the parameters. An optimizer counts if its first parameter is one of them.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:

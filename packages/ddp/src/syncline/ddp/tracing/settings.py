@@ -18,12 +18,12 @@ DEFAULT_STEPS = "10-20"
 class TraceSettings:
     """The steps to trace, and the folder.
 
-    A step is a reduced backward, with its forward and everything until the next forward. The first step is number 1.
+    A step is a reduced backward, its forward, and everything until the next forward. The first step has number 1.
 
     Attributes:
         folder: the folder for the files of all ranks. It is created if it is missing.
         first: the first traced step, 1 or above.
-        last: the last traced step; None: trace until the trace is ended.
+        last: the last traced step; None: trace until the script ends the trace.
     """
 
     folder: Path
