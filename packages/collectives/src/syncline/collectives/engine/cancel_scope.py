@@ -83,7 +83,7 @@ class CancelScope:
         """Raise an error if the scope has ended. Otherwise return.
 
         Args:
-            what: returns the text of the `TimeoutError`. The text says what is known of the other ranks.
+            what: the text of the `TimeoutError`. It says what this rank knows of the other ranks.
 
         Raises:
             TimeoutError: the time limit was reached.

@@ -1,4 +1,4 @@
-"""The texts of a group's errors: the call, the problem, and the rank that caused it."""
+"""The texts of a group's errors. Each text names the call, the problem, and the rank that caused the problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FailureWords:
 
     Args:
         place: the rank and the group in words.
-        liveness: finds out which ranks are lost or stopped; None if this is not known.
+        liveness: finds out which ranks are lost or stopped; None if nothing can find this out.
     """
 
     def __init__(self, place: str, liveness: Liveness | None) -> None:
@@ -24,8 +24,8 @@ class FailureWords:
     def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
         """Return the error that the group raises after `error` has ended a call.
 
-        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` gets the call's name in front, and
-        becomes a `RankLostError` if a rank is lost. Any other error (Ctrl-C, a bug) is not changed.
+        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` becomes a `RankLostError` if a rank
+        is lost, and its text begins with the call's name. Any other error (Ctrl-C, a bug) is not changed.
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):
@@ -84,7 +84,7 @@ class FailureWords:
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
         """Return the loss of a rank, if this loss made the transport fail.
 
-        Else the error, which then names the stopped ranks.
+        Else return the error, which then names the stopped ranks.
         """
         # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
