@@ -399,7 +399,7 @@ class HostGroup(EngineGroup):
         self.warn_of_stalls(stall_warning_s)
 
     def warn_of_stalls(self, stall_warning_s: float) -> None:
-        """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches it off."""
+        """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches this off."""
         self._stall_warning_s = stall_warning_s
         # A group of one waits for nobody.
         status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
@@ -541,7 +541,7 @@ class HostGroup(EngineGroup):
             raise different_calls(said)
 
     def _check_same_splits(self, call: Call) -> None:
-        """Check that each rank sends as much as the others expect, by an all-gather of two numbers for each rank."""
+        """Check that each rank sends what the others expect. The ranks gather two numbers for each pair of ranks."""
         expected, sent = call.signature.splits or ((), ())
         # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")

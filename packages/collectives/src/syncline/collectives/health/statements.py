@@ -1,4 +1,4 @@
-"""The texts of many ranks in few words: ranks with the same text are listed together."""
+"""The texts of many ranks in few words. Ranks with the same text are listed together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Statements:
 
     Attributes:
         ranks: for each text its ranks.
-        untold: ranks with another text, which is not known here.
+        untold: ranks with another text. This rank does not know that text.
         heard: all ranks of `ranks` and `untold`.
     """
 
@@ -45,7 +45,7 @@ class Statements:
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
         """Return the most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`.
 
-        None: all texts.
+        None: return all texts.
         """
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]
