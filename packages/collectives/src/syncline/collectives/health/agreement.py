@@ -315,7 +315,10 @@ def different_options(said: Statements) -> str:
 
 
 def name_of_run(started_ns: int) -> str:
-    """Return the name of a run that began at `time_ns`, in nanoseconds since the epoch. The name contains the time in UTC."""
+    """Return the name of a run that began at `started_ns`, in nanoseconds since the epoch.
+
+    The name contains the time in UTC.
+    """
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
 
 

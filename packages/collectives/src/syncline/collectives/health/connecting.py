@@ -113,7 +113,7 @@ class Connecting:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no warning can come: the context was left, this rank has warned, or it does not warn at all."""
+        """Whether no warning can come: the context has ended, this rank has already warned, or this rank never warns."""
         return self.is_over or self._has_warned or not self._speaks
 
     def look(self, now_s: float) -> None:

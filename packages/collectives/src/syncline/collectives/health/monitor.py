@@ -13,9 +13,9 @@ A call runs on one thread: the caller's, or the thread of the group's queue. It 
    (`interrupt`: ULFM revokes the communicator). Then the library returns with an error, and the thread goes on as in 1.
 3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), no error
    can be raised in it, and the monitor ends the process. A thread that has noticed asks the other ranks for the reason, and may
-   get stuck in the library again. So the monitor interrupts this thread as in 2 after 100 more looks, and ends the process
-   after 200 looks (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report, prints the call, the ranks that
-   the call waits for and the stacks of all threads, and exits with status 70. The launcher then ends the job.
+   get stuck in the library again. So the monitor interrupts this thread, as in 2, after 100 looks since it noticed, and ends
+   the process after 200 (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report, prints the call, the
+   ranks that the call waits for and the stacks of all threads, and exits with status 70. The launcher then ends the job.
 
 The monitor counts looks, not seconds. So if a process was stopped as a whole and goes on, its threads still get their time.
 
@@ -82,7 +82,7 @@ class Monitored(Protocol):
         """Make the library end the call, if the library can. This may block."""
 
     def missing_in_words(self) -> str:
-        """Return the group, the running call and the ranks that it waits for, in words."""
+        """Return in words the group, the running call and the ranks that the call waits for."""
 
     def report(self, reason: str) -> None:
         """Write a report to a file, unless this takes more than a few seconds."""

@@ -1,12 +1,12 @@
 """The collectives that can be measured: their data, their expected results, and their bandwidth factors.
 
-Sizes and factors are those of nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
+Sizes and factors are defined as in nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
 collective is the size of its larger side: the whole tensor of an `all_reduce`, the parts of all ranks of an `all_gather`. In
 `send_recv` each rank sends to the next rank and receives from the previous one, and S is what one rank sends.
 
-- algorithm bandwidth = S / t: what the program sees.
-- bus bandwidth = S / t * factor(n ranks): what the slowest link carries, if the algorithm is the best possible. It does not
-  depend on the number of ranks, so it can be compared with the bandwidth of the hardware.
+- algorithm bandwidth = S / t: the bandwidth that the program sees.
+- bus bandwidth = S / t * factor(n ranks): the bandwidth of the slowest link, if the algorithm is the best possible. Bus
+  bandwidth does not depend on the number of ranks, so you can compare it with the bandwidth of the hardware.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Buffers:
     """The tensors of one case on one rank.
 
     Attributes:
-        block: the larger side. If the collective has a single tensor, the block is this tensor.
+        block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
         part: this rank's share, the block divided by `size`. Empty if the block cannot be divided.
         output: a second block, for `all_to_all` and `send_recv`.
 
@@ -110,12 +110,12 @@ class Kind:
     """A collective that can be measured.
 
     Attributes:
-        name: its name, as a method of process groups.
+        name: the collective's name, which is a method of process groups.
         has_parts: whether each rank has a part of the block.
         bus_factor: takes the number of ranks; bus bandwidth is algorithm bandwidth times this factor, as in nccl-tests.
         fill: puts this rank's data into the buffers.
         is_right: whether the result is right on this rank.
-        least_ranks: the smallest number of ranks with which it can be measured.
+        least_ranks: the smallest number of ranks with which this collective can be measured.
     """
 
     name: str

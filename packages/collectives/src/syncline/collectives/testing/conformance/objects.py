@@ -11,7 +11,7 @@ from .values import expect as expect_tensor
 
 
 def gathered(group: ProcessGroup) -> None:
-    """Check that each rank gets all objects, in the order of the ranks. They differ in type and length."""
+    """Check that each rank gets all objects, in the order of the ranks. The objects differ in type and length."""
     kinds = [{"rank": group.rank, "text": "ä" * 100 * group.rank}, None, list(range(1000 * group.rank))]
     for shift in range(len(kinds)):
         everyone = exchange_objects((group.rank, kinds[(group.rank + shift) % 3]), group=group)
