@@ -1,4 +1,4 @@
-"""The subjects of a measurement: Syncline's backends, two libraries called directly, and a lower bound from memory speed."""
+"""The subjects of a measurement: Syncline's backends, two libraries without Syncline, and a lower bound by memory speed."""
 
 from __future__ import annotations
 

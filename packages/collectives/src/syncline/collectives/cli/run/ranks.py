@@ -404,7 +404,8 @@ def _agree_on_address(
 ) -> tuple[str, int]:
     """Agree on an address and a free port of rank 0's host, which a process of every other node has reached. A collective.
 
-    If MASTER_ADDR of rank 0 is an address of its host, and MASTER_PORT is free, the ranks use these two.
+    If MASTER_ADDR of rank 0 is an address of rank 0's host, the ranks use this address. If MASTER_PORT is free, the ranks use
+    this port.
     """
     is_host = world.Get_rank() == 0
     port = world.bcast(_free_port(environ) if is_host else None)

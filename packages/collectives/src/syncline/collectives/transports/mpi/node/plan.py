@@ -135,7 +135,7 @@ def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilitie
 
 
 def slice_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the start and end of slice `index` of `parts`. The first `numel % parts` slices are one element longer."""
+    """Return the start and end of slice `index` of `parts` slices. The first `numel % parts` slices are one element longer."""
     length, longer = divmod(numel, parts)
     start = index * length + min(index, longer)
     return start, start + length + (index < longer)
@@ -367,7 +367,7 @@ class Node:
         return self.memory.allocate_segment(part_bytes, call)
 
     def give_up(self) -> None:
-        """Tell the ranks of this node that this rank will not come again."""
+        """Tell the ranks of this node that this rank will not come to further calls."""
         if self._shared is not None:
             self._shared.give_up()
 
