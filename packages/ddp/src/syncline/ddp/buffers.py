@@ -46,7 +46,7 @@ class Buffers:
 
     Args:
         state: the module's state, which lists the buffers.
-        enabled: whether forwards synchronise them.
+        enabled: whether forwards synchronise the buffers.
 
     Attributes:
         enabled: the argument.

@@ -617,7 +617,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others. The same on all ranks.
+        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others.
+
+        They are equal on all ranks.
 
         None without "auto", and before the sizes are chosen. To keep the sizes, pass them to a later run as
         `bucket_cap_mb_list`.

@@ -104,7 +104,7 @@ class ReplicaCheck:
         """Compare the parameters now. A collective.
 
         Raises:
-            DisagreementError: on all ranks, if parameters differ. The text names the first one that differs.
+            DisagreementError: on all ranks, if parameters differ. The text names the first parameter that differs.
         """
         parameters = self._state.parameters()
         hashes = b"".join(self._hash(parameter for _, parameter in parameters))

@@ -117,7 +117,7 @@ def checked_every(every: object, name: str) -> int:
     """Check a number of steps, and return it.
 
     Raises:
-        InvalidArgumentError: `every` is not a whole number of at least 1. The text has `name`.
+        InvalidArgumentError: `every` is not a whole number of at least 1. The error's text contains `name`.
     """
     if not isinstance(every, int) or every < 1:
         raise InvalidArgumentError(f"{name}: expected a number of steps of at least 1, found {every!r}")

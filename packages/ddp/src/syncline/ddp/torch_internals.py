@@ -145,7 +145,7 @@ def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """Return the modules that are attributes of the module itself, by name.
 
     Raises:
-        MisuseError: this torch has no such dict.
+        MisuseError: this version of torch has no dict of these modules.
     """
     if not hasattr(module, "_modules"):
         raise MisuseError(f"layers cannot be replaced with torch {torch.__version__}, which lacks Module._modules")

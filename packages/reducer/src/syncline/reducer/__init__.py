@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks while backward still computes others.
+"""Averages gradients over the ranks while backward still computes other gradients.
 
 These files handle one gradient, in this order:
 

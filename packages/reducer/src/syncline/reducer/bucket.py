@@ -222,7 +222,7 @@ class Bucket:
     # ---- after the reduction ----
 
     def release_gradients(self) -> None:
-        """Give the gradients that `deliver` left in the bucket's memory memory of their own. With `as_view`, do nothing."""
+        """Move gradients that `deliver` left in the bucket's memory into new memory. With `as_view`, do nothing."""
         if self._aliasing is not None:
             self._aliasing.move_out()
 

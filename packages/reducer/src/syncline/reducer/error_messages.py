@@ -68,7 +68,7 @@ def needs_everyone(place: str) -> MisuseError:
 def another_reducer(place: str) -> MisuseError:
     """Make the error for two reducers with some of the same parameters.
 
-    One of the two averages in views, or both use one group.
+    They disturb each other, because one of them averages in views, or both use one group.
     """
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "

@@ -93,15 +93,15 @@ class PendingGradients:
         return iter(self._buckets)
 
     def came(self, bucket: PendingBucket, here: Where) -> list[tuple[PendingBucket, list[int]]]:
-        """Note that a gradient of the bucket came. Called inside the hook on this gradient.
+        """Note that a gradient of the bucket came. The hook on this gradient calls this method.
 
         Args:
             bucket: the gradient's bucket.
             here: the thread and backward of this call.
 
         Returns:
-            The buckets that waited for an earlier gradient of this thread and backward, each with its gradients. The new
-            gradient is left out.
+            The buckets that waited for the hooks on an earlier gradient of this thread and backward, each with its gradients.
+            The new gradient is left out.
         """
         done = [one for one, where in self._waiting.items() if where == here] if self._waiting else []
         for one in done:

@@ -382,12 +382,12 @@ class Reducer(Inherited):
         return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
-        """Let the next forward that is reduced build the buckets anew, with other sizes.
+        """Let the next forward whose backward is reduced build new buckets, with other sizes.
 
-        Every rank calls this method, between the same backwards and with the same sizes.
+        Every rank calls this method between the same two backwards, and with the same sizes.
 
         Args:
-            caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
+            caps_bytes: size limits of the first, second, ... bucket; the last limit holds for all further buckets.
 
         Raises:
             MisuseError: a backward is under way or has failed. Or the order in which gradients arrive is not known, because no

@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
     """Check that all ranks have the same names, shapes, strides and dtypes of parameters, and freeze the same parameters.
 
-    Every rank of the group calls it.
+    Every rank of the group calls this function.
 
     Args:
         names: one name for each parameter, for errors.
@@ -68,7 +68,7 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
             of these.
         group: the ranks.
 
-    Cost: the cost of `verify_same_parameters`.
+    Cost: as for `verify_same_parameters`.
 
     Raises:
         DisagreementError: raised on every rank. The text names the options that differ, and the values on both ranks. Or it
@@ -102,7 +102,7 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     failed rank. If all ranks raise the same error, no rank waits.
 
     Raises:
-        MisuseError: the error that was raised inside. It is raised after the other ranks were told, or after the group's
+        MisuseError: the error of the checks. This rank raises it after it has told the other ranks, or after the group's
             timeout.
     """
     try:

@@ -49,7 +49,7 @@ class CancelScope:
 
     Attributes:
         ask: the argument. Code that keeps the scope after the wait sets `ask` to None.
-        reason: the exception that `check` raises; None if no thread has cancelled the scope.
+        reason: the exception that `check` raises. None if no thread has cancelled the scope.
         was_noticed: whether `check` has raised. The monitor then gives the call more time to end by itself.
     """
 

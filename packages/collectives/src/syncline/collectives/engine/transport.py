@@ -89,7 +89,7 @@ class Transport(ABC):
     def compares_every_call(self) -> bool:
         """Whether the ranks compare each call before it runs. If not, the group compares the calls later.
 
-        All ranks return the same.
+        All ranks give the same answer.
         """
         return False
 
@@ -205,7 +205,7 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
-        """Copy the root's tensor to all, in place."""
+        """Copy the root's tensor to the tensors of all ranks."""
 
     @abstractmethod
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:

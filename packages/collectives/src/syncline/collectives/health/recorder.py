@@ -105,7 +105,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
         histories: for each rank its calls. Calls without a position are ignored.
 
     Returns:
-        The first divergence; None if the ranks agree on all positions that all of them remember.
+        The first divergence, or None. Only positions that all ranks remember are compared.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}

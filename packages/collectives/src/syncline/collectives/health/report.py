@@ -67,7 +67,7 @@ class RankReport:
         """Read the text of a report file.
 
         Raises:
-            ValueError, KeyError, TypeError: the text is something else.
+            ValueError, KeyError, TypeError: the text is no report.
         """
         content = json.loads(text)
         groups = tuple(
@@ -82,7 +82,7 @@ def read_reports(folder: Path) -> list[RankReport]:
     """Return the latest report of each rank, by rank.
 
     Raises:
-        InvalidArgumentError: the folder has no report, or one that cannot be read.
+        InvalidArgumentError: the folder has no report, or has a report that cannot be read.
     """
     latest: dict[int, RankReport] = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -198,7 +198,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
     """Return the merged reports of all ranks. If several jobs failed, one job's text follows the other's.
 
     Raises:
-        InvalidArgumentError: a file is not a report, or the rank whose stacks are wanted has written none.
+        InvalidArgumentError: a file is no report. Or the user wants the stacks of a rank that has written no report.
     """
     reports = [read_reports(one) for one in _folders(folder)]
     written = sorted({report.rank for of_job in reports for report in of_job})
@@ -210,7 +210,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return those of the folder itself and the folders of runs in it that have reports."""
+    """Return the folder itself, and the folders of runs in it. Leave out folders without reports."""
     return [one for one in (folder, *sorted(folder.glob("syncline-report-*"))) if any(one.glob("rank-*.json"))]
 
 

@@ -1,4 +1,4 @@
-"""broadcast_coalesced: with every buffer size, the result is the same as if each tensor were broadcast alone."""
+"""Checks of broadcast_coalesced. With every buffer size, the result is as if each tensor were broadcast alone."""
 
 from __future__ import annotations
 

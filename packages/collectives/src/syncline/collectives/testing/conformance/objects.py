@@ -1,4 +1,4 @@
-"""Object collectives, with objects of any type and length, and memory that the group allocates."""
+"""Checks of object collectives (with objects of any type and length), and of memory that the group allocates."""
 
 from __future__ import annotations
 

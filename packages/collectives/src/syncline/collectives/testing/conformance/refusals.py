@@ -1,4 +1,4 @@
-"""Wrong arguments are refused before anything is sent, and the group stays usable."""
+"""Checks of wrong arguments. The group refuses them before it sends anything, and stays usable."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class MPITransport(LibraryTransport):
     # ---- reductions. For a large call, all ranks have come already: see Note [Presync] ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce with MPI, or by moving bytes and reducing here."""
+        """Reduce by MPI's own reduction, or move bytes by MPI and reduce them in this process."""
         native = self._native(tensor.dtype, op)
         # MPI cannot reduce this dtype, or must not choose the order.
         if native is None:
@@ -142,7 +142,7 @@ class MPITransport(LibraryTransport):
         self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """Reduce with MPI, or by moving bytes and reducing here."""
+        """Reduce by MPI's own reduction, or move bytes by MPI and reduce them in this process."""
         native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
