@@ -164,7 +164,7 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The limits of the first, second, ... bucket, if a list was given; else empty."""
+        """The size limits of the first, second, ... bucket, if the script gave a list. Otherwise an empty list."""
         return self._bucket_caps_bytes if self._lists_bucket_caps else []
 
     @property

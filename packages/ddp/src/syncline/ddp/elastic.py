@@ -84,7 +84,7 @@ class Elastic:
 
     Args:
         model: the model, on a group that can shrink.
-        optimizer: one or several optimizers of the model's parameters. None of them may step within backward
+        optimizer: one or several optimizers of the model's parameters. No optimizer may step within backward
             (`model.fused_optimizer`).
         sampler: the sampler that divides the batches.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get
@@ -472,7 +472,7 @@ class Elastic:
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 
     def _share_hook_state(self, root: int) -> None:
-        """Give all ranks the hook state of `root`. A collective, unless the hook has no state that can be saved."""
+        """Give all ranks the hook state of `root`. This is a collective, unless the hook has no state that can be saved."""
         state = HookState(self._model.communication_hook[1])
         if state.can_be_saved:
             state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))

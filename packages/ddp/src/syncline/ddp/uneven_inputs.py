@@ -78,7 +78,7 @@ class UnevenInputs(JoinHook):
         self._divides_by_all = divide_by_initial_world_size
 
     def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
-        """Announce the collectives of this forward. A rank with inputs calls it.
+        """Announce the collectives of this forward. A rank with inputs calls this method.
 
         Args:
             present: the ranks with inputs.
@@ -93,7 +93,7 @@ class UnevenInputs(JoinHook):
         return present[-1]
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in one forward and backward of the other ranks. A rank without inputs calls it."""
+        """Take part in one forward and backward of the other ranks. A rank without inputs calls this method."""
         will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
         buffers = self._replica.buffers
         if sends_buffers:

@@ -30,7 +30,7 @@ class BucketAssignment:
 
     Attributes:
         indices: the gradients in the bucket, in the order in which they were visited.
-        cap_bytes: the size limit of this bucket; None for the bucket of a sparse gradient.
+        cap_bytes: the size limit of this bucket in bytes; None for the bucket of a sparse gradient.
     """
 
     indices: tuple[int, ...]
@@ -51,9 +51,9 @@ def assign_buckets(
         order: indices of `specs` in the order of arrival, each once; None means the order of `specs`.
 
     Returns:
-        The buckets; every index is in exactly one. Without `order` they are sorted by their smallest index. With `order` they
-        are in the order in which they were closed. Buckets that never reached their cap come last, ordered by the arrival of
-        their last gradient. (In torch, a hash table decides the order of these buckets.)
+        The buckets. Every index is in exactly one bucket. Without `order` the buckets are sorted by their smallest index. With
+        `order` they are in the order in which they were closed. Buckets that never reached their cap come last, ordered by the
+        arrival of their last gradient. (In torch, a hash table decides the order of these buckets.)
 
     Raises:
         InvalidArgumentError: there is no cap, a cap is below 0, or the order is not a permutation.

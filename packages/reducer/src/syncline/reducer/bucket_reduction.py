@@ -1,4 +1,4 @@
-"""Start the reduction of a bucket by all_reduce or by a communication hook, and wait for it at the end of backward."""
+"""Start the reduction of a bucket (all_reduce, or a communication hook), and wait for its result at the end of backward."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class HookReduction(PendingReduction):
 
 
 class DeferredReduction(PendingReduction):
-    """A sparse bucket on a group without a total order, such as a group of torch. Its reduction runs inside `wait`.
+    """A sparse bucket on a group without a total order, such as a group of torch. The bucket's reduction runs inside `wait`.
 
     A sparse all_reduce issues further collectives in a callback. A group without a total order does not order these collectives
     among the collectives of other threads. At the end of backward all ranks have issued all other collectives, so the order is

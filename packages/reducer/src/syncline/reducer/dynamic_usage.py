@@ -61,7 +61,7 @@ class DynamicUsage(UsageModel):
     beginning of backward. A rank waits for this all_reduce only if it uses no parameter of some bucket.
 
     Raises:
-        MisuseError: this torch cannot say which nodes a backward will execute.
+        MisuseError: this version of torch cannot say which nodes a backward will execute.
     """
 
     # Note [Unused parameters without a walk]

@@ -1,4 +1,4 @@
-"""GradBucket: the part of a bucket that a communication hook sees."""
+"""GradBucket shows a bucket to a communication hook."""
 
 from __future__ import annotations
 

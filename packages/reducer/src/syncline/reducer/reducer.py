@@ -89,9 +89,9 @@ class Reducer(Inherited):
                        collect, then hook or all_reduce(AVG)      (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
 
-    Every backward that reaches one of the parameters must reach all of them, on every rank, unless `find_unused_parameters` or
-    `static_graph` changes this rule. If a backward reaches none of them on some rank, this rank does not notice the backward.
-    The other ranks wait for this rank, and name it when the group's timeout is over.
+    If a backward reaches one of the parameters, it must reach all parameters, on every rank. `find_unused_parameters` and
+    `static_graph` change this rule. If a backward reaches no parameter on some rank, this rank does not notice the backward.
+    The other ranks wait for this rank, and when the group's timeout is over, their error names it.
 
     Args:
         named_parameters: names and parameters, the same on all ranks. Each parameter requires a gradient. Names appear in
@@ -100,7 +100,7 @@ class Reducer(Inherited):
             of this group. Without such a forward, the first backward allocates the buckets.
         bucket_cap_bytes: the reducer closes a bucket when the bucket reaches this size. A list has the sizes of the first,
             second, ... bucket. The last size holds for all further buckets.
-        first_bucket_cap_bytes: the size of the first bucket, which is small so that communication starts early. If
+        first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If
             `bucket_cap_bytes` is a list, this argument is ignored.
         gradient_as_bucket_view: let `parameter.grad` be a view of the bucket. This saves the copy back, and the memory.
         sparse: for each parameter, whether its gradients are sparse (COO); None: no gradient is sparse. Each sparse gradient
@@ -271,7 +271,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def set_static_graph(self) -> None:
-        """Declare that all later backwards use the same graph as the next one. See `StaticUsage`.
+        """Declare that all later backwards have the graph of the next backward. See `StaticUsage`.
 
         Raises:
             MisuseError: a backward has already computed gradients, so the call comes too late. This also holds if they were not
@@ -322,9 +322,9 @@ class Reducer(Inherited):
 
         Its argument is the iteration's times.
 
-        The callback runs on the thread of backward, on every rank after the same backward, so it may issue collectives. It does
-        not run on a rank that takes part by `shadow_backward`. None removes the callback. The change takes effect at once, also
-        within a backward.
+        The callback runs on the thread of backward. All ranks run it after the same backward, so it may issue collectives. It
+        does not run on a rank that takes part by `shadow_backward`. None removes the callback. The change takes effect at once,
+        also within a backward.
         """
         self._on_iteration = callback
 

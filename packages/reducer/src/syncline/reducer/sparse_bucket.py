@@ -47,7 +47,7 @@ class SparseBucket:
         return [buffer]
 
     def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten
-        """Take a copy of the gradient. If there is no gradient, take an empty one."""
+        """Take a copy of the gradient. If there is no gradient, take an empty gradient."""
         gradient = self.parameters[0].grad
         if gradient is None:
             self.buffer = self._nothing()

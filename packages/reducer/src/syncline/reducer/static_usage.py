@@ -92,7 +92,7 @@ class StaticUsage(UsageModel):
         """Count uses until the first backward ends. After that, check that a backward uses no other parameters.
 
         Raises:
-            UnexpectedGradientError: a later backward uses a parameter that the first one did not use.
+            UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.
         """
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)

@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Check that all ranks have the same names, shapes, strides and dtypes of parameters, and freeze the same parameters.
+    """Check that all ranks' parameters have equal names, shapes, strides and dtypes, and that all freeze the same parameters.
 
     Every rank of the group calls this function.
 

@@ -1,4 +1,4 @@
-"""EngineGroup is the common base of all groups of this package. HostGroup is a process group over a transport."""
+"""EngineGroup is the base class of all groups of this package. HostGroup is a process group over a transport."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ class Queue:
        it comes before all queued tasks. So the callback may wait for it.
     4. If a callback waits for a queued task (for its work, or for a future that depends on it), it runs the queue up to that
        task (`run_until`). Futures that torch makes, such as the future of `torch.futures.collect_all`, do not run the queue.
-    5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn and runs the
-       queue up to that task itself (`help`), because waking another thread takes longer than a small collective. The callbacks
-       of the tasks that it has run become the next task (`hand_over`). The thread does not wait for these callbacks, because
-       they may want a lock that the thread holds.
+    5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn, and runs the
+       queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
+       The callbacks of the tasks that it has run become the next task (`hand_over`). The thread does not wait for these
+       callbacks, because they may want a lock that the thread holds.
 
     So the order is the same on every rank, however threads are scheduled, if every rank issues the same calls from its main
     thread and attaches the same callbacks to each call before it issues the next one. If callbacks of a call issue calls, these
@@ -61,8 +61,8 @@ class Queue:
     ~~~~~~~~~~~~~~~~~~~~~
     A callback is late if it is attached after later calls of the group were issued. One rank may run the callback before those
     calls, and another rank after them. So if the callback issues a call, the order of calls could differ between ranks. The
-    queue refuses a call from a late callback. Whether a callback is late depends only on counts of calls, so all ranks decide
-    the same.
+    queue refuses a call from a late callback. Whether a callback is late depends only on counts of calls, so all ranks take the
+    same decision.
 
     If the program has already waited for the work, the callback runs at once on every rank, and is not late. This is also true
     for callbacks of the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from our

@@ -27,7 +27,7 @@ class Request(ABC):
         """Block until the request is over. Only one thread at a time calls this.
 
         Raises:
-            TimeoutError: the scope's time limit was reached; the caller may wait for the request again.
+            TimeoutError: the scope's time limit was reached. The caller may then wait for the request again.
             BaseException: the reason with which the scope was cancelled.
         """
 
@@ -73,8 +73,8 @@ class Plan(ABC):
 class Transport(ABC):
     """Moves the tensors of one group. `HostGroup` makes a process group out of a transport.
 
-    `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's. Any thread may
-    call `start_send` and `start_recv`, also while a collective runs.
+    `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's thread. Any thread
+    may call `start_send` and `start_recv`, also while a collective runs.
 
     To bring a library with blocking collectives on host memory, write a `LibraryTransport`.
     """

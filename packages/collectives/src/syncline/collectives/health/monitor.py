@@ -1,4 +1,4 @@
-"""The monitor: one thread of the process that watches time limits, lost ranks and stalls, for all groups.
+"""The monitor is one thread of the process. It watches time limits, lost ranks and stalls, for all groups.
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -24,10 +24,10 @@ cancels scopes. The monitor never makes a call that may block: `interrupt`, and 
 threads of their own, and the monitor does not wait for them. It holds its lock only while it copies or extends its lists, and
 takes no lock of a group. It keeps no reference to a group.
 
-The monitor ends at exit, while there still is an interpreter. If a group is dropped while the monitor looks at it, the monitor
-frees the group with its tensors, and torch releases the GIL for that. If the interpreter ended meanwhile, the thread could not
-come back, and the C++ library would abort the process ("terminate called without an active exception"). Handlers that run at
-exit after this one have their own time limits.
+The monitor ends at exit, while there still is an interpreter. If a group is dropped while the monitor looks at it, the
+monitor's thread frees the group with its tensors, and torch releases the GIL to free them. If the interpreter ended at this
+moment, the thread could not get the GIL again, and the C++ library would abort the process ("terminate called without an active
+exception"). Handlers that run at exit after this one have their own time limits.
 """
 
 from __future__ import annotations

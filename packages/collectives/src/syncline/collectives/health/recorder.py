@@ -105,7 +105,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
         histories: for each rank its calls. Calls without a position are ignored.
 
     Returns:
-        The first divergence, or None. Only positions that all ranks remember are compared.
+        The first divergence, or None if there is no divergence. Positions that some rank no longer remembers are not compared.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}

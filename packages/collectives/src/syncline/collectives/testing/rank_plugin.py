@@ -181,7 +181,7 @@ class RankPlugin:
             self._group = None
 
     def _silence(self, config: pytest.Config) -> None:
-        """Replace the terminal reporter by one that discards its output. Some plugins need a reporter."""
+        """Replace the terminal reporter by a reporter that discards its output. Some plugins need a reporter."""
         config.pluginmanager.unregister(name="terminalreporter")
         self._silent_output = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the session
         config.pluginmanager.register(TerminalReporter(config, self._silent_output), "terminalreporter")

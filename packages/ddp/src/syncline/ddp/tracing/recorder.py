@@ -62,7 +62,7 @@ class StepRecorder:
         folder: the folder for the file. It is created if it is missing.
         header: the file's first line.
         group: the group whose ranks average.
-        reducer: the reducer whose backwards are the steps. The recorder does not keep it alive.
+        reducer: the reducer whose backwards are the steps. The recorder does not keep the reducer alive.
         parameters: the parameters. The recorder notes steps of their optimizers.
 
     Raises:

@@ -42,7 +42,7 @@ class TraceRecording:
     Args:
         settings: the steps to trace, and the folder.
         group: the group whose ranks average.
-        reducer: the reducer whose backwards are the steps. The recording does not keep it alive.
+        reducer: the reducer whose backwards are the steps. The recording does not keep the reducer alive.
         parameters: the model's parameters.
         only_first: trace only if no other model of this process has reached the first traced step before. So the trained model
             is traced, even if the script made another model before, and ran a few steps with it.
@@ -95,7 +95,7 @@ class TraceRecording:
             self._try(lambda recorder: recorder.note_step(self._steps, statistics))
 
     def finish(self) -> None:
-        """End the trace and merge the ranks' files. A collective. A second call does nothing."""
+        """End the trace and merge the ranks' files. This is a collective. A second call does nothing."""
         if self._is_over:
             return
         self._is_over = True

@@ -68,7 +68,7 @@ class Job:
 
     Attributes:
         rank, size: this rank's number in the job, and the number of ranks.
-        local_rank, local_size: this rank's number among the ranks of this node, and their number.
+        local_rank, local_size: this rank's number among the ranks of this node, and the number of these ranks.
         node, nodes: this node's number, and the number of nodes. Nodes are numbered in the order of their lowest ranks.
         address, port: where rank 0 may listen. The port was free when it was chosen.
         run_id: a name of this run, the same on all ranks.

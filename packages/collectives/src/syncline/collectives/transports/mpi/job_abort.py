@@ -1,4 +1,4 @@
-"""End the job when a rank fails, and keep it running when a rank merely finishes first.
+"""End the job when a rank fails, but keep the job running when a rank only finishes earlier than the other ranks.
 
 MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. Without our guards,
 a rank that fails with an exception would wait there silently for ever, while the other ranks wait for it in a collective.

@@ -86,7 +86,7 @@ class _Step(NamedTuple):
         copies_in: copies of the slices that other ranks reduce, from this rank's tensor (the block) to its slot.
         slots: for each rank r, the slice in rank r's slot that this rank reduces. (A rank reads its own term from its tensor.)
         share: the slice that this rank reduces: its start in the chunk and its length, in elements.
-        copy_to_slot: the copy of this rank's result from its tensor to its slot; None if no other rank needs the result.
+        copy_to_slot: a copy of this rank's result from its tensor to its slot. None if no other rank needs the result.
         copies_out: copies of the other ranks' results, from their slots to this rank's tensor.
     """
 

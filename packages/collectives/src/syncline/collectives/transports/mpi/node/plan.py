@@ -97,7 +97,7 @@ def choose(
         operation: the collective.
         size: the size of the call.
         capabilities: the facts about the group.
-        thresholds: sizes from which algorithms are used; the same on all ranks.
+        thresholds: the sizes from which each algorithm is used. They are the same on all ranks.
         is_native: whether MPI itself can do the reduction.
     """
     # Nobody shares memory, or there is nothing to move.
@@ -200,7 +200,7 @@ class Windows:
     def key_of(self, tensor: torch.Tensor) -> int:
         """Return the key of a contiguous tensor's place. It is `NOWHERE` if the tensor is not in this rank's part of a segment.
 
-        Two ranks get the same key if and only if their places are the same. No other place ever gets this key.
+        Two ranks get the same key if and only if their tensors are at the same place. No other place ever gets this key.
         """
         starts, entries = self._known
         address = tensor.data_ptr()
@@ -234,7 +234,7 @@ class Windows:
 
 
 class NodeMemory:
-    """Makes segments, and remembers the windows: the segments that hold tensors.
+    """Makes segments. It also remembers the windows, which are the segments that hold tensors.
 
     Args:
         hierarchy: which ranks share a node.

@@ -95,7 +95,7 @@ class _Chunk(NamedTuple):
 
 
 def _all_reduce(place: Place, signature: Signature) -> Share:
-    """Reduce this rank's slice, chunk by chunk, and copy each result into the tensors of the others."""
+    """Reduce this rank's slice, chunk by chunk, and copy each result into the tensors of the other ranks."""
     mine, itemsize = place.segment.mine, signature.element_dtype.itemsize
     start, stop = slice_of(signature.numel, place.segment.parts, mine)
     planned = []
