@@ -34,12 +34,12 @@ def check_module(module: object) -> None:
 
 
 def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
-    """The size limits in bytes of the first, second, ... bucket. The last limit holds for all further buckets.
+    """Return size limits in bytes for the first, second, ... bucket. The last limit holds for all further buckets.
 
     If no size is given, the first bucket is smaller than the others, as in torch.
 
     Raises:
-        InvalidArgumentError: both arguments were given, or a size is not above 0 and finite.
+        InvalidArgumentError: the script gave both arguments, or a size is not above 0 and finite.
     """
     if bucket_cap_mb_list is not None:
         if bucket_cap_mb is not None:
@@ -52,15 +52,18 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
 
 
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
-    """Whether `bucket_cap_mb="auto"` asks for measured sizes. False with a list; `bucket_caps_bytes` refuses both together."""
+    """Whether `bucket_cap_mb="auto"` asks for measured sizes.
+
+    False if there is also a list; `bucket_caps_bytes` refuses both.
+    """
     return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
 
 def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Two flags: whether buffers are broadcast at construction, and whether they are broadcast before forwards.
+    """Return two flags: whether to broadcast buffers at construction, and whether to broadcast buffers before forwards.
 
-    As in torch, `broadcast_buffers=False` means neither. `forward_sync_buffers=False` means: only at construction. If both are
-    given, `forward_sync_buffers` counts.
+    As in torch, `broadcast_buffers=False` means that buffers are never broadcast. `forward_sync_buffers=False` means that
+    buffers are broadcast only at construction. If the script gives both arguments, `forward_sync_buffers` counts.
     """
     # The flag is older than `forward_sync_buffers`. It still works, alone or together with the new one.
     if broadcast_buffers is not None:
@@ -81,7 +84,7 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
     """Check that unused parameters are skipped only if the reducer looks for unused parameters.
 
     Raises:
-        InvalidArgumentError: the argument comes without `find_unused_parameters`, or with `static_graph`.
+        InvalidArgumentError: the script gives the argument without `find_unused_parameters`, or together with `static_graph`.
     """
     if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
         raise InvalidArgumentError(
@@ -91,7 +94,7 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
 
 
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
-    """Warn if the argument is True, because it saves no memory here. It does not change gradients."""
+    """Warn if the argument is True, because it saves no memory in Syncline. The argument does not change gradients."""
     if lazy_bucket_allocation:
         warnings.warn("lazy_bucket_allocation=True saves no memory: buckets are kept between backwards", stacklevel=4)
 
@@ -116,10 +119,11 @@ def delayed_names(
     param_to_hook_all_reduce: torch.nn.Parameter | None,
     trainable: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], str | None]:
-    """The names of the parameters that are reduced late, and of the parameter for which they wait.
+    """Return the names of the delayed parameters, and the name of the parameter for which the delayed parameters wait.
 
     Raises:
-        InvalidArgumentError: one argument was given without the other, or a parameter is no trainable parameter of the module.
+        InvalidArgumentError: the script gave one argument without the other, or a parameter is no trainable parameter of the
+            module.
     """
     delayed = list(delay_all_reduce_named_params or ())
     if bool(delayed) != (param_to_hook_all_reduce is not None):
@@ -139,7 +143,7 @@ def delayed_names(
 
 
 def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]) -> torch.device | None:
-    """The device to which inputs are moved. None: inputs stay where they are.
+    """Return the device to which forwards move their inputs. None: inputs stay on their devices.
 
     Raises:
         InvalidArgumentError: `device_ids` has several devices, or a device on which the module is not; the module is on the CPU

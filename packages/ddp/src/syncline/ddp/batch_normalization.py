@@ -20,8 +20,8 @@ class BatchNormalization(torch.autograd.Function):
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    The sums are over all ranks: one all_reduce of 16 bytes for each channel. The gradients of weight and bias belong to this
-    rank's part of the batch, as for any parameter. The reducer averages them.
+    The sums are over all ranks. They need one all_reduce of 16 bytes for each channel. The gradients of weight and bias belong
+    to this rank's part of the batch, as the gradients of any parameter do. The reducer averages them.
     """
 
     @staticmethod
@@ -45,7 +45,7 @@ class BatchNormalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Compute the gradients. A collective if the inputs need a gradient."""
+        """Compute the gradients. This is a collective if the inputs need a gradient."""
         inputs, weight, mean, scale = ctx.saved_tensors
         dims, shape = reduced_dims(inputs), channel_shape(inputs)
         gradient = gradients[0].to(mean.dtype)
@@ -68,7 +68,7 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """The parameter in the dtype in which it is used. This is float32 if parameter and inputs have the same 16-bit dtype."""
+    """Return the parameter in the dtype of the computation. If parameter and inputs have one 16-bit dtype, this is float32."""
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
     return parameter.to(working_dtype(inputs))

@@ -25,7 +25,7 @@ class BatchStatistics:
 
     @property
     def variance(self) -> torch.Tensor:
-        """The mean squared distance from the mean. It is the variance with which a batch is normalised."""
+        """The mean squared distance from the mean. A batch is normalised with this variance."""
         return self.squares / self.count
 
     @property
@@ -35,7 +35,7 @@ class BatchStatistics:
 
 
 def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
-    """The statistics of this rank's batch.
+    """Return the statistics of this rank's batch.
 
     First, a mean that is rounded to the working dtype is subtracted from the values. The mean of the remainders is the error of
     the rounded mean. The remainders are small, so the sum of their squares loses no digits.
@@ -57,10 +57,11 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 
 
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
-    """The statistics of all ranks' batches together, bitwise the same on every rank. A collective.
+    """Return the statistics of all ranks' batches together. Every rank gets the same bits. A collective.
 
-    The ranks combine means and squares, not sums. So nothing is lost if the mean is large compared with the deviation
-    (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1982).
+    The ranks combine means and squares, not sums. So the result loses no digits if the mean is large compared with the
+    deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.
     """
@@ -76,15 +77,15 @@ def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatist
 
 
 def working_dtype(inputs: torch.Tensor) -> torch.dtype:
-    """The dtype of the computation: float64 for a batch in float64, else float32."""
+    """Return the dtype of the computation: float64 for a batch in float64, else float32."""
     return torch.float64 if inputs.dtype is torch.float64 else torch.float32
 
 
 def reduced_dims(inputs: torch.Tensor) -> list[int]:
-    """All dimensions except the dimension of the channels."""
+    """Return all dimensions except the dimension of the channels."""
     return [dim for dim in range(inputs.dim()) if dim != 1]
 
 
 def channel_shape(inputs: torch.Tensor) -> list[int]:
-    """The shape that a vector of channels needs to fit the batch."""
+    """Return the shape in which a vector with one value for each channel fits the batch."""
     return [-1 if dim == 1 else 1 for dim in range(inputs.dim())]

@@ -41,7 +41,7 @@ class ReductionCosts:
         nbytes: sizes in bytes, ascending.
         seconds: the seconds for each size.
         issue_s: the seconds that the thread of backward needs to start an all-reduce.
-        taken: for each size, the seconds by which an all-reduce delays the computation beside it. May be empty.
+        taken: for each size, the seconds by which an all-reduce delays the computation that runs at that time. May be empty.
     """
 
     nbytes: tuple[float, ...]
@@ -50,11 +50,11 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce: linear between two sizes and beyond the largest one, constant below the smallest one."""
+        """Return the seconds of an all-reduce: linear between sizes and above the largest size, constant below the smallest."""
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
-        """The seconds by which an all-reduce delays gradients that come after its start."""
+        """Return the seconds by which an all-reduce delays the gradients that come after its start."""
         return self.issue_s + (self._between(self.taken, nbytes) if self.taken else 0.0)
 
     def _between(self, seconds: tuple[float, ...], nbytes: float) -> float:
@@ -67,14 +67,14 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Lower each time to the smallest time of a larger size, because disturbances only make times longer. A pure function."""
+    """Lower each time to the smallest time of a larger size. Disturbances only make times longer. A pure function."""
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
-    """The share of an all-reduce's processor time that the model's computation loses, from 0 to 1. A pure function.
+    """Return how much of an all-reduce's processor time the model's computation loses, from 0 to 1. A pure function.
 
-    It is the share of time in which this rank's cores are busy with the work of all ranks that use them.
+    This is the share of time in which the ranks that use this rank's cores keep these cores busy.
 
     Args:
         rank: this rank's position in the two lists.
@@ -87,7 +87,10 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """The sizes for the measured steps. They are small, because small buckets show when gradients come. A pure function."""
+    """Return the sizes for the measured steps. They are small, because small buckets show when gradients come.
+
+    A pure function.
+    """
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
@@ -95,7 +98,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
     """Predict the seconds of a step for each candidate, a pair of the first bucket's size and the others'. A pure function.
 
     Args:
-        workload: the measured buckets. Each has delayed the gradients that came after it.
+        workload: the measured buckets. Each bucket has delayed the gradients that came after it.
         costs: the costs of all-reduces in this group.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
@@ -108,7 +111,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """The sizes with the shortest step, or the default if no step is clearly shorter. A pure function."""
+    """Return the sizes with the shortest step, or the default sizes if no step is clearly shorter. A pure function."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
@@ -116,7 +119,7 @@ def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
 def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
     """Shift all events after a bucket's start by the bucket's delay. The last bucket starts after the last gradient.
 
-    A negative delay takes a measured delay away. The time between two starts does not go below 0.
+    A negative delay removes a measured delay. The time between two starts does not go below 0.
     """
     buckets, ready_s, was_ready_s, delay_s = [], 0.0, 0.0, 0.0
     for bucket, own_delay_s in zip(workload.buckets, delays_s, strict=True):
@@ -131,7 +134,9 @@ def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
 
 
 class BucketTuning:
-    """Measures the first steps of a model, and then chooses sizes once. All ranks choose the same sizes at the same step.
+    """Measures the first steps of a model, and then chooses bucket sizes once.
+
+    All ranks choose the same sizes at the same step.
 
     ::
 
@@ -143,13 +148,13 @@ class BucketTuning:
 
     Args:
         group: its ranks average.
-        reducer: the reducer whose buckets are measured. It was built with `measuring_caps`.
+        reducer: the reducer whose buckets are measured. Its bucket sizes are `measuring_caps`.
 
     Attributes:
-        caps_bytes: the sizes of the first bucket and of the others; None until they are chosen.
+        caps_bytes: the sizes of the first bucket and of the other buckets; None until the sizes are chosen.
 
-    If an all-reduce uses cores that the model needs, too, it delays the gradients that come meanwhile. The delay is the
-    processor time of the all-reduce, multiplied by the share of time in which the ranks keep these cores busy.
+    An all-reduce may use cores that the model needs. Then it delays the gradients that come during the all-reduce. The delay is
+    the processor time of the all-reduce, multiplied by the share of time in which the ranks keep these cores busy.
 
     Cost: the all-reduces move about four times the bytes of a step.
     """
@@ -205,7 +210,7 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """The workload of a step in which each bucket comes as late as on the slowest rank."""
+        """Return the workload of a step. In it, each bucket is ready when it was ready on the slowest rank."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):
@@ -216,7 +221,7 @@ class BucketTuning:
         return Workload(tuple(found), backward_s, 0.0)
 
     def _share_of_cores(self) -> float:
-        """The largest `share_of_cores` of all ranks in the measured steps. A collective."""
+        """Return the largest `share_of_cores` of all ranks in the measured steps. A collective."""
         busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
         said: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())] * self._group.size
         all_gather_object(said, (busy_s / passed_s, _cores()), self._group)
@@ -229,7 +234,10 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """Measure all-reduces. A collective. `share` is the part of their processor time that the model's computation loses."""
+        """Measure all-reduces. A collective.
+
+        `share` says how much of their processor time the model's computation loses, from 0 to 1.
+        """
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:
@@ -250,7 +258,7 @@ class BucketTuning:
         )
 
     def _timed(self, tensor: torch.Tensor) -> tuple[float, float, float]:
-        """Three times in seconds: until an all-reduce is issued, until it is over, and its processor time on all threads."""
+        """Return seconds until an all-reduce is issued, seconds until it is over, and its processor time on all threads."""
         # All ranks begin together, so no rank measures its wait for a late one.
         self._group.barrier()
         busy, began = _clocks()
@@ -285,12 +293,12 @@ def _clocks() -> tuple[float, float]:
 
 
 def _cores() -> frozenset[int]:
-    """The cores on which this process may run."""
+    """Return the cores on which this process may run."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def _times(seen: IterationStatistics) -> list[float]:
-    """Seconds from the forward's start to each bucket's start, to the last gradient, and to the first gradient."""
+    """Return the seconds from the forward's start to each bucket's start, to the last gradient, and to the first gradient."""
     began = seen.forward_started
     starts = [bucket.started - began for bucket in seen.buckets]
     return [*starts, seen.last_gradient - began, seen.backward_started - began]

@@ -1,4 +1,4 @@
-"""Buffers of a wrapped module: when and how its replicas synchronise them."""
+"""Buffers of a wrapped module. This file says when and how the replicas synchronise their buffers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BufferHook:
         state: the hook's first argument.
         hook: `hook(state, buffers)`. It gets a dict of the buffers by name, and changes the buffers in place. It may return
             futures. The end of the next backward waits for these futures.
-        follows_forward: whether the hook runs after the module's forward. If not, it runs before.
+        follows_forward: whether the hook runs after the module's forward. If not, it runs before the forward.
     """
 
     state: Any
@@ -42,11 +42,11 @@ class BufferHook:
 
 
 class Buffers:
-    """The buffers of a module, kept equal on all ranks.
+    """Keeps the buffers of a module equal on all ranks.
 
     Args:
-        state: lists the buffers.
-        enabled: whether forwards synchronise them.
+        state: the module's state, which lists the buffers.
+        enabled: whether forwards synchronise the buffers.
 
     Attributes:
         enabled: the argument.
@@ -62,7 +62,7 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Look again whether the module has buffers, because it may have got new ones."""
+        """Look again whether the module has buffers, because the module may have got new buffers."""
         self._exist = bool(self._state.buffers())
 
     @property
@@ -92,7 +92,10 @@ class Buffers:
         return self._run(self.hook)
 
     def after_forward(self) -> list[AnyFuture]:
-        """Let the hook synchronise the buffers, if it runs after the forward. Returns futures for which backward must wait."""
+        """If the hook runs after the forward, let it synchronise the buffers.
+
+        Return the futures for which the end of backward must wait.
+        """
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 
     def _run(self, hook: BufferHook) -> list[AnyFuture]:
@@ -105,10 +108,10 @@ class Buffers:
         """Keep graphs of earlier forwards valid, unless their backward would compute with other values.
 
         A graph may have saved any buffer. A write of equal values does no harm. A write to the statistics of batch
-        normalisation in training does no harm, either: the graph saves them, but backward does not read them. Autograd sees all
-        other writes, and raises an error in the backward of such a graph. (torch hides all writes from autograd. This can make
-        gradients wrong without an error. If autograd saw all writes, no second forward could run before the first one's
-        backward.)
+        normalisation in training does no harm, either: the graph saves these statistics, but backward does not read them.
+        Autograd sees all other writes, and raises an error in the backward of a graph that has saved the buffer. (torch hides
+        all writes from autograd. This can make gradients wrong without an error. If autograd saw all writes, no second forward
+        could run before the first one's backward.)
         """
         unread = self._state.statistics_of_batch_normalization()
         others = [buffer for buffer in buffers if id(buffer) not in unread]
@@ -121,5 +124,5 @@ class Buffers:
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer's bytes, for a comparison in which a NaN equals itself."""
+    """Return the buffer's bytes. In a comparison of bytes, a NaN equals itself."""
     return bytes_of(in_plain_order(buffer.detach()))

@@ -15,7 +15,7 @@ from .mixed_precision import average_in
 
 
 def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
-    """The hook with this name. None for ALLREDUCE, because a plain average needs no hook.
+    """Return the hook with this name. None for ALLREDUCE, because a plain average needs no hook.
 
     Raises:
         InvalidArgumentError: no hook has this name.

@@ -29,7 +29,7 @@ _IS_IGNORED = "_ddp_ignored"
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """The names for this module that a script gave to `_set_params_and_buffers_to_ignore_for_model`, ours or torch's."""
+    """Return the names to ignore that a script has set for this module, by our DDP's method for this or by torch's."""
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 
@@ -37,7 +37,7 @@ class JoinConfig(NamedTuple):
     """The fields of torch's `_join_config`.
 
     Attributes:
-        enable: whether the module is within `join()`.
+        enable: whether the module is inside `join()`.
         throw_on_early_termination: whether the context raises an error when a rank is out of inputs.
         is_first_joinable: whether the module is the first of the context's joinables.
     """
@@ -48,10 +48,10 @@ class JoinConfig(NamedTuple):
 
 
 class ReducerNames:
-    """torch's names for a reducer (`ddp.reducer`), as far as other libraries use them.
+    """The attributes of torch's reducer (`ddp.reducer`) that other libraries use, with torch's names.
 
     Args:
-        reducer: the reducer behind the names.
+        reducer: our reducer, which does the work.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -65,7 +65,10 @@ class ReducerNames:
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """Build the buckets in the order in which gradients arrived, if this is due. Returns whether it was. A collective."""
+        """If it is time, build the buckets in the order in which gradients arrived, and return True. Else return False.
+
+        A collective.
+        """
         return self._reducer.rebuild_buckets()
 
     def _set_static_graph(self) -> None:
@@ -85,7 +88,7 @@ class ReducerNames:
 
 
 class LoggerNames:
-    """torch's names for a logger (`ddp.logger`), as far as other libraries use them.
+    """The attributes of torch's logger (`ddp.logger`) that other libraries use, with torch's names.
 
     Args:
         ddp: the module whose data is returned.
@@ -161,7 +164,7 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The limits of the first, second, ... bucket, if a list was given; else empty."""
+        """The size limits of the first, second, ... bucket, if the script gave a list. Otherwise an empty list."""
         return self._bucket_caps_bytes if self._lists_bucket_caps else []
 
     @property
@@ -186,7 +189,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets have their final order. An optimizer that overlaps with backward (ZeRO) waits for this."""
+        """Whether the buckets have their final order. torch's ZeRO optimizer waits for this order."""
         return self._reducer.has_rebuilt_buckets
 
     @property

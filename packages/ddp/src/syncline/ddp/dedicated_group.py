@@ -1,4 +1,7 @@
-"""A dedicated group: a second group of the same ranks, for collectives without a fixed place in the first group's order."""
+"""A dedicated group is a second group of a group's ranks.
+
+It runs collectives that have no fixed position in the first group's order.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,16 @@ _lock = threading.Lock()
 
 
 def dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    """A second group of the same ranks, with its own order of calls. The first call for a group is a collective of this group.
+    """Return a second group of this group's ranks, with its own order of calls.
+
+    The first call for a group is a collective of this group.
 
     Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    A layer that communicates in backward does so when autograd reaches it. The moment at which the reducer starts a bucket also
-    depends on the parameters that this rank has not used. So layer and reducer have no common order that is the same on every
-    rank. In one group this would be a mismatch; in two groups it does no harm. And the layer need not wait for the buckets in
-    flight.
+    A layer may communicate in backward, when autograd reaches the layer. The reducer starts a bucket at a moment that also
+    depends on the parameters that this rank has not used. So the calls of layer and reducer may have a different order on each
+    rank. In one group, different orders would be a mismatch. In two groups they do no harm, and the layer need not wait for the
+    buckets in flight.
     """
     key = group if group.torch_group is None else group.torch_group
     with _lock:

@@ -65,57 +65,62 @@ _OF_THIS_PROCESS = frozenset(
 class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """Wraps a module so that each backward averages the gradients over all ranks.
 
-    Every rank builds the same module and wraps it. From then on all ranks have rank 0's parameters and buffers. Each rank feeds
-    its own part of the batch. After `loss.backward()` every rank has bitwise the same gradients: the gradients of the mean of
-    the ranks' losses. If the optimizers are equal, the replicas stay equal.
+    Every rank builds the same module and wraps it. From then on all ranks have rank 0's parameters and buffers. Each rank
+    computes with its own part of the batch. After `loss.backward()` every rank has bitwise the same gradients: the gradients of
+    the mean of the ranks' losses. If the optimizers are equal, the replicas stay equal.
 
     The arguments are torch's, in torch's order. The page "Differences from torch" lists where their meaning differs.
 
     Args:
         module: the module. Every parameter that needs a gradient takes part in every backward, unless
             `find_unused_parameters` or `static_graph` is given.
-        device_ids: the module's device, if the module is not on the CPU. Inputs are moved to this device. None: inputs stay
-            where they are.
+        device_ids: the module's device, if the module is not on the CPU. A forward moves its inputs to this device. None:
+            inputs stay on their devices.
         output_device: deprecated; None or the same device.
         dim: deprecated; 0.
         broadcast_buffers: give all ranks rank 0's buffers (such as running statistics) at construction and at the start of each
-            forward; None means True.
-        init_sync: compare the ranks' modules at construction, and give all ranks rank 0's state. Pass False only if the modules
-            are known to be equal.
-        process_group: a group of Syncline or of torch.distributed. None takes Syncline's default group, or torch's if only
-            torch's is initialised. If neither exists, the constructor makes Syncline's (`init_process_group()`).
+            forward. None means True.
+        init_sync: compare the ranks' modules at construction, and give all ranks rank 0's state. Pass False only if you know
+            that the modules are equal.
+        process_group: a group of Syncline or of torch.distributed. None takes Syncline's default group, or torch's default
+            group if only that one exists. If there is no default group, the constructor makes Syncline's
+            (`init_process_group()`).
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
-            bucket. "auto" measures about ten steps, then builds buckets of the sizes with the shortest predicted step; see
+            bucket. With "auto", DDP measures about ten steps, and then chooses the sizes with the shortest predicted step; see
             `tuned_bucket_cap_mb`.
-        find_unused_parameters: a backward may leave out parameters, on each rank different ones. Parameters that no rank used
-            keep their gradients.
+        find_unused_parameters: a backward may leave out parameters, and different parameters on each rank. Parameters that no
+            rank used keep their gradients.
         check_reduction: deprecated; every reduction is checked.
         gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket. This saves a copy, and as much memory as the
             gradients take. Do not call `detach_()` on such gradients.
         static_graph: every backward uses the same graph as the first. This allows re-entrant checkpoints and unused parameters.
-        delay_all_reduce_named_params: names and parameters that may get any number of gradients, or none, in a backward. These
-            parameters are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
+        delay_all_reduce_named_params: pairs of name and parameter. These parameters may get any number of gradients, or none,
+            in a backward. They are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
         param_to_hook_all_reduce: the parameter of the module for whose gradient `delay_all_reduce_named_params` waits.
-        mixed_precision: a `MixedPrecision`, Syncline's or torch's, to compute, reduce, or keep buffers in a lower precision.
+        mixed_precision: a `MixedPrecision` of Syncline or of torch. It says in which lower precision to compute, to reduce, and
+            to keep buffers.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses its parameters.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses any of its
+            parameters.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`.
         batched_grad_copy: has no effect, because copies into buckets are always batched.
-        forward_sync_buffers: as `broadcast_buffers`, but buffers are always broadcast at construction.
-        lazy_bucket_allocation: an argument of torch 2.15. It only causes a warning, because buckets always stay between
-            backwards.
+        forward_sync_buffers: whether to broadcast buffers at the start of each forward. With this argument, buffers are always
+            broadcast at construction.
+        lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning, because Syncline always keeps its buckets
+            between backwards.
 
     The constructor is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
-    The first forward whose backward is reduced is a collective, too: it allocates the buckets. Making a copy (`copy.deepcopy`,
-    `pickle`) is no collective.
+    The first forward whose backward is reduced is a collective, too, because it allocates the buckets. Making a copy
+    (`copy.deepcopy`, `pickle`) is no collective.
 
     Raises:
-        MisuseError: a parameter or buffer is uninitialised, sparse, on a device that the group does not serve, or has elements
-            that share memory; no parameter needs a gradient; or a layer would see only this rank's batch.
+        MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group does not serve, or has
+            elements that share memory. Or no parameter needs a gradient. Or a layer would see only this rank's batch.
         DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the parameter, buffer or
-            argument and both versions. Also if another rank has raised one of these errors. The text names this rank and its
-            error.
-        InvalidArgumentError: an argument is refused, or contradicts another one. The text says what to pass instead.
+            argument, and its values on both ranks. Another rank may also have raised one of these errors. Then the text names
+            that rank and its error.
+        InvalidArgumentError: Syncline refuses an argument, or an argument contradicts another one. The text says what to pass
+            instead.
     """
 
     _uneven_inputs: UnevenInputs | None = None
@@ -236,7 +241,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether later forwards have their backwards averaged. `no_sync` sets it to False."""
+        """Whether the backwards of later forwards are averaged. `no_sync` sets this to False."""
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter
@@ -247,11 +252,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # In torch.compile(ddp) the compiler gets only the module: the code around it communicates and cannot be traced.
     @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. It may be a collective, so every rank must call it equally often, or within `join`.
+        """Run the module. A forward may be a collective, so every rank must call it equally often, or within `join`.
 
-        In training the forward prepares the reduction of the gradients. Whether a backward is reduced depends on the place of
-        its forward (inside or outside `no_sync`), not on the place of the backward. Buffers are synchronised as in torch, at
-        each forward that follows a forward in training.
+        In training the forward prepares the reduction of the gradients. If a forward runs inside `no_sync`, its backward is not
+        reduced, wherever the backward runs. As in torch, a forward synchronises buffers if the forward before it was in
+        training.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -272,7 +277,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
-        """Prepare a forward. Returns the inputs on their device, and the futures for which the end of backward waits."""
+        """Prepare a forward. Return the inputs on the module's device, and the futures for which the end of backward waits."""
         # A forward without gradients averages nothing, so a change of the module can wait.
         if has_backward and self._watch.is_due(self._reducer.reductions):
             self._follow_module()
@@ -301,7 +306,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self) -> None:
-        """If the module has changed since it was wrapped, average its new parameters. A collective, if it has changed.
+        """If the module has changed since it was wrapped, average its new parameters. A collective, if the module has changed.
 
         After a change, the ranks compare the module, and get rank 0's values of the new parameters.
         """
@@ -361,7 +366,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
-        """Convert the module as in torch. Afterwards parameters may be new objects, with new nodes in the graph."""
+        """Convert the module as torch does. Afterwards parameters may be new objects, with new nodes in the graph."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         self._watch.has_sign = True
         return self
@@ -385,11 +390,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for forwards whose backwards only add to this rank's own gradients, and do not communicate.
+        """A context for forwards. Their backwards only add to this rank's own gradients, and do not communicate.
 
-        The first forward after the context has a backward that reduces the sum. The place of the forward counts, as in torch. A
-        backward inside the context may belong to no forward of this wrapper, for example to a forward of the bare module for a
-        saliency map. Such a backward stays local, too. Contexts may be nested.
+        The backward of the first forward after the context reduces the sum. As in torch, what counts is whether the forward is
+        inside the context, not the backward. A backward inside the context may belong to no forward of this wrapper, for
+        example to a forward of the bare module for a saliency map. This backward stays local, too. Contexts may be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -404,15 +409,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context around a training loop whose ranks may have different numbers of inputs. See `Join`.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks, also when some ranks have no inputs left.
-                False: divide by the number of ranks that have inputs.
+            divide_by_initial_world_size: True: divide gradients by the number of all ranks, also when some ranks have no inputs
+                left. False: divide by the number of ranks that have inputs.
             enable: False makes the context do nothing.
             throw_on_early_termination: raise an error on all ranks when one rank is out of inputs.
         """
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """Make the object that stands in for this module on a rank without inputs. Takes `divide_by_initial_world_size`."""
+        """Make the hook that communicates for this module on a rank without inputs.
+
+        `kwargs` may have `divide_by_initial_world_size`.
+        """
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self._group, self.device)
         throws = self._join is not None and self._join.throws
@@ -431,7 +439,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._group
 
     def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
-        """The rank whose buffers all ranks get. A collective in a join context."""
+        """Return the rank whose buffers all ranks get. In a join context, the call is a collective."""
         present = Join.notify_join_context(self)
         # Outside of a join context every rank has inputs, so rank 0's buffers count.
         if present is None or self._uneven_inputs is None:
@@ -448,20 +456,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._has_adopted_optimizers = True
 
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
-        """Average over the ranks of another group from now on. Ranks may be missing or new in it.
+        """Average over the ranks of another group from now on. The new group may lack old ranks, and may have new ranks.
 
         Every rank of the new group must call this method.
 
-        The ranks compare parameters and buffers, but do not change them. So first give a new rank the state of the others. The
-        communication hook stays. If its state holds the old group, register the hook again. The next backward counts as the
-        first one: afterwards buckets are rebuilt, and a static graph is learnt anew.
+        The ranks compare parameters and buffers, but do not change them. So first give a new rank the parameters and buffers of
+        the other ranks. The communication hook stays. If the hook's state holds the old group, register the hook again. The
+        next backward counts as the first one: after it the reducer rebuilds the buckets, and learns a static graph again.
 
         Args:
             process_group: as at construction.
 
         Raises:
             DisagreementError: as at construction.
-            MisuseError: the call is within `join()`, whose ranks are the ranks of the old group.
+            MisuseError: the call is within `join()`, which works with the ranks of the old group.
         """
         if self._join is not None:
             raise MisuseError(
@@ -495,12 +503,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Args:
             state: passed to the hook at every call.
-            hook: gets a bucket of gradients that are not divided. Returns a future of the flat tensor that every rank gets.
+            hook: gets a bucket with undivided gradients. Returns a future of the flat tensor that every rank gets.
 
         Raises:
             InvalidTypeError: the hook cannot be called.
-            InvalidArgumentError: its annotations name another argument or return type.
-            MisuseError: a backward is under way or has failed. Or mixed precision decides already how gradients are reduced.
+            InvalidArgumentError: the hook's annotations name another type for the argument or for the result.
+            MisuseError: a backward is under way or has failed. Or `mixed_precision` already decides how gradients are reduced.
         """
         self._check_no_wire_dtype()
         try:
@@ -514,9 +522,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
         """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
-        Use it where a post-accumulate-grad hook would be too early: to step, clip, log, or drop a gradient. The hook runs on
-        the thread of backward. While it runs for one bucket's parameters, later buckets are in flight. It does not run in
-        `no_sync` or for parameters that no rank used. It may set `parameter.grad` to None. It must not communicate.
+        Use this hook where a post-accumulate-grad hook would be too early: to step, clip, log, or drop a gradient. The hook
+        runs on the thread of backward. While the hook runs for one bucket's parameters, later buckets are in flight. The hook
+        does not run in `no_sync` or for parameters that no rank used. It may set `parameter.grad` to None. It must not
+        communicate.
 
         Returns:
             A handle. Its `remove()` takes the hook off.
@@ -530,18 +539,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """Trace the steps of this model inside the context. Every rank must enter and leave it. Both are collectives.
+        """Trace the steps of this model inside the context. Every rank must enter and leave the context. Both are collectives.
 
         Each rank writes a file in the folder. When the last step is over, rank 0 merges the files into `trace.json`, which
         ui.perfetto.dev opens. `syncline report` shows the files. To trace without a change to the script, set `SYNCLINE_TRACE`.
 
         Args:
             folder: the folder for the files. It is created if it is missing.
-            first: the first traced step. A step is a reduced backward, and the first one inside the context is number 1.
+            first: the first traced step. A step is a reduced backward, and the first step inside the context is number 1.
             last: the last traced step; None: no limit.
 
         Raises:
-            MisuseError: the context is entered within `join()`, where ranks may have different numbers of steps.
+            MisuseError: the script enters the context within `join()`, where ranks may have different numbers of steps.
             InvalidArgumentError: `first` is below 1 or above `last`.
         """
         if self._join is not None:
@@ -561,10 +570,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Let rank 0 log every `every` steps which rank was last most often, and by how much.
+        """Let rank 0 log, after every `every` steps, which rank was last most often, and how many seconds it was behind.
 
-        Every rank must call it with the same number. The variable `SYNCLINE_STRAGGLERS` has the same effect. The watch ends
-        when ranks may have different numbers of steps: in a join context, or when the group changes.
+        Every rank must call this method with the same number. The variable `SYNCLINE_STRAGGLERS` has the same effect as this
+        method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group changes.
 
         Args:
             every: the number of steps from one line of the log to the next.
@@ -582,12 +591,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """Compare the ranks' parameters after every `every` averaged backwards, by a hash of 16 bytes for each parameter.
+        """Compare the ranks' parameters after every `every` averaged backwards.
 
-        Every rank must call it with the same number. The variable `SYNCLINE_CHECK_REPLICAS` has the same effect. If replicas
-        differ, the backward that finds the difference raises a `DisagreementError` on all ranks. The error names the first
-        parameter that differs. The checks end when ranks may have different numbers of steps: in a join context, or when the
-        group changes.
+        The ranks compare a hash of 16 bytes per parameter.
+
+        Every rank must call this method with the same number. The variable `SYNCLINE_CHECK_REPLICAS` has the same effect as
+        this method. If replicas differ, the backward that finds the difference raises a `DisagreementError` on all ranks. The
+        error names the first parameter that differs. The checks end when ranks may have different numbers of steps: in a join
+        context, or when the group changes.
 
         Args:
             every: the number of averaged backwards from one check to the next. A check reads all parameters once.
@@ -606,15 +617,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others. The same on all ranks.
+        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others.
 
-        None without "auto", and before the choice. To keep the sizes, pass them to a later run as `bucket_cap_mb_list`.
+        They are equal on all ranks.
+
+        None without "auto", and before the sizes are chosen. To keep the sizes, pass them to a later run as
+        `bucket_cap_mb_list`.
         """
         caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
         return None if caps is None else [cap / 2**20 for cap in caps]
 
     def _tune_buckets(self) -> None:
-        """Start to tune the buckets if the script asks for it. Each new reducer is tuned anew, on all ranks of its group."""
+        """Start to tune the buckets if the script asks for this. Each new reducer is tuned again, on all ranks of its group."""
         if self._bucket_tuning is not None:
             self._tell_no_more(self._bucket_tuning.note_step)
             self._bucket_tuning = None
@@ -630,7 +644,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return recording
 
     def _tell(self, listener: Listener) -> None:
-        """Add a listener. Without listeners, a step costs the reducer one comparison with None."""
+        """Add a listener, which is called after each step.
+
+        Without listeners, a step costs the reducer one comparison with None.
+        """
         self._listeners.add(listener)
         self._reducer.on_iteration(self._listeners)
 
@@ -640,7 +657,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
-        """Stop everything that all ranks do at the same step, because the ranks may now have different numbers of steps."""
+        """Stop what all ranks do after a number of steps, because the ranks may now have different numbers of steps."""
         self._stop_watching_stragglers()
         self._stop_checking_replicas()
         if self._bucket_tuning is not None:
@@ -649,11 +666,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             recording.ranks_may_differ = True
 
     def iteration_statistics(self) -> IterationStatistics:
-        """The times of the latest iteration on this rank."""
+        """Return the times of the latest iteration on this rank."""
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
-        """Arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
+        """Return arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
 
         Times belong to the latest iteration. Values whose names begin with "avg" are means over the iterations that torch would
         sample: the first ten, then one in a hundred, or the rate given to `_set_ddp_runtime_logging_sample_rate`.
@@ -748,7 +765,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes except the group, the reducer and others of this process. As in torch, hooks are not kept."""
+        """Return the attributes that a copy keeps.
+
+        It keeps no hooks, as in torch, and no group, reducer or other object of this process.
+        """
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "
@@ -757,7 +777,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, on the default group of this process. No collective: the first reduced forward allocates buckets."""
+        """Restore a copy, on the default group of this process.
+
+        This is no collective: the first reduced forward allocates buckets.
+        """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)

@@ -1,4 +1,4 @@
-"""Elastic training. It goes on when ranks are lost, and takes in new ranks."""
+"""Elastic training goes on when ranks are lost, and takes in new ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """Where a rank is in an epoch. A rank in JOINING is a newcomer that has no state yet."""
+    """The phase of an epoch in which a rank is. A rank in JOINING is a newcomer that has no state yet."""
 
     JOINING = auto()
     BETWEEN_STEPS = auto()
@@ -46,11 +46,11 @@ class _Phase(Enum):
 
 
 class _NotAppliedError(Exception):
-    """The step must be done again. This error leaves the body of `Elastic.step`."""
+    """The step was not applied, and must be repeated. `Elastic.step` raises this error to leave its body."""
 
 
 class Elastic:
-    """Lets a training loop go on when ranks die or join. Each step is applied on all ranks, or on none and then repeated.
+    """Lets a training loop go on when ranks die or join. Each step is applied on all ranks, or on no rank and is then repeated.
 
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -63,26 +63,28 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` inside `with elastic.step():` ends the body at this point. The loop goes on with the next batch from
-    `batches`, which is the same batch, divided anew. After the ranks have agreed, the body must not communicate. Code after a
-    failed collective would run on some ranks only, so there a loss is an error on this rank. Outside of the step, for example
-    in an evaluation, a loss is an error as usual and writes a report. If the training recovers from a loss, there is no report.
-    After a loss the model has a new group: read `model.join_process_group`. If the old group was the default group, the new
-    group becomes the default.
+    A `TransportError` inside `with elastic.step():` ends the body at the line that raised it. The loop goes on with the next
+    batch from `batches`. This is the failed batch, divided among the remaining ranks. Before the first `optimizer.step()` the
+    ranks agree that all apply the step. After this agreement the body must not communicate: code after a failed collective
+    would run on some ranks only. So a loss after the agreement is an error on this rank. Outside of the step, for example in an
+    evaluation, a loss is an error as usual and writes a report. If the training recovers from a loss, there is no report. After
+    a loss the model has a new group: read `model.join_process_group`. If the old group was the default group, the new group
+    becomes the default.
 
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
-    all ranks get the state of one rank in a recovery. A repeated step counts twice in this state. The errors of error feedback
-    stay each rank's own; a newcomer's errors begin at zero. If a state holds a group, register the hook again.
+    all ranks get the state of one rank in a recovery. A repeated step counts twice in this state. In error feedback, each rank
+    keeps its own errors, and a newcomer's errors begin at zero. If a state holds a group, register the hook again.
 
-    **Newcomers.** The same script, started with SYNCLINE_JOIN=1, joins the training. Its constructor waits until the other
-    ranks let it in. They look for newcomers after every `admit_every` applied steps. A newcomer gets the state of the first
-    rank with the most agreements: parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
-    and the state of the communication hook. The newcomer continues where the others are. From there on its script must issue
-    the same collectives as the others, and none of its own. So loop over `epochs`.
+    **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. Its constructor of
+    `Elastic` waits until the other ranks let it in. The other ranks look for newcomers after every `admit_every` applied steps.
+    A newcomer gets the state of the first rank with the most agreements: parameters, buffers, optimizers, sampler, random state
+    of the CPU, the objects in `stateful`, and the state of the communication hook. The newcomer continues at the step of the
+    others. From this step on its script must issue the same collectives as the others, and no other collectives. So loop over
+    `epochs`.
 
     Args:
         model: the model, on a group that can shrink.
-        optimizer: one or several optimizers of the model's parameters. None of them may step within backward
+        optimizer: one or several optimizers of the model's parameters. No optimizer may step within backward
             (`model.fused_optimizer`).
         sampler: the sampler that divides the batches.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get
@@ -90,8 +92,8 @@ class Elastic:
         min_ranks: the training ends if fewer ranks are left.
         max_failures: how many ranks may be lost in the whole training; None: any number.
         silence_timeout_s: see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
-        give_up_s: how many seconds one recovery may take, and a newcomer waits to be let in.
-        admit_every: the number of applied steps from one look for newcomers to the next, if the group can let ranks in
+        give_up_s: how many seconds one recovery may take. A newcomer also waits this long to be let in.
+        admit_every: how many steps are applied from one look for newcomers to the next. Only if the group can let ranks in
             (`ProcessGroup.missing_for_admit`).
 
     Attributes:
@@ -192,16 +194,17 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs from the present one to number `number` - 1. Tells the sampler about each epoch."""
+        """Yield the epochs from the present one to epoch `number` - 1, and tell the sampler about each epoch."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
+        """Yield the batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
 
         Args:
-            loader: gives this rank's share of each batch, in the order of the sampler. It is iterated again after a loss.
+            loader: gives this rank's share of each batch, in the order of the sampler. After a loss, `batches` iterates over it
+                again.
 
         Raises:
             MisuseError: a batch was taken without a step.
@@ -220,7 +223,9 @@ class Elastic:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context for one step, from the forward to `optimizer.step()`. Later code in it runs only if the step was applied.
+        """A context for one step, from the forward to `optimizer.step()`.
+
+        Code after `optimizer.step()` runs only if the step was applied.
 
         Raises:
             RankLostError: on all survivors, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
@@ -250,7 +255,7 @@ class Elastic:
 
     @contextmanager
     def _refusing_late_losses(self) -> Iterator[None]:
-        """A context around the body of a step. After the ranks have agreed, a loss in the body is an error."""
+        """A context around the body of a step. If a rank is lost after the ranks have agreed, the body raises an error."""
         try:
             yield
         except TransportError as error:
@@ -314,7 +319,7 @@ class Elastic:
         return int(mine)
 
     def _newcomers_here(self) -> int:
-        """How many newcomers wait. Only rank 0 looks, and only if this step may let newcomers in. Else 0."""
+        """Return how many newcomers wait. Only rank 0 looks, and only if this step may let newcomers in. Otherwise return 0."""
         is_time = self._admit_every is not None and (self.applied_steps + 1) % self._admit_every == 0
         if not is_time or self._group.rank != 0 or self._vacancies < 1:
             return 0
@@ -326,7 +331,7 @@ class Elastic:
 
     @property
     def _vacancies(self) -> int:
-        """How many newcomers can get a share of every batch."""
+        """Return how many newcomers can join, so that each rank gets a share of every batch."""
         return self._sampler.most_ranks - self._group.size
 
     def _count_step(self) -> None:
@@ -338,7 +343,7 @@ class Elastic:
     # ---- the recovery ----
 
     def _recover(self, error: TransportError) -> bool:
-        """Go on with the remaining ranks. Returns whether the agreement holds in which this rank was."""
+        """Go on with the remaining ranks. Return whether the latest agreement of this rank holds for all ranks."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
@@ -359,7 +364,7 @@ class Elastic:
         """Make the new group, give newcomers the state, and let the model use the group. It may be called again after an error.
 
         Returns:
-            For each member that had a state, how often it has agreed.
+            For each member that had a state, the number of agreements in which it took part.
         """
         old, self._group = self._group, meet()
         is_default = replace_default_group(old, self._group)
@@ -381,7 +386,7 @@ class Elastic:
         return present
 
     def _settle(self, most_agreements: int) -> bool:
-        """Apply or undo the step. Returns whether this rank's agreement holds. See Note [Applied on all or on none]."""
+        """Apply or undo the step. Return whether this rank's latest agreement holds. See Note [Applied on all or on none]."""
         # No rank is ahead, so no rank has applied this step.
         if most_agreements == self._agreements:
             self._undo_step()
@@ -406,7 +411,7 @@ class Elastic:
             self._snapshot.restore()
 
     def _check_limits(self) -> None:
-        """End the training if too few ranks are left or too many were lost. All remaining ranks decide the same."""
+        """End the training if too few ranks are left or too many were lost. All remaining ranks take the same decision."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:
@@ -445,14 +450,17 @@ class Elastic:
         self._phase = _Phase.BETWEEN_STEPS
 
     def _admit_newcomers(self) -> None:
-        """Let waiting newcomers in. On ranks where the agreement failed, `shrink` takes the place of `admit`."""
+        """Let waiting newcomers in. Ranks on which the agreement failed call `shrink` instead of `admit`."""
         present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
         self._check_limits()
         self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
 
     def _share_state(self, root: int) -> None:
-        """Give newcomers the state of `root`. A collective. Other ranks keep their own state: one may still apply its step."""
+        """Give newcomers the state of `root`. A collective.
+
+        Other ranks keep their state, because one of them may still apply its step.
+        """
         if self._group.rank == root:
             self._undo_step()
         models = TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
@@ -464,7 +472,7 @@ class Elastic:
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 
     def _share_hook_state(self, root: int) -> None:
-        """Give all ranks the hook state of `root`. A collective, unless the hook has no state that can be saved."""
+        """Give all ranks the hook state of `root`. This is a collective, unless the hook has no state that can be saved."""
         state = HookState(self._model.communication_hook[1])
         if state.can_be_saved:
             state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))

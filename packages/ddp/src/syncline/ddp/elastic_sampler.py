@@ -11,22 +11,28 @@ from syncline.collectives import InvalidArgumentError
 
 
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
-    """Where batch `number` of `batches` begins and ends among `samples`. Sizes differ by one at most. A pure function."""
+    """Return the first sample of batch `number`, and the first sample after it. Sizes of batches differ by one at most.
+
+    Pure.
+    """
     return number * samples // batches, (number + 1) * samples // batches
 
 
 def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]:
-    """Where a rank's share of the batch from `begin` to `end` begins and ends. A pure function."""
+    """Return the first sample of a rank's share of the batch from `begin` to `end`, and the first sample after the share.
+
+    Pure.
+    """
     return begin + rank * (end - begin) // ranks, begin + (rank + 1) * (end - begin) // ranks
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """The indices of this rank's share of each batch: the `batch_sampler` of a `DataLoader`.
+    """Yields the indices of this rank's share of each batch. Pass it to a `DataLoader` as `batch_sampler`.
 
-    Batches count the samples of all ranks together. So the number of steps, and the samples of a step, do not depend on the
-    number of ranks. An epoch is one order of all samples, cut into batches whose sizes differ by at most one. Every sample is
-    used once. (With `drop_last` all batches have the same size, and the remaining samples are left out.) A batch that was begun
-    but not applied is divided again among the ranks that are present then.
+    A batch contains the samples of all ranks. So the number of steps, and the samples of a step, do not depend on the number of
+    ranks. An epoch is one order of all samples, cut into batches whose sizes differ by at most one. Every sample is used once.
+    (With `drop_last` all batches have the same size, and the remaining samples are left out.) If a batch was begun but not
+    applied, it is divided again among the ranks that are still there.
 
     `Elastic` tells the sampler the present ranks (`divide`) and the applied batches (`advance`).
 
@@ -56,11 +62,11 @@ class ElasticSampler(Sampler[list[int]]):
         self.applied = 0
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's share, a list of indices, of each batch of the epoch that is not applied yet."""
+        """Yield this rank's share of each batch of the epoch that is not applied yet. A share is a list of indices."""
         order = self._order()
         for number in range(self.applied, self._batches):
             begin, end = self._share(number)
@@ -78,17 +84,17 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's share of the present batch. Multiply the share's mean loss by it.
+        """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
 
-        All ranks' gradients have the same weight in the average. If shares differ by a sample, this weight makes the result
-        the average over the whole batch. If shares are equal, the weight is 1.
+        The average over the ranks gives all ranks' gradients the same weight. If shares differ by a sample, the weight corrects
+        this, so that the result is the average over the whole batch. If shares are equal, the weight is 1.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)
         return (mine[1] - mine[0]) * self._ranks / (end - begin)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. If this epoch is under way, do nothing."""
+        """Begin an epoch. If this epoch is already under way, do nothing."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.applied = 0
@@ -111,11 +117,11 @@ class ElasticSampler(Sampler[list[int]]):
         self.applied += 1
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and the number of applied batches; the same on all ranks."""
+        """Return the epoch and the number of applied batches; the same on all ranks."""
         return {"epoch": self.epoch, "applied": self.applied}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the place of another rank or of an earlier run."""
+        """Continue at the batch where another rank or an earlier run was."""
         self.epoch, self.applied = state["epoch"], state["applied"]
 
     def _share(self, number: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Users' hooks and optimizers that run in backward, for each parameter as soon as its gradient is averaged."""
+"""Users' hooks and optimizers that run in backward. They run for a parameter as soon as its gradient is averaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AverageHook: TypeAlias = Callable[[torch.nn.Parameter], object]
 
 
 class AverageHooks:
-    """Users' hooks on averaged gradients. For each parameter they run in the order of registration.
+    """Users' hooks on averaged gradients. For each parameter the hooks run in the order in which they were registered.
 
     Args:
         optimizer: the optimizer that steps after the hooks.
@@ -28,7 +28,7 @@ class AverageHooks:
         self._hooks: OrderedDict[int, AverageHook] = OrderedDict()  # a plain dict cannot be referred to weakly
 
     def add(self, hook: AverageHook) -> RemovableHandle:
-        """Call this hook from now on. Returns a handle to remove it."""
+        """Call this hook from now on. Return a handle that removes the hook."""
         if not callable(hook):
             raise InvalidTypeError(f"expected a function hook(parameter), found {type(hook).__name__}")
         handle = RemovableHandle(self._hooks)
@@ -36,7 +36,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks, then step. These parameters have their averaged gradients."""
+        """Call the hooks, then step these parameters. Their gradients are averaged already."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -47,7 +47,7 @@ class AverageHooks:
 class FusedOptimizer:
     """Steps parameters one by one. Each parameter has its own optimizer, with its own state.
 
-    The step of one bucket's parameters overlaps with the reduction of the next buckets.
+    While the parameters of one bucket step, the next buckets are being reduced.
 
     Attributes:
         optimizers: the optimizers of each parameter.
@@ -76,7 +76,7 @@ class FusedOptimizer:
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which would step before the reduction.
 
-        As in torch, a gradient becomes None after its step.
+        As in torch, a gradient becomes None after the step of its parameter.
         """
         for parameter in parameters:
             if hasattr(parameter, IN_BACKWARD_OPTIMIZERS) and parameter not in self.optimizers:

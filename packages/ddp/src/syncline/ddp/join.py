@@ -23,32 +23,35 @@ from syncline.collectives import DisagreementError, InvalidArgumentError, Misuse
 
 
 class JoinHook:
-    """The work of one joinable on a rank without inputs, and at the end. By default the methods do nothing."""
+    """The communication of one joinable on a rank without inputs, and at the end of the context.
+
+    By default the methods do nothing.
+    """
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in the collectives that the joinable issues in one iteration of the ranks that have inputs.
+        """Take part in the collectives of one iteration. The joinable issues these collectives on the ranks that have inputs.
 
-        Every rank without inputs calls it once for each iteration of the other ranks.
+        Every rank without inputs calls this method once for each iteration of the other ranks.
 
         Args:
             present: the ranks that have inputs; at least one.
         """
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the same state. Called on all ranks when all are out of inputs.
+        """Give all ranks the same state. All ranks call this method when no rank has inputs any more.
 
         Args:
             last_rank: the largest of the ranks that had inputs until the end. It is the same on every rank.
         """
 
     def leave(self) -> None:
-        """Forget the context, because it ends, possibly with an error. No collective."""
+        """Forget the context, because the context ends, possibly with an error. This is no collective."""
 
 
 class Joinable(ABC):
-    """An object that can be trained with uneven inputs. It communicates once in each iteration.
+    """An object that communicates once in each iteration, and that can be used if ranks have different numbers of inputs.
 
-    Before it communicates, it calls `Join.notify_join_context(self)`.
+    Before the object communicates, it calls `Join.notify_join_context(self)`.
     """
 
     _join: Join | None = None
@@ -58,7 +61,7 @@ class Joinable(ABC):
         """Make a new hook for the context that is being entered (`self._join`).
 
         Args:
-            kwargs: the context's keyword arguments. All joinables get the same ones, and each takes its own.
+            kwargs: the context's keyword arguments. All joinables get all of them, and each joinable uses only its own.
         """
 
     @property
@@ -80,7 +83,7 @@ class Join:
 
     Args:
         joinables: all objects that communicate in the loop over one group, such as a `DistributedDataParallel` or an optimizer.
-            They are in the order in which they communicate in an iteration.
+            List them in the order in which they communicate in an iteration.
         enable: False makes the context do nothing.
         throw_on_early_termination: raise an error on all ranks when one rank is out of inputs, and do not go on.
         kwargs: passed to each `join_hook`.
@@ -117,15 +120,15 @@ class Join:
         return self._throws
 
     def is_first(self, joinable: object) -> bool:
-        """Whether a joinable is the first of the context."""
+        """Whether this joinable is the first joinable of the context."""
         return joinable is self._joinables[0]
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> tuple[int, ...] | None:
-        """Tell the context that this rank has inputs. A joinable calls it before it communicates in an iteration.
+        """Tell the context that this rank has inputs. A joinable calls this method before it communicates in an iteration.
 
         Returns:
-            The ranks that have inputs; None outside of a context. Only the call of the first joinable asks the other ranks.
+            The ranks that have inputs, or None outside of a context. Only the call of the first joinable asks the other ranks.
         """
         context = joinable._join
         if context is None:

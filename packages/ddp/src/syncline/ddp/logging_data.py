@@ -63,7 +63,10 @@ class RuntimeSamples:
                 self._samples.append(_durations(before))
 
     def describe(self) -> LoggingData:
-        """The number of the latest sampled iteration, from 0. If there are samples, also their means in nanoseconds."""
+        """Return the number of the latest sampled iteration, from 0.
+
+        If there are samples, add their mean times in nanoseconds.
+        """
         if self._iteration is None:
             return {"iteration": 0}
         names = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
@@ -75,26 +78,29 @@ class RuntimeSamples:
 
 
 def describe_error(reducer: Reducer) -> LoggingData:
-    """The latest error, and the flag that there was one. Empty if there was none."""
+    """Return the latest error, and a flag that says that there was an error. Return an empty dict if there was no error."""
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
 def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
-    """The name of the communication hook. A closure's name includes the function around it. Empty without a hook."""
+    """Return the name of the communication hook. A closure's name includes the function around it.
+
+    The result is empty without a hook.
+    """
     if builtin is not None:
         return {"comm_hook": str(builtin)}
     return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
 
 
 def describe_environment() -> LoggingData:
-    """The environment variables that torch reads. A variable that is not set has the value "N/A"."""
+    """Return the environment variables that torch reads. A variable that is not set has the value "N/A"."""
     return {name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT}
 
 
 def describe_module(
     module: torch.nn.Module, parameters: Sequence[torch.Tensor], group: ProcessGroup, given: AnyGroup
 ) -> LoggingData:
-    """The values that do not change: module, ranks, sizes in bytes.
+    """Return the values that do not change: module, ranks, sizes in bytes.
 
     Args:
         module: the module.
@@ -122,7 +128,10 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """The first and the present buckets: their bytes, their parameters' indices, their number, and the order of arrival."""
+    """Describe the first and the present buckets: bytes, indices of parameters, and number.
+
+    Also describe the order of gradients.
+    """
     now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
     data: LoggingData = {
         "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),
@@ -140,13 +149,16 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
 
 
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
-    """The algorithm that reduced each bucket last. Empty if the group does not tell it, or has reduced no bucket."""
+    """Return the algorithm that reduced each bucket last.
+
+    The result is empty if the group does not tell its algorithms, or if no bucket was reduced.
+    """
     found = [group.algorithm_of("all_reduce", bucket.buffer) for bucket in reducer.buckets]
     return {"bucket_algorithms": ", ".join(name or "unknown" for name in found)} if any(found) else {}
 
 
 def describe_iteration(times: IterationStatistics) -> LoggingData:
-    """The known times of the latest iteration, under torch's names, in nanoseconds of `time.perf_counter`."""
+    """Return the known times of the latest iteration, under torch's names, in nanoseconds of `time.perf_counter`."""
     if not times.finished:
         return {}
     forward, backward, comm, overlap = _durations(times)
@@ -167,7 +179,7 @@ def describe_iteration(times: IterationStatistics) -> LoggingData:
 
 
 def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
-    """The seconds of a finished iteration: forward, backward, communication, and the overlap of backward and communication."""
+    """Return seconds of a finished iteration: forward, backward, communication, and overlap of backward and communication."""
     forward = times.forward_ended - times.forward_started if times.forward_ended else 0.0
     backward = times.last_gradient - times.backward_started
     span = _communication(times)
@@ -178,6 +190,6 @@ def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
 
 
 def _communication(times: IterationStatistics) -> tuple[float, float] | None:
-    """When the first bucket started and when the last one was reduced; None if no bucket was reduced."""
+    """Return when the first bucket started and when the last bucket was reduced, or None if no bucket was reduced."""
     ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
     return (times.buckets[0].started, max(ends)) if ends else None

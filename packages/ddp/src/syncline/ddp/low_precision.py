@@ -30,24 +30,25 @@ class LowPrecision:
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     During a forward the module's attributes hold casts of its parameters. Each cast is a differentiable function of its
-    parameter. So gradients reach the parameters through the casts, in the parameters' own dtype, and reducer and optimizer see
-    only this dtype. Outside of the module's own computation, `module.parameters()` returns the parameters.
+    parameter. So gradients reach the parameters through the casts, and have the parameters' own dtype. Reducer and optimizer
+    see only this dtype. Outside of the module's own computation, `module.parameters()` returns the parameters.
 
-    Backward computes with the module, too: a checkpoint runs a part of it again. So when backward reaches an output of a
-    forward, the casts of this forward are put back in place, and stay until this backward ends. If the backward fails, autograd
-    drops the callback without calling it. So the callback also undoes its work when it is dropped.
+    Backward computes with the module, too: a checkpoint runs a part of the forward again. So when backward reaches an output of
+    a forward, the module's attributes get the casts of this forward again, and keep them until this backward ends. A callback
+    at the end of backward removes the casts. If the backward fails, autograd drops this callback without calling it. So the
+    casts are also removed when the callback is dropped.
 
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A forward may write to a parameter: a momentum encoder, an initialisation from the first batch, an embedding with
-    `max_norm`. Such a write goes to the cast. So after the forward, the changed elements of a cast are copied to its parameter.
-    The other elements stay unchanged, because a cast has fewer bits. Most casts need no check. A cast is checked only if its
-    version has changed, or if code has read its `data`, which has a version of its own.
+    `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are copied to its parameter.
+    The other elements of the parameter stay unchanged, because a cast has fewer bits. Most casts need no check. A cast is
+    checked only if its version has changed, or if code has read `cast.data`, a tensor with a version of its own.
 
     Args:
         module: the module.
         parameters: the parameters to cast, with their names. Parameters that are not floating point are not cast.
-        dtype: the dtype of the computation. Floating point inputs are cast to it.
+        dtype: the dtype of the computation. Floating point inputs are cast to this dtype.
 
     Raises:
         MisuseError: this version of torch lacks private parts that this class needs. See `torch_internals`.
@@ -109,7 +110,7 @@ class LowPrecision:
 
         Args:
             casts: the casts of this forward.
-            left: the tensors that the forward has left in the places.
+            left: the tensors that the module's attributes have after the forward.
         """
         for (_, _, index), tensor in zip(self._places, left, strict=True):
             if tensor is not casts[index]:
@@ -134,7 +135,10 @@ class LowPrecision:
         )
 
     def _enter_backward(self, casts: Sequence[torch.Tensor]) -> None:
-        """Put the casts in place for this backward. Autograd calls it when an output's gradient is known, before using it."""
+        """Put the casts into the module for this backward.
+
+        Autograd calls this method before it uses the gradient of an output.
+        """
         # Another output of the same backward has put the casts in place already.
         if self._is_in_backward:
             return
@@ -149,7 +153,7 @@ class LowPrecision:
 
     @disable_dynamo
     def _put(self, tensors: Tensors) -> Tensors:
-        """Put a tensor in each place, and return the tensors that were there."""
+        """Put a tensor into each of the module's attributes for parameters, and return the tensors that were there before."""
         before = [parameters[name] for parameters, name, _ in self._places]
         for (parameters, name, _), tensor in zip(self._places, tensors, strict=True):
             parameters[name] = tensor  # as torch.func.functional_call does
@@ -159,7 +163,10 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast in the place of its parameter. It notes whether code has asked for its `data`, and so may have written to it."""
+    """A cast that the module has in place of a parameter.
+
+    It notes whether code has read its `data`, and so may have changed it.
+    """
 
     was_data_asked_for = False
 
@@ -183,7 +190,10 @@ def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
-    """Copy elements to the parameter if they differ from a new cast of it. Returns whether any bit differs."""
+    """Copy those elements of a cast to the parameter that differ from a new cast of the parameter.
+
+    Return whether any bit differs.
+    """
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False
@@ -194,7 +204,7 @@ def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
 
 
 class _Once:
-    """Runs an action once: when it is called, or when its last reference is dropped."""
+    """Runs an action once: when this object is called, or when the last reference to this object is dropped."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action

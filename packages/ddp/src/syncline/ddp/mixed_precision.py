@@ -1,4 +1,4 @@
-"""Mixed precision: one dtype each for the module's computation, the averaged gradients, and the buffers."""
+"""Mixed precision: one dtype for the module's computation, one for the averaged gradients, and one for the buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_internals import TorchMixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The lower precisions for `DistributedDataParallel(mixed_precision=...)`. Parameters stay in their own dtype.
+    """The lower precisions for `DistributedDataParallel(mixed_precision=...)`. Parameters keep their own dtype.
 
     Args:
         param_dtype: the module computes with casts of its parameters and inputs to this dtype. Gradients arrive and are added
@@ -63,7 +63,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that averages in another dtype. Complex buckets are averaged in their own dtype.
+    """Return a communication hook that averages in another dtype. Complex buckets are averaged in their own dtype.
 
     Extra memory: a copy of the bucket in this dtype.
     """
@@ -75,10 +75,10 @@ def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[t
 
 
 def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, state: ModuleState) -> LowPrecision | None:
-    """Convert the buffers. If the module is to compute in another dtype, return an object that runs it so; else None.
+    """Convert the buffers. If `param_dtype` is given, return an object that runs the module in this dtype, else None.
 
     Raises:
-        InvalidArgumentError: a gradient is sparse, and was to be averaged in another dtype.
+        InvalidArgumentError: a gradient is sparse, so it cannot be averaged in another dtype.
     """
     if config is None:
         return None

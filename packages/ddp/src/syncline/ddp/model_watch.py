@@ -1,4 +1,4 @@
-"""ModelWatch notices that the wrapped module has other parameters than the averaged ones."""
+"""ModelWatch notices when the parameters of the wrapped module are no longer the parameters that are averaged."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class ModelWatch:
 
     Note [What tells that a model has changed]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Walking over a model in each step would cost a microsecond for each of its parts. So the walk needs a sign first:
+    Walking over a model in each step would cost a microsecond for each of its submodules. So a walk needs a sign first:
 
-    - torch reports when a parameter or a module is registered with one of the module's parts: assignment to an attribute,
+    - torch reports when a parameter or a module is registered with a submodule: assignment to an attribute,
       `load_state_dict(assign=True)`, a parametrisation, an adapter. This sign costs nothing in a step.
     - The wrapper's own `_apply` (`ddp.double()`) may replace parameters, and changes their nodes in the graph.
     - Each forward looks whether frozen parameters are still frozen. This costs 0.03 us for each frozen parameter.
-    - Other changes give no sign, such as `ddp.module.double()` with
-      `torch.__future__.set_overwrite_module_params_on_conversion`. A look at all places of parameters finds them, at 0.05 us
-      for each place. It comes after every 32 reduced backwards, which all ranks count in the same way. At first it also comes
-      after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`).
+    - Some changes give no sign, such as `ddp.module.double()` with
+      `torch.__future__.set_overwrite_module_params_on_conversion`. To find these changes, the watch looks at all attributes
+      that hold parameters, which costs 0.05 us for each attribute. It looks after every 32 reduced backwards, which all ranks
+      count in the same way, and at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`).
 
-    A parameter that is deleted or frozen gives no sign. It gets no gradient. At the end of backward, this is an error that
-    names the parameter, unless unused parameters are allowed. Freezing for a while (the two players of a GAN) must cost
-    nothing.
+    Deleting or freezing a parameter gives no sign, because freezing for a while (the two players of a GAN) must cost nothing.
+    This parameter then gets no gradient. So the end of backward raises an error that names the parameter, unless unused
+    parameters are allowed.
 
     Args:
         state: the module's state.
@@ -91,22 +91,28 @@ class ModelWatch:
         return self.has_sign
 
     def has_changed(self) -> bool:
-        """Whether the module has other parameters than at the last `take_note`, or parameters of another kind."""
+        """Whether the module has other parameters than at the last `take_note`, or a parameter has another kind."""
         if any(map(_requires_grad_of, self._frozen)):
             return True
         return [_kind(name, parameter) for name, parameter in self._state.parameters()] != self._kinds
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters that are new objects since the last `take_note`, or were frozen then and need a gradient now."""
+        """Return the parameters that are new since the last `take_note`.
+
+        A parameter that was frozen then and needs a gradient now is new, too.
+        """
         thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
     def new_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The buffers that are other tensors than at the last `take_note`."""
+        """Return the buffers that are new tensors since the last `take_note`."""
         return [(name, buffer) for name, buffer in self._state.buffers() if id(buffer) not in self._buffers]
 
     def note_registration(self, part: torch.nn.Module) -> None:
-        """Note that a parameter or module was registered with `part`. It is a sign if `part` belongs to the watched module."""
+        """Note that a parameter or module was registered with the submodule `part`.
+
+        This is a sign if `part` belongs to the watched module.
+        """
         if id(part) in self._parts:
             self.has_sign = True
 

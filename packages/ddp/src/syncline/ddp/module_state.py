@@ -19,7 +19,7 @@ _NORMALIZATION = (BatchNorm, InstanceNorm)
 
 
 class ModuleState:
-    """The parameters and buffers of a module that its replicas share: all except the ignored ones.
+    """The parameters and buffers that the replicas of a module share: all except the ignored parameters and buffers.
 
     Args:
         module: the module.
@@ -34,15 +34,18 @@ class ModuleState:
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
-        """All shared parameters with their names, each once, in order of definition."""
+        """Return all shared parameters with their names, each once, in order of definition."""
         return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """All shared buffers with their names, each once."""
+        """Return all shared buffers with their names, each once."""
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def statistics_of_batch_normalization(self) -> set[int]:
-        """The `id`s of the buffers that batch or instance normalisation updates in training. Backward does not read them."""
+        """Return the `id`s of the buffers that batch or instance normalisation updates in training.
+
+        Backward does not read these buffers.
+        """
         layers = (layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION) and layer.training)
         return {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
 
@@ -73,7 +76,7 @@ class ModuleState:
                 raise MisuseError(f"buffer '{name}' {problem}")
 
     def trainable_parameters(self) -> NamedParameters:
-        """The parameters that need a gradient.
+        """Return the parameters that need a gradient.
 
         Raises:
             MisuseError: no parameter needs one.
@@ -87,7 +90,7 @@ class ModuleState:
         return trainable
 
     def sparse_parameters(self) -> set[int]:
-        """The `id`s of the parameters whose gradients are sparse: the weights of embeddings with `sparse=True`."""
+        """Return the `id`s of the parameters with sparse gradients. These are the weights of embeddings with `sparse=True`."""
         embeddings = (m for m in self.module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
@@ -108,17 +111,20 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, detached. If `expand` has repeated elements of a tensor, a view that has each element once."""
+    """Return detached views of the tensors.
+
+    In the view of an expanded tensor, each element is there only once, so it can be written.
+    """
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The index whose view has each element of an expanded tensor once."""
+    """Return an index for an expanded tensor. The view `tensor[index]` has each element once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
 def _problem(tensor: torch.Tensor, group: ProcessGroup) -> str | None:
-    """Why a tensor cannot be shared over a group; None if it can."""
+    """Say why the ranks of a group cannot share a tensor. None: they can."""
     if is_lazy(tensor):
         return "is not initialised yet; run one forward of the bare module before it is wrapped"
     if tensor.device.type not in group.device_types:

@@ -12,7 +12,7 @@ from syncline.collectives.internal import disable_dynamo
 
 @disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
-    """All tensors in an object of lists, tuples, sets, mappings and dataclasses, at any depth."""
+    """Return all tensors in nested lists, tuples, sets, mappings and dataclasses."""
     tensors: list[torch.Tensor] = []
     seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed one
     waiting = [outputs]
@@ -40,5 +40,5 @@ def _members(value: object) -> Iterable[object]:
 
 
 def _attributes(value: object) -> Iterable[object]:
-    """The values of an object's attributes, which its class or other code has set."""
+    """Return the values of an object's attributes, whether its class or other code has set them."""
     return getattr(value, "__dict__", {}).values()

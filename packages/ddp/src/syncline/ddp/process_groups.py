@@ -20,7 +20,7 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """The group that the arguments name, as the same object that the script passed.
+    """Return the group that the arguments name. If the script passed a group, return this object.
 
     Args:
         process_group: a group of Syncline or of torch.distributed; None: the default group.
@@ -51,17 +51,20 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 
 
 def as_ours(group: AnyGroup) -> ProcessGroup:
-    """Turn a group into one of Syncline. A group of torch.distributed is wrapped, or unwrapped if Syncline's is inside."""
+    """Turn a group into a group of Syncline.
+
+    A group of torch.distributed is wrapped, or is unwrapped if it contains Syncline's.
+    """
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 
 
 def resolve_group(process_group: object) -> ProcessGroup:
-    """The group of Syncline for the group that the argument names; see `choose_group`."""
+    """Return the group of Syncline for the group that the argument names; see `choose_group`."""
     return as_ours(choose_group(process_group))
 
 
 def choose_default_group() -> AnyGroup:
-    """Syncline's default group, else torch's default group. If there is neither, make Syncline's."""
+    """Return Syncline's default group, else torch's default group. If there is no default group, make Syncline's."""
     if is_initialized():
         return get_default_group()
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""ReplicaCheck compares the parameters of all ranks after every so many steps."""
+"""ReplicaCheck compares the parameters of all ranks after a given number of steps, again and again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReplicaHash:
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
-        """The hash of each tensor, 16 bytes. If tensors are on a GPU, the call waits for this GPU once."""
+        """Return the hash of each tensor, which has 16 bytes. If tensors are on a GPU, the call waits for this GPU once."""
         halves = [self._halves(tensor.detach()) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for place, half in enumerate(halves):
@@ -67,7 +67,7 @@ class ReplicaHash:
 
 
 def _lanes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as 32-bit integers, in the order of its elements."""
+    """Return a tensor's bits as 32-bit integers, in the order of its elements."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = real.contiguous().view(-1).view(torch.uint8)
     rest = -flat.numel() % 4
@@ -82,7 +82,7 @@ class ReplicaCheck:
         state: the module's state.
         every: the number of averaged backwards from one check to the next.
 
-    Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, they also gather 16 bytes for each
+    Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, the ranks also gather 16 bytes for each
     parameter.
     """
 
@@ -104,7 +104,7 @@ class ReplicaCheck:
         """Compare the parameters now. A collective.
 
         Raises:
-            DisagreementError: on all ranks, if parameters differ. The text names the first one that differs.
+            DisagreementError: on all ranks, if parameters differ. The text names the first parameter that differs.
         """
         parameters = self._state.parameters()
         hashes = b"".join(self._hash(parameter for _, parameter in parameters))
@@ -119,7 +119,7 @@ class ReplicaCheck:
 
 
 def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
-    """Say in words which parameter is the first that differs, and on which ranks. A pure function.
+    """Say in words which parameter is the first that differs, and on which ranks it differs. A pure function.
 
     Args:
         names: the parameters' names.

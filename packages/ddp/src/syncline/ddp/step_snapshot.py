@@ -10,7 +10,7 @@ from .module_state import first_of_each, writable
 
 
 def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that have a buffer now, among the submodules and the module itself."""
+    """Return the modules that have a buffer now, among the submodules and the module itself."""
     return [part for part in module.modules() if next(part.buffers(recurse=False), None) is not None]
 
 
@@ -21,8 +21,8 @@ class StepSnapshot:
 
     Args:
         module: the module with the buffers.
-        holders: the module's `holders_of_buffers`. They are found once, because a walk over hundreds of modules takes a
-            millisecond.
+        holders: the result of `holders_of_buffers(module)`. The caller keeps it, because a walk over hundreds of modules takes
+            a millisecond.
     """
 
     def __init__(self, module: torch.nn.Module, holders: Iterable[torch.nn.Module]) -> None:
@@ -36,7 +36,7 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers and the random state back, and drop the gradients."""
+        """Give the buffers and the random state their earlier values, and drop the gradients."""
         for holder, name, buffer, value in self._buffers:
             # The old buffer gets its old values, also if the step has put another tensor in its place.
             writable([buffer])[0].copy_(value[first_of_each(buffer)])

@@ -1,4 +1,4 @@
-"""Stragglers: report after every so many steps which rank the others wait for."""
+"""Stragglers: report, after a given number of steps, for which rank the other ranks wait."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Straggler:
         rank: the straggler's rank in the group.
         times_last: in how many steps this rank was last.
         steps: the number of steps in all.
-        late_s: how many seconds it was behind the median of the other ranks. This is the median over the steps in which it was
-            last.
+        late_s: how many seconds this rank was behind the median of the other ranks, as the median over the steps in which it
+            was last.
     """
 
     rank: int
@@ -41,11 +41,13 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """The rank that came last most often. If several did so equally often, the one that came later. A pure function.
+    """Return the rank that came last most often. If several ranks were last equally often, the later one counts.
+
+    A pure function.
 
     Args:
-        steps: for each step and each rank the time of the last gradient, in seconds since a moment that all ranks have in
-            common. There must be at least one step and two ranks.
+        steps: for each step and each rank the time of the last gradient, in seconds. All ranks measure from the same moment.
+            There must be at least one step and two ranks.
     """
     last = [max(range(len(times)), key=times.__getitem__) for times in steps]
     late = {
@@ -63,14 +65,14 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 class StragglerWatch:
     """Lets rank 0 log, after every `every` steps, which rank was last most often. The logger is `syncline.ddp`.
 
-    No clocks are compared, because the ranks measure from a common moment: the end of the step before. A reduction ends on no
-    rank before all ranks have contributed. The time since this moment includes everything: reading data, forward, backward.
+    The ranks need not compare their clocks, because all measure from the same moment: the end of the previous step. A reduction
+    ends on no rank before all ranks have contributed. The time since this moment includes reading data, forward and backward.
 
     Args:
         group: the group whose ranks average.
         every: the number of steps from one line of the log to the next.
 
-    Cost: no clock reading of its own. Every `every` steps an all-gather of 8 * `every` bytes from each rank.
+    Cost: every `every` steps an all-gather of 8 * `every` bytes from each rank. The watch does not read the clock itself.
     """
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
@@ -100,7 +102,7 @@ class StragglerWatch:
 
 
 def every_from(environ: Mapping[str, str], variable: str = EVERY_VARIABLE) -> int | None:
-    """The number of steps in an environment variable; None if the variable is empty or not set.
+    """Return the number of steps in an environment variable, or None if the variable is empty or not set.
 
     Raises:
         InvalidArgumentError: the text is not a whole number of at least 1.
@@ -115,7 +117,7 @@ def checked_every(every: object, name: str) -> int:
     """Check a number of steps, and return it.
 
     Raises:
-        InvalidArgumentError: `every` is not a whole number of at least 1. The text has `name`.
+        InvalidArgumentError: `every` is not a whole number of at least 1. The error's text contains `name`.
     """
     if not isinstance(every, int) or every < 1:
         raise InvalidArgumentError(f"{name}: expected a number of steps of at least 1, found {every!r}")

@@ -35,22 +35,23 @@ _PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation with the mean and variance of all ranks' batches, as in one process with the whole batch.
+    """Batch normalisation with the mean and variance of all ranks' batches.
 
-    In training every rank's forward is a collective, and so is its backward. The ranks' batches may have different sizes, or be
-    empty. In evaluation, and in a group of one, the layer is plain batch normalisation. Its gradient cannot be differentiated
-    again.
+    The result is as in one process with the whole batch.
 
-    The layer communicates in a group of its own, which the first forward makes.
+    In training, forward and backward are collectives. The ranks' batches may have different sizes, or be empty. In evaluation,
+    and in a group of one rank, the layer is plain batch normalisation. The layer's gradient cannot be differentiated again.
+
+    The layer communicates in a separate group. The first forward makes this group.
 
     Args:
         num_features: the number of channels, the second dimension of the inputs.
         eps: a number that is added to the variance.
         momentum: the weight of the newest batch in the running estimates. None: the estimates are averages over all batches.
         affine: whether there is a weight (and a bias).
-        track_running_stats: whether there are running estimates, for evaluation.
-        process_group: a group of Syncline or of torch.distributed. None takes the default group, Syncline's or torch's, at each
-            forward. While there is no default group, the layer is plain batch normalisation.
+        track_running_stats: whether the layer keeps running estimates for evaluation.
+        process_group: a group of Syncline or of torch.distributed. None takes the default group of Syncline or of torch, at
+            each forward. As long as there is no default group, the layer is plain batch normalisation.
         device: the device of parameters and buffers.
         dtype: the dtype of parameters and buffers.
         bias: whether there is a bias, if `affine`.
@@ -59,7 +60,7 @@ class SyncBatchNorm(BatchNorm):
     inputs are computed in float32.
 
     Cost, with c channels: an all-gather of 8 * (2c + 1) bytes from each rank in forward, and an all_reduce of 16c bytes in
-    backward. In the first forward in a group the ranks also compare their layers.
+    backward. In the first forward over a group, the ranks also compare their layers.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class SyncBatchNorm(BatchNorm):
         Args:
             module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other
                 attributes.
-            process_group: the group of the new layers; see the class. None: a layer that has a group keeps it.
+            process_group: the group of the new layers; see the class. None: a layer that already has a group keeps this group.
 
         Returns:
             The module. If the module itself is a batch normalisation, the layer that replaces it.
 
         Raises:
-            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward, which would be lost. Or
-                this rank is not in the group.
+            MisuseError: a layer is not initialised yet (lazy), or is parametrised. Or a layer has its own forward, which the
+                conversion would lose. Or this rank is not in the group.
         """
         NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -123,7 +124,7 @@ class SyncBatchNorm(BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch. In training it is a collective, also on a rank with an empty batch.
+        """Normalise a batch. In training this is a collective, also on a rank with an empty batch.
 
         Raises:
             InvalidArgumentError: the shape does not fit, or the channels have fewer than two values over all ranks.
@@ -185,14 +186,14 @@ class SyncBatchNorm(BatchNorm):
     # ---- copies ----
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy everything except the group, because the copy communicates with the same ranks."""
+        """Copy all attributes except the group. The copy uses the group of the original."""
         memo[id(self.process_group)] = self.process_group
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes, if the group is the default group. Another process has a default group, too."""
+        """Return all attributes, if the group is the default group. The process that loads them has a default group, too."""
         if self.process_group is not None:
             raise MisuseError(
                 "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "
@@ -208,8 +209,8 @@ def convert_sync_batchnorm(
 
     Args:
         module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
-        process_group: the group of the new layers. None: a layer that has a group keeps it, and the others use the default
-            group.
+        process_group: the group of the new layers. None: a layer that already has a group keeps this group, and all other
+            layers use the default group.
 
     Returns:
         The module. If the module itself is a batch normalisation, the layer that replaces it.
@@ -221,9 +222,10 @@ def convert_sync_batchnorm(
 
 
 def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Refuse torch's SyncBatchNorm if it would silently normalise each rank's batch alone.
+    """Refuse torch's SyncBatchNorm if it would normalise each rank's batch alone, without a warning.
 
-    torch's layer asks torch.distributed for the other ranks. If torch.distributed is not initialised, it sees none.
+    torch's layer asks torch.distributed for the other ranks. If torch.distributed is not initialised, the layer sees no other
+    rank.
 
     Raises:
         MisuseError: the module has such a layer, the group has several ranks, and torch.distributed is not initialised.
@@ -239,7 +241,7 @@ def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup
 
 
 def _not_convertible(layer: BatchNorm) -> str | None:
-    """Why this layer cannot be converted without a loss; None if it can."""
+    """Say why converting this layer would lose something, or return None."""
     if any(is_lazy(tensor) for tensor in layer.parameters()):
         return "it is not initialised yet; run one forward of the module first"
     if is_parametrized(layer):

@@ -52,10 +52,10 @@ _PRESERVES_SEVERAL = _preserve is not None and "tensors" in inspect.signature(_p
 
 
 def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
-    """Check that this torch can run the modules with casts in the places of their parameters.
+    """Check that this torch can run the modules with casts in place of their parameters.
 
     Raises:
-        MisuseError: this torch cannot do so. The text names the missing parts.
+        MisuseError: this torch cannot run them. The text names the missing parts of torch.
     """
     lacks = [
         name
@@ -81,7 +81,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def gloo_threads(group: object) -> int | None:
-    """How many threads a group of torch uses for Gloo. None for another group, or if torch does not tell the number."""
+    """Return how many threads a group of torch uses for Gloo. None for other groups, or if torch does not tell the number."""
     try:
         threads: int = group._get_backend(torch.device("cpu")).options._threads  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -111,7 +111,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """A context in which autograd does not see changes of these tensors. A graph that has saved them stays valid."""
+    """A context in which autograd does not see changes of these tensors. A graph that has saved these tensors stays valid."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
@@ -124,7 +124,7 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """The parameters that are attributes of the module itself, by name.
+    """Return the parameters that are attributes of the module itself, by name.
 
     If the caller puts a tensor into the dict, this tensor takes the parameter's place.
     """
@@ -137,15 +137,15 @@ def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
 
 
 def was_written(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have been written since it was made. It must have been made outside of inference mode."""
+    """Whether code may have written to a tensor after it was made. The tensor must have been made outside of inference mode."""
     return getattr(tensor, "_version", 1) != 0
 
 
 def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The modules that are attributes of the module itself, by name.
+    """Return the modules that are attributes of the module itself, by name.
 
     Raises:
-        MisuseError: this torch has no such dict.
+        MisuseError: this version of torch has no dict of these modules.
     """
     if not hasattr(module, "_modules"):
         raise MisuseError(f"layers cannot be replaced with torch {torch.__version__}, which lacks Module._modules")

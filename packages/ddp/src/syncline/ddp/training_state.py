@@ -16,7 +16,7 @@ class Stateful(Protocol):
     """An object that can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state. It can be pickled."""
+        """Return the whole state. It can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Continue from a saved state."""
@@ -28,12 +28,12 @@ def can_be_saved(thing: object) -> bool:
 
 
 class TrainingState:
-    """The state of a training for a newcomer: model, optimizers, sampler, random state of the CPU, and other objects.
+    """The training's state that a newcomer gets: model, optimizers, sampler, random state of the CPU, and other objects.
 
     Args:
         model: the model with the parameters and buffers.
         optimizers: the optimizers, in the same order on all ranks.
-        sampler: the sampler, which has the place in the epoch.
+        sampler: the sampler, which knows the present batch of the epoch.
         stateful: other objects with a state, such as schedulers, in the same order on all ranks.
     """
 
@@ -50,7 +50,7 @@ class TrainingState:
         self._stateful = stateful
 
     def collect(self) -> dict[str, Any]:
-        """This rank's state. Its tensors are the ones in use, not copies."""
+        """Return this rank's state. Its tensors are the tensors in use, not copies."""
         return {
             "model": self._model.module.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),  # the state_dict lacks buffers that are not persistent
@@ -75,11 +75,11 @@ class TrainingState:
 
 
 class HookState:
-    """The state of a communication hook. It can be shared if it has `state_dict` and `load_state_dict`.
+    """The state of a communication hook. Ranks can share it if it has `state_dict` and `load_state_dict`.
 
     A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback. A failed step may have
-    changed the state on some ranks only. So after a recovery all ranks take the state of one rank. (Undoing the change would
-    need a copy as large as the gradients in each step.)
+    changed the state on some ranks only. So after a recovery all ranks take the state of one rank. (To undo the change, each
+    step would need a copy as large as the gradients.)
 
     Args:
         state: the hook's first argument.
@@ -90,7 +90,7 @@ class HookState:
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether the state can be shared."""
+        """Whether the ranks can share the state."""
         return can_be_saved(self._state)
 
     def collect(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state of `syncline.hooks` with the errors of `own`. Any rank of any number of ranks can load it."""
+    """Return a saved state of `syncline.hooks` with the errors of `own`. A rank can load it in a group of any size."""
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

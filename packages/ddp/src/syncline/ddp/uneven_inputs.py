@@ -18,12 +18,12 @@ from .sync_batch_norm import SyncBatchNorm
 
 @dataclass(frozen=True)
 class Replica:
-    """The parts of one `DistributedDataParallel` that communicate in an iteration.
+    """Those objects of one `DistributedDataParallel` that communicate in an iteration.
 
     Attributes:
         module: the wrapped module.
         state: the module's parameters and buffers.
-        buffers: the buffers, which know when they are synchronised.
+        buffers: the module's buffers, and when to synchronise them.
         reducer: the reducer that averages the gradients.
         process_group: the group whose ranks average.
         device: the parameters' device.
@@ -48,14 +48,13 @@ class UnevenInputs(JoinHook):
     Buffers come from the last rank that has inputs. A communication hook is called on all ranks.
 
     Args:
-        replica: the parts that communicate.
+        replica: the objects that communicate.
         divide_by_initial_world_size: divide gradients by the number of all ranks. False: by the number of ranks with
             inputs.
-        throws: whether the context raises an error on all ranks as soon as one rank has no inputs. Then no rank goes on without
-            inputs.
+        throws: whether the context raises an error on all ranks as soon as one rank has no inputs.
 
     Raises:
-        MisuseError: the module communicates in a way in which ranks without inputs cannot take part.
+        MisuseError: the module communicates, and ranks without inputs cannot take part in this communication.
     """
 
     def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool, throws: bool) -> None:
@@ -79,7 +78,7 @@ class UnevenInputs(JoinHook):
         self._divides_by_all = divide_by_initial_world_size
 
     def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
-        """Announce the collectives of this forward. A rank with inputs calls it.
+        """Announce the collectives of this forward. A rank with inputs calls this method.
 
         Args:
             present: the ranks with inputs.
@@ -94,7 +93,7 @@ class UnevenInputs(JoinHook):
         return present[-1]
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in one forward and backward of the other ranks. A rank without inputs calls it."""
+        """Take part in one forward and backward of the other ranks. A rank without inputs calls this method."""
         will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
         buffers = self._replica.buffers
         if sends_buffers:
@@ -106,7 +105,7 @@ class UnevenInputs(JoinHook):
             self._replica.reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the parameters of `last_rank`, and its buffers if forwards broadcast buffers."""
+        """Give all ranks the parameters of `last_rank`. If forwards broadcast buffers, also give them its buffers."""
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=self._replica.buffers.enabled)
 
     def leave(self) -> None:
@@ -114,7 +113,7 @@ class UnevenInputs(JoinHook):
         self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
-        """Tell ranks without inputs which collectives come next. A collective of all ranks."""
+        """Tell ranks without inputs which collectives come next. This is a collective of all ranks."""
         group = self._replica.process_group
         device = torch.device("cpu") if "cpu" in group.device_types else self._replica.device
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
@@ -124,7 +123,7 @@ class UnevenInputs(JoinHook):
         return bool(first), bool(second)
 
     def _adjust(self, present: Sequence[int]) -> None:
-        """Set the divisor of gradients for the present ranks. All ranks set the same."""
+        """Set the divisor of gradients for the ranks that have inputs. All ranks set the same divisor."""
         group, reducer = self._replica.process_group, self._replica.reducer
         if len(present) < group.size and reducer.needs_everyone:
             raise MisuseError(

@@ -1,20 +1,20 @@
-"""Averages gradients over the ranks while backward still computes others.
+"""Averages gradients over the ranks while backward still computes other gradients.
 
-The life of one gradient, file by file:
+These files handle one gradient, in this order:
 
 1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index and wakes the reducer.
 2. `pending_gradients`: says when a bucket has as many gradients as it needs, and when all users' hooks on the latest gradient
-   have run. Then `reducer` asks `usage` which of these gradients are final. All this happens on the thread of backward, under
+   have run. Then `reducer` asks `usage` which of these gradients are final. Steps 1 and 2 run on the thread of backward, under
    the reducer's lock.
-3. `readiness`: decides which buckets may start: strictly in order, the same on every rank.
-4. `backward_reduction`: lets each of these buckets collect its gradients into one flat buffer (`bucket`), and issues the
-   bucket.
+3. `readiness`: decides which buckets may start. Buckets start strictly in order, and the order is the same on every rank.
+4. `backward_reduction`: lets each bucket that may start collect its gradients into one flat buffer (`bucket`), and issues the
+   reduction of this bucket.
 5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on.
 6. `finalize`: at the end of backward, waits for each bucket, and lets `bucket` write the averages into `.grad`.
 
 Four more files: `sync_policy` says which backwards are reduced. `gradient_aliasing` saves copies. `bucket_building` makes the
-buckets, and makes them a second time in the `arrival_order` of their gradients. `torch_internals` has the private parts of
-torch, such as the call at the end of backward.
+buckets. After the first backward it makes them again, in the order in which gradients came (`arrival_order`). `torch_internals`
+has the private parts of torch, such as the call at the end of backward.
 """
 
 from .bucket_assignment import BucketAssignment, GradientSpec, assign_buckets

@@ -1,4 +1,7 @@
-"""The order in which gradients arrive. One backward shows it, and then buckets are built in this order. Pure."""
+"""The order in which gradients arrive. One backward shows this order, and then the reducer builds the buckets in this order.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -34,5 +37,5 @@ class ArrivalOrder:
         self.learned = [*came, *(index for index in range(self._count) if index not in latest)]
 
     def forget_arrivals(self) -> None:
-        """Forget the gradients so far, because the next one belongs to another backward."""
+        """Forget the gradients so far, because the next gradient belongs to another backward."""
         self._arrivals.clear()

@@ -1,4 +1,4 @@
-"""The reduction of one backward: its buckets are issued one after the other, then waited for."""
+"""The reduction of one backward: issue the buckets one after the other, then wait for all of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class BackwardReduction:
 
     Args:
         buckets: the reducer's buckets, in the order in which they are reduced.
-        usage: the usage model. Its `begin` was called for this backward.
+        usage: the usage model. The caller has called its `begin` for this backward.
         reduction: starts the reduction of a bucket.
-        group: the group of the ranks that average. The group compares their calls after the last bucket.
+        group: the group whose ranks average. After the last bucket, these ranks compare their calls.
         statistics: gets the times.
-        mark: the text about this backward that the ranks compare, together with the first bucket; see Note [Which backward is
-            reduced] in `sync_policy`.
+        mark: a text about this backward. The ranks compare this text together with the first bucket; see Note [Which backward
+            is reduced] in `sync_policy`.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class BackwardReduction:
         self._left_alone: GloballyUnused = usage.globally_unused
 
     def start(self, numbers: range, *, is_last: bool) -> None:
-        """Collect these buckets and issue their reductions. Every backward starts with bucket 0, and leaves out none.
+        """Collect these buckets and issue their reductions. Every backward starts with bucket 0, and leaves out no bucket.
 
         See Note [Buckets start in order] in `readiness`.
 
         Args:
-            numbers: which buckets.
-            is_last: whether these are the last buckets: every gradient is ready.
+            numbers: the numbers of these buckets.
+            is_last: whether these are the last buckets, because every gradient is ready.
         """
         began = time.perf_counter()
         if is_last:
@@ -73,7 +73,7 @@ class BackwardReduction:
         self._start_agreements()
 
     def finish(self, on_delivery: OnDelivery | None = None, extra_futures: Sequence[AnyFuture] = ()) -> None:
-        """Wait for everything and deliver the gradients; see `finalize`."""
+        """Wait for all reductions and deliver the gradients; see `finalize`."""
         finalize(
             self._started,
             self._statistics,
@@ -100,11 +100,14 @@ class BackwardReduction:
             self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
     def _is_last(self, number: int) -> bool:
-        """Whether no later bucket is reduced in this backward; the same on every rank."""
+        """Whether no later bucket is reduced in this backward. The answer is the same on every rank."""
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """Start the agreement on the used parameters and on the calls so far. Every rank calls it after its last bucket."""
+        """Start two collectives, by which the ranks agree on the used parameters and on the calls so far.
+
+        Every rank calls this after its last bucket.
+        """
         self._usage.sync_used_map()
         if not self._compares_at_end():
             self._verification = self._group.agree_on_calls(async_op=True)
@@ -112,7 +115,7 @@ class BackwardReduction:
     def _compares_at_end(self) -> bool:
         """Whether the ranks compare their calls only at the end of backward, not right after the last bucket.
 
-        A hook's callbacks may issue collectives until the end. A group without a total order may put such a collective before
-        the comparison on one rank, and after it on another.
+        A hook's callbacks may issue collectives until the end of backward. In a group without a total order, a callback's
+        collective may come before the comparison on one rank, and after the comparison on another rank.
         """
         return self._reduction.hook is not None and not self._group.has_total_order

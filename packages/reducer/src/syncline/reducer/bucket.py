@@ -1,4 +1,4 @@
-"""A bucket's memory: one flat buffer, and in it one view for each parameter's gradient."""
+"""A bucket's memory is one flat buffer. Each parameter's gradient has one view in this buffer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _address_of = torch.Tensor.data_ptr
 
 
 class Bucket:
-    """Flat storage for the gradients of some parameters of one dtype and device.
+    """Flat storage for the gradients of some parameters. All these parameters have one dtype and one device.
 
     ::
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of theirs
 
     A view has the shape of its parameter. If the parameter's strides are dense, the view has the same strides (the view of a
-    channels-last parameter is channels-last). So a gradient fits without a change of layout.
+    channels-last parameter is channels-last). So a gradient fits into its view without a change of layout.
 
     Attributes:
         indices: the parameters' indices in the reducer.
@@ -69,7 +69,10 @@ class Bucket:
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat buffer, one for each parameter, with the parameter's shape, and its strides if these are dense."""
+        """Return one view of a flat buffer for each parameter.
+
+        It has the parameter's shape, and the parameter's strides if they are dense.
+        """
         views, start = [], 0
         for parameter in self.parameters:
             piece = buffer[start : start + parameter.numel()]
@@ -88,8 +91,9 @@ class Bucket:
         """Copy the parameters' gradients into the buffer. Gradients that are already in the buffer are not copied.
 
         Args:
-            unused: indices of parameters that this rank does not use in this backward. An existing gradient is
-                collected, and None counts as zeros. If no rank uses such a parameter, `deliver` leaves its gradient unchanged.
+            unused: indices of parameters that this rank does not use in this backward. If such a parameter has a gradient, this
+                gradient is collected; None counts as zeros. If no rank uses the parameter, `deliver` leaves its gradient
+                unchanged.
 
         Raises:
             MisuseError: a gradient has another dtype or layout than its parameter had.
@@ -122,7 +126,7 @@ class Bucket:
         self.buffer.zero_()
 
     def _choose_memory(self) -> None:
-        """Choose the bucket's own memory, unless other code still reads this memory.
+        """Choose the memory for this backward: the bucket's own memory, unless other code still uses it.
 
         See Note [Aliased gradients] in `gradient_aliasing`.
         """
@@ -145,9 +149,9 @@ class Bucket:
         return self.buffer is self._own_memory[0]
 
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """The positions of gradients that are in the buffer already.
+        """Return the positions of gradients that are in the buffer already.
 
-        If a gradient is at a wrong place in the buffer, replace it in the list by a copy.
+        If a gradient is at a wrong offset in the buffer, replace the gradient in the list by a copy.
         """
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
@@ -218,15 +222,16 @@ class Bucket:
     # ---- after the reduction ----
 
     def release_gradients(self) -> None:
-        """Move the gradients that `deliver` left in the bucket's memory to memory of their own. With `as_view`, do nothing."""
+        """Move gradients that `deliver` left in the bucket's memory into new memory. With `as_view`, do nothing."""
         if self._aliasing is not None:
             self._aliasing.move_out()
 
     def accept(self, result: object) -> None:
-        """Take the reduced gradients, if they are not in the buffer already.
+        """Copy the reduced gradients into the buffer, if they are not there already.
 
         Raises:
-            MisuseError: a hook returned no tensor, or another number of elements, dtype or device than it was given.
+            MisuseError: a hook returned no tensor, or a tensor with another number of elements, dtype or device than the hook
+                got.
         """
         # The usual case: the collective has reduced in place.
         if result is self.buffer:
@@ -254,12 +259,15 @@ class Bucket:
         self._restore(untouched)
 
     def _differentiable(self, gradients: Sequence[torch.Tensor | None]) -> set[int]:
-        """Indices of the parameters whose gradients are part of a graph."""
+        """Return the indices of the parameters whose gradients are part of a graph."""
         found = zip(self.indices, gradients, strict=True)
         return {index for index, gradient in found if gradient is not None and gradient.requires_grad}
 
     def _deliver_into_graph(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Replace gradients that are part of a graph by reduced ones that are also part of it. Returns the indices."""
+        """Replace each gradient that is part of a graph by its reduced gradient, which is also part of the graph.
+
+        Return their indices.
+        """
         chosen = self._differentiable(gradients).difference(untouched)
         for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
             if index in chosen:
@@ -268,7 +276,7 @@ class Bucket:
         return chosen
 
     def _set_views(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
-        """Make each parameter's gradient the view itself, except for the `untouched` indices."""
+        """Make each view the gradient of its parameter, except for the `untouched` indices."""
         # The usual case after the first backward: nothing to do.
         if all(map(operator.is_, gradients, self.views)):
             return
@@ -314,7 +322,7 @@ class Bucket:
 
 
 def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-    """The gradients' addresses. The address is 0 for None, and for a gradient without strided memory."""
+    """Return the gradients' addresses. The address is 0 for None, and for a gradient without strided memory."""
     try:
         return list(map(_address_of, cast("list[torch.Tensor]", gradients)))
     except (TypeError, RuntimeError):  # one is None, or sparse
@@ -336,13 +344,19 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Make a gradient for a parameter that has none: it is unused here, or other code has dropped its gradient."""
+    """Make a gradient for a parameter without one.
+
+    This rank did not use the parameter, or other code has dropped its gradient.
+    """
     parameter.grad = torch.empty_like(parameter)
     return parameter.grad
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of a flat piece with the parameter's shape. If the parameter is dense, the view has its strides, too."""
+    """Return a view with the parameter's shape on a flat piece of memory.
+
+    If the parameter is dense, the view also has its strides.
+    """
     if _is_dense(parameter):
         return torch.as_strided(piece, parameter.shape, parameter.stride(), piece.storage_offset())
     return piece.view(parameter.shape)

@@ -15,7 +15,7 @@ class GradientSpec:
 
     Attributes:
         nbytes: size of the dense gradient in bytes.
-        kind: gradients share a bucket only if their kinds are equal; in practice (dtype, device).
+        kind: gradients share a bucket only if their kinds are equal. In practice the kind is (dtype, device).
         sparse: whether the gradient is sparse. A sparse gradient gets a bucket of its own.
     """
 
@@ -30,7 +30,7 @@ class BucketAssignment:
 
     Attributes:
         indices: the gradients in the bucket, in the order in which they were visited.
-        cap_bytes: the size limit of this bucket; None for the bucket of a sparse gradient.
+        cap_bytes: the size limit of this bucket in bytes; None for the bucket of a sparse gradient.
     """
 
     indices: tuple[int, ...]
@@ -42,8 +42,8 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Fill buckets with the gradients in the order given, as torch.distributed does.
 
-    A gradient that makes a bucket reach its cap closes the bucket. So this gradient may make the bucket larger than its cap.
-    Each kind has its own open bucket and its own position in `caps_bytes`. The last cap holds for all further buckets.
+    When a bucket reaches its cap, the latest gradient closes the bucket. So a bucket may become larger than its cap. Each kind
+    has its own open bucket and its own position in `caps_bytes`. The last cap holds for all further buckets.
 
     Args:
         specs: one for each gradient; the positions are the indices in the result.
@@ -51,9 +51,9 @@ def assign_buckets(
         order: indices of `specs` in the order of arrival, each once; None means the order of `specs`.
 
     Returns:
-        The buckets; every index is in exactly one. Without `order` they are sorted by their smallest index. With `order` they
-        are in the order in which they were closed. Buckets that never reached their cap come last, ordered by the arrival
-        of their last member. (In torch, a hash table decides their order.)
+        The buckets. Every index is in exactly one bucket. Without `order` the buckets are sorted by their smallest index. With
+        `order` they are in the order in which they were closed. Buckets that never reached their cap come last, ordered by the
+        arrival of their last gradient. (In torch, a hash table decides the order of these buckets.)
 
     Raises:
         InvalidArgumentError: there is no cap, a cap is below 0, or the order is not a permutation.

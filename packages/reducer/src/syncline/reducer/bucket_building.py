@@ -23,7 +23,7 @@ class BucketBuilder:
         names: the parameters' names, for errors.
         parameters: the parameters; their positions are the indices.
         group: allocates the memory.
-        caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
+        caps_bytes: size limits of the first, second, ... bucket; the last limit holds for all further buckets.
         sparse: for each parameter, whether its gradient is sparse. A sparse gradient has a bucket of its own.
         delayed: indices of parameters that come after all others, in buckets without a size limit.
         as_view: let gradients be views of the buckets.
@@ -38,24 +38,32 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """The members of the first buckets, in reverse order of definition. The order of gradients is not known yet.
+        """Return the members of the first buckets, in reverse order of definition.
 
-        With one size limit, the buckets are filled from the front of the model, as in torch. So the same parameters share a
-        bucket as in torch, which matters for buckets that no rank uses. With several limits, the buckets are filled from the
-        model's end, because the first limit is for the first bucket.
+        The order in which gradients come is not known yet.
+
+        With one size limit, the buckets are filled from the front of the model, as in torch. So a bucket contains the same
+        parameters as torch's bucket. This matters for buckets that no rank uses. With several limits, the buckets are filled
+        from the model's end, because the first limit is for the first bucket.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
 
     def assign(self, order: Sequence[int], *, from_front: bool = False) -> list[list[int]]:
-        """The members of buckets that are filled in this order of parameters (by index)."""
+        """Return the members of the buckets, if parameters fill the buckets in this order.
+
+        `order` has the indices of the parameters.
+        """
         punctual = [index for index in order if index not in self.delayed]
         delayed = [index for index in order if index in self.delayed]
         assign = self._assign_from_front if from_front else self._assign
         return [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
 
     def nbytes(self, members: Sequence[int]) -> int:
-        """The bytes that a bucket with these members reduces. A sparse gradient counts 0, because its size is not known."""
+        """Return the bytes that a bucket with these members reduces.
+
+        A sparse gradient counts 0 bytes, because its size is not known.
+        """
         return sum(self.parameters[index].nbytes for index in members if not self.sparse[index])
 
     def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
@@ -63,7 +71,8 @@ class BucketBuilder:
 
         Args:
             assigned: as `assign` returned it.
-            kept_views: indices of parameters whose gradients become views of the buckets now, and keep their values.
+            kept_views: indices of parameters whose gradients become views of the buckets now. These gradients keep their
+                values.
         """
         buckets: list[AnyBucket] = []
         for indices in assigned:
@@ -82,7 +91,10 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-        """Fill the buckets from the other end. Return the buckets and their members in the given order."""
+        """Fill the buckets from the other end of the order.
+
+        Return the buckets, and the members of each bucket, in the given order.
+        """
         forwards = self._assign(backwards[::-1], caps_bytes)
         return [bucket[::-1] for bucket in sorted(forwards, key=min, reverse=True)]
 
@@ -98,10 +110,13 @@ class BucketBuilder:
 
 
 def gradients_as_views(buckets: Sequence[AnyBucket]) -> set[int]:
-    """Indices of the parameters whose gradients are views of these buckets."""
+    """Return the indices of the parameters whose gradients are views of these buckets."""
     return {index for bucket in buckets for index, parameter, view in _members(bucket) if parameter.grad is view}
 
 
 def _members(bucket: AnyBucket) -> zip[tuple[int, torch.nn.Parameter, torch.Tensor]]:
-    """Parameters with their indices and views; none for a sparse bucket, which has no views."""
+    """Return the bucket's parameters with their indices and views.
+
+    The list is empty for a sparse bucket, which has no views.
+    """
     return zip(bucket.indices, bucket.parameters, bucket.views, strict=False)

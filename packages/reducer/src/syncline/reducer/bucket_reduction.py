@@ -1,4 +1,4 @@
-"""Start the reduction of a bucket by all_reduce or by a communication hook, and wait for it at the end of backward."""
+"""Start the reduction of a bucket (all_reduce, or a communication hook), and wait for its result at the end of backward."""
 
 from __future__ import annotations
 
@@ -42,13 +42,17 @@ class BucketReduction:
         self._op: Reduction = ReduceOp.AVG
 
     def divide_by(self, count: int | None) -> None:
-        """Divide sums by this number; None means the number of ranks. This does not affect a hook, which divides itself."""
+        """Divide sums by this number; None means the number of ranks.
+
+        A hook is not affected, because a hook divides its gradients itself.
+        """
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket. Every rank issues the same buckets in the same order.
 
-        Only a hook needs `is_last`. It is not called without a hook, because it may wait for other ranks.
+        Only a hook needs `is_last`. Without a hook, this method does not call `is_last`, because `is_last` may wait for other
+        ranks.
         """
         with naming_parameters(lambda: bucket.names):
             # A hook comes first: it may reduce sparse buckets and any group by itself.
@@ -74,8 +78,9 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction was issued. When the reduction ends, the time goes into `times`.
 
-    The callbacks that run at the end hold no reference to the group. They may run on the group's own thread, and their
-    reference might be the last one. A group of torch that is dropped on its own thread waits for this thread for ever.
+    The callbacks that run at the end of the reduction hold no reference to the group. They may run on the group's own thread,
+    and their reference might be the last one. If a group of torch is dropped on its own thread, the group waits for this thread
+    for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may keep it.
@@ -88,10 +93,12 @@ class PendingReduction(ABC):
         self._times = times
 
     def wait(self) -> object:
-        """Block until the reduction is over, and return its result. This is the flat tensor, unless a hook breaks its contract.
+        """Block until the reduction is over, and return its result.
+
+        The result is the flat tensor, unless a hook breaks its contract.
 
         Raises:
-            TransportError, DisagreementError: the group's error, with the same type. The text also names the parameters.
+            TransportError, DisagreementError: the group's error, with its type unchanged. The text also names the parameters.
         """
         with naming_parameters(lambda: self.bucket.names):
             return self._wait()
@@ -165,7 +172,7 @@ class HookReduction(PendingReduction):
             )
 
     def _as_given(self, result: object) -> object:
-        """If the hook has set a buffer of another dtype, and returns this dtype, cast the result to the bucket's dtype."""
+        """Cast the result to the bucket's dtype, if the hook has set a buffer of another dtype and returns that dtype."""
         # Anything else is left to `Bucket.accept`, which knows the errors.
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result
@@ -173,10 +180,11 @@ class HookReduction(PendingReduction):
 
 
 class DeferredReduction(PendingReduction):
-    """A sparse bucket on a group without a total order, such as a group of torch. Its reduction runs inside `wait`.
+    """A sparse bucket on a group without a total order, such as a group of torch. The bucket's reduction runs inside `wait`.
 
-    A sparse all_reduce issues further collectives in a callback. Such a group does not order them among the collectives of
-    other threads. At the end of backward all ranks have issued everything else, so the order is the same on all ranks.
+    A sparse all_reduce issues further collectives in a callback. A group without a total order does not order these collectives
+    among the collectives of other threads. At the end of backward all ranks have issued all other collectives, so the order is
+    the same on all ranks.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

@@ -12,9 +12,9 @@ class DelayedUsage(UsageModel):
 
     Args:
         usage: the usage model for everything else.
-        delayed: indices of the parameters that wait. They are in the last buckets.
-        until: the index of the parameter for whose last gradient they wait. If this gradient does not come, or `until` is None,
-            they wait for the end of backward.
+        delayed: indices of the parameters that wait. The last buckets contain these parameters.
+        until: the index of a parameter. The delayed parameters wait for the last gradient of this parameter. If this gradient
+            does not come, or `until` is None, they wait for the end of backward.
     """
 
     def __init__(self, usage: UsageModel, delayed: Collection[int], until: int | None) -> None:
@@ -37,9 +37,9 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """The other model's answer, if the bucket has neither a delayed parameter nor `until`.
+        """Return the other model's answer, if the bucket contains neither a delayed parameter nor `until`.
 
-        Else None: each gradient of the bucket must be looked at.
+        Else return None, because the reducer must look at each gradient of the bucket.
         """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
@@ -47,7 +47,7 @@ class DelayedUsage(UsageModel):
         self._usage.shadow_backward()
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """A delayed gradient is final when the gradient of `until` has come.
+        """Return the parameters whose gradients are final. A delayed gradient is final when the gradient of `until` has come.
 
         `Readiness` refuses a delayed gradient that comes later.
         """
@@ -71,7 +71,7 @@ class DelayedUsage(UsageModel):
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """The parameters that the other model names. If the delayed parameters still wait, they follow."""
+        """Return the parameters that the other model names. If the delayed parameters still wait, add them at the end."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         return final if self._released else [*final, *sorted(self._delayed)]
 

@@ -9,7 +9,10 @@ import torch
 
 
 class _Average(torch.autograd.Function):
-    """The reduced gradient as a function of this rank's gradient. In this mean, the gradients of other ranks are constants."""
+    """The reduced gradient as a function of this rank's gradient.
+
+    The gradients of other ranks are constants of this function.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:  # noqa: ARG004 - torch's
@@ -22,7 +25,7 @@ class _Average(torch.autograd.Function):
 
 
 def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:
-    """A copy of the reduced gradient that is part of this rank's graph.
+    """Return a copy of the reduced gradient that is part of this rank's graph.
 
     Args:
         local: this rank's gradient, which requires a gradient.

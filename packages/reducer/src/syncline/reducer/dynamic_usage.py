@@ -1,4 +1,4 @@
-"""Unused parameters. A backward does not reach them on this rank, or on no rank."""
+"""Unused parameters: parameters that a backward does not reach on this rank, or does not reach on any rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .usage import UsageModel
 
 
 class UsedMap:
-    """The ranks' agreement on the used parameters: one byte for each, 0 if no rank uses it. The byte may say how it is used."""
+    """The ranks' agreement on the used parameters.
+
+    Each parameter has a byte: 0 if no rank uses the parameter, else how it is used.
+    """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -31,7 +34,7 @@ class UsedMap:
         self._work = self._group.all_reduce(self._bytes, ReduceOp.MAX, async_op=True)
 
     def unused(self, indices: Collection[int], level: int = 1) -> frozenset[int]:
-        """The given parameters that no rank uses at this level or a higher one. Waits for the other ranks."""
+        """Return the given parameters that no rank uses at this level or at a higher level. Wait for the other ranks."""
         # The first question waits for the other ranks; the answer stays until the next `sync`.
         if self._anywhere is None:
             assert self._work is not None, "sync() comes first"
@@ -42,20 +45,23 @@ class UsedMap:
 
 
 def without(indices: Collection[int], used: set[int], count: int) -> frozenset[int]:
-    """The given parameters that are not used. This is fast in the usual case that all `count` parameters are used."""
+    """Return the given parameters that are not used.
+
+    This function is fast in the usual case that all `count` parameters are used.
+    """
     if len(used) == count or used.issuperset(indices):
         return frozenset()
     return frozenset(indices) - used
 
 
 class DynamicUsage(UsageModel):
-    """Each backward may reach other parameters, and on each rank different ones (`find_unused_parameters=True`).
+    """Each backward may reach other parameters, and each rank may reach different parameters (`find_unused_parameters=True`).
 
-    Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second one at the
-    beginning of backward. A rank waits for it only if it uses no parameter of some bucket.
+    Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second all_reduce at the
+    beginning of backward. A rank waits for this all_reduce only if it uses no parameter of some bucket.
 
     Raises:
-        MisuseError: this torch cannot say which nodes a backward will execute.
+        MisuseError: this version of torch cannot say which nodes a backward will execute.
     """
 
     # Note [Unused parameters without a walk]
@@ -128,7 +134,7 @@ class DynamicUsage(UsageModel):
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Each gradient is final; an undefined one does not count as a use."""
+        """Return all given parameters, because each gradient is final. An undefined gradient does not count as a use."""
         self.accumulated(indices, undefined)
         return indices
 
@@ -142,7 +148,7 @@ class DynamicUsage(UsageModel):
         return ()
 
     def may_skip(self, indices: Collection[int]) -> bool:
-        """Wait for the other ranks only if this rank uses nothing of the bucket."""
+        """Whether no rank uses any of these parameters. Wait for the other ranks only if this rank uses none of them."""
         # This rank uses the bucket, so it knows the answer without the other ranks.
         if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
             return False
@@ -156,11 +162,14 @@ class DynamicUsage(UsageModel):
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Ask the map only about parameters that are unused here."""
+        """Return the parameters that no rank uses. Ask the used map only about parameters that this rank does not use."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """Forget the uses, because they are reduced. Uses that waited during a `shadow_backward` count from now on."""
+        """Forget the uses, because their gradients are reduced.
+
+        Uses that waited during a `shadow_backward` count from now on.
+        """
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

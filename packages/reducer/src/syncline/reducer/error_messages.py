@@ -1,4 +1,4 @@
-"""The texts of the reducer's errors. Pure functions: each one returns the error or raises it."""
+"""The texts of the reducer's errors. Each function is pure, and returns the error or raises it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _STRAY_BACKWARD = " Did a rank run a backward alone (saliency, an attack)? Run i
 
 
 def never_ready(names: Sequence[str], place: str, hint: str) -> MisuseError:
-    """The error when backward has ended, and gradients are missing."""
+    """Make the error for gradients that are missing at the end of backward."""
     quoted = _quoted(names)
     return MisuseError(f"backward ended on {place}, but these parameters got no gradient in it: {quoted}. {hint}")
 
 
 def marked_twice(name: str, place: str, hint: str) -> MisuseError:
-    """The error when a gradient came after its parameter was ready."""
+    """Make the error for a gradient that came after its parameter was ready."""
     return MisuseError(f"the gradient of parameter '{name}' became ready twice in one backward on {place}. {hint}")
 
 
 def not_expected(name: str, place: str) -> MisuseError:
-    """The error when a gradient came that no backward would reduce."""
+    """Make the error for a gradient that no backward would reduce."""
     return MisuseError(
         f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
         "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
@@ -36,7 +36,10 @@ def not_expected(name: str, place: str) -> MisuseError:
 
 
 def compiled_autograd(place: str) -> MisuseError:
-    """The error when compiled autograd runs the backward. The reducer would never learn the end of this backward."""
+    """Make the error for the case that compiled autograd runs the backward.
+
+    Under compiled autograd, the reducer would not notice the end of a backward.
+    """
     return MisuseError(
         f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
         "not be averaged. Set torch._dynamo.config.compiled_autograd=False, or compile the forward only: torch.compile(ddp)"
@@ -44,7 +47,7 @@ def compiled_autograd(place: str) -> MisuseError:
 
 
 def no_buckets(place: str) -> MisuseError:
-    """The error when the latest forward has failed while it rebuilt the buckets."""
+    """Make the error for the case that the latest forward has failed while it rebuilt the buckets."""
     return MisuseError(
         f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
         "again"
@@ -52,7 +55,10 @@ def no_buckets(place: str) -> MisuseError:
 
 
 def needs_everyone(place: str) -> MisuseError:
-    """The error when a rank has no gradients in the first backward of a static graph. This backward shows the graph."""
+    """Make the error for the case that a rank has no gradients in the first backward of a static graph.
+
+    This backward shows the graph.
+    """
     return MisuseError(
         f"shadow_backward on {place}: with static_graph=True every rank must have gradients in the first backward, from which "
         "all ranks learn the graph"
@@ -60,7 +66,10 @@ def needs_everyone(place: str) -> MisuseError:
 
 
 def another_reducer(place: str) -> MisuseError:
-    """The error when two reducers share parameters, and one averages in views, or both use one group."""
+    """Make the error for two reducers with some of the same parameters.
+
+    They disturb each other, because one of them averages in views, or both use one group.
+    """
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "
         "gradient_as_bucket_view one of them would read what the other has not averaged to the end. Close the other one, or "
@@ -69,7 +78,7 @@ def another_reducer(place: str) -> MisuseError:
 
 
 def backward_never_ended(what: str, place: str) -> MisuseError:
-    """The error when the previous backward is still open."""
+    """Make the error for the case that the previous backward is still open."""
     return MisuseError(
         f"{what} on {place}: the previous backward started to reduce gradients and never ended. Did it raise an error that "
         "was caught? Gradients of this rank may be incomplete: build the model's wrapper anew, and close or delete this one"
@@ -77,7 +86,7 @@ def backward_never_ended(what: str, place: str) -> MisuseError:
 
 
 def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
-    """The error when a gradient is sparse although a dense one was announced, or the other way round."""
+    """Make the error for a sparse gradient of a parameter that was declared dense, and for the opposite case."""
     if gradient.layout is torch.strided:
         return MisuseError(
             f"expected a sparse gradient for parameter '{name}' on {place}, found a dense one: the parameter is also used by "
@@ -91,7 +100,7 @@ def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
 
 
 def wrong_dtype(name: str, gradient: torch.Tensor, expected: torch.dtype, place: str) -> MisuseError:
-    """The error when a gradient does not have the dtype that its parameter had at construction."""
+    """Make the error for a gradient whose dtype differs from the dtype that its parameter had at construction."""
     return MisuseError(
         f"expected a gradient of {expected} for parameter '{name}' on {place}, found {gradient.dtype}: its bucket was made "
         "for the dtype that the parameter had at construction. Convert the module before it is wrapped, or wrap it anew"
@@ -113,7 +122,7 @@ def check_gradient(
 
 
 def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: str) -> None:
-    """Check that a gradient has the shape that its parameter had at construction.
+    """Check that a gradient's shape is the shape that its parameter had at construction.
 
     Raises:
         MisuseError: the gradient has another shape.
@@ -132,22 +141,22 @@ _AFTER_AVERAGE = (
 
 
 def gone_before_average(name: str, place: str) -> MisuseError:
-    """The error when a hook of the user has dropped a gradient."""
+    """Make the error for the case that a hook of the user has dropped a gradient."""
     return MisuseError(f"the gradient of parameter '{name}' was gone before it was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def changed_before_average(name: str, place: str) -> MisuseError:
-    """The error when a hook of the user has stepped a parameter."""
+    """Make the error for the case that a hook of the user has stepped a parameter before its gradient was averaged."""
     return MisuseError(f"parameter '{name}' was changed before its gradient was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def sees_own_gradients(names: Sequence[str]) -> str:
-    """The warning that these parameters have hooks of the user."""
+    """Return the warning that these parameters have hooks of the user, which see gradients that are not averaged."""
     return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
 def differentiable(name: str) -> MisuseError:
-    """The error when a sparse gradient is part of a graph."""
+    """Make the error for the case that a sparse gradient is part of a graph."""
     return MisuseError(
         f"the sparse gradient of parameter '{name}' itself requires a gradient (backward with create_graph=True): use "
         "sparse=False in its embedding, or torch.autograd.grad for the inner derivative, and backward() for the outer one"
@@ -155,10 +164,13 @@ def differentiable(name: str) -> MisuseError:
 
 
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
-    """The same error, with the names of the bucket's parameters; None if it is no transport error and no disagreement.
+    """Add the names of the bucket's parameters to an error.
 
-    A future of torch's own (for example `torch.futures.collect_all`) turns an error into a RuntimeError. Its text contains the
-    type and text of the original error. If this was an error of Syncline, type and text are read from there.
+    Return None for an error that is no transport error and no disagreement.
+
+    A future of torch's own (for example `torch.futures.collect_all`) turns an error into a RuntimeError. The text of the
+    RuntimeError contains the type and text of the original error. If the original error was one of Syncline, this function
+    reads its type and text from there.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:
@@ -170,13 +182,16 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """The disagreement, with the place where it happened. If only some ranks ran a backward, the text adds the remedy."""
+    """Return the disagreement, and add where it happened.
+
+    If only some ranks ran a backward, the text also says how to repair this.
+    """
     remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
     return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")
 
 
 def is_of_a_stray_backward(text: str) -> bool:
-    """Whether the differing calls belong to different backwards, or one of them to a backward without a forward."""
+    """Whether the ranks' calls belong to different backwards, or whether one call belongs to a backward without a forward."""
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
 
@@ -201,7 +216,7 @@ def _family(kind: type[SynclineError]) -> Iterator[type[SynclineError]]:
 
 
 def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence[str]) -> MisuseError | None:
-    """The error for a hook's result that is not the reduced bucket; None if it may be the bucket."""
+    """Return the error for a hook's result that cannot be the reduced bucket. Return None if the result may be the bucket."""
     listed = ", ".join(names)
     if not isinstance(result, torch.Tensor):
         return MisuseError(
@@ -223,7 +238,10 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 
 @contextmanager
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """A context in which transport errors and disagreements name the gradients' parameters. The errors keep their type."""
+    """A context that adds the names of the gradients' parameters to transport errors and disagreements.
+
+    The errors keep their type.
+    """
     try:
         yield
     except Exception as error:

@@ -37,14 +37,14 @@ def finalize(
 
     Args:
         reductions: the reductions of the buckets, in the order of their start.
-        statistics: gets the beginning, the end and the seconds in between.
-        globally_unused: takes indices of parameters, and returns the ones whose gradients stay unchanged. May wait for other
-            ranks.
-        on_delivery: called for each bucket, with the parameters that have their reduced gradients now. Later buckets may still
-            be in flight.
+        statistics: gets the time when finalize began, the time when it ended, and the seconds that backward waited.
+        globally_unused: takes indices of parameters, and returns the indices of those parameters whose gradients stay
+            unchanged. May wait for other ranks.
+        on_delivery: finalize calls it for each bucket, with the parameters that now have their reduced gradients. Later buckets
+            may still be in flight.
         extra_futures: finalize waits for these, too.
-        verification: starts the comparison of the group's calls, or returns the running one. Called when everything else is
-            over.
+        verification: starts the comparison of the group's calls, or returns the comparison that already runs. finalize calls it
+            when everything else is over.
 
     Raises:
         DisagreementError: the ranks called different collectives.

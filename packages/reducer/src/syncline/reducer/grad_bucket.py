@@ -1,4 +1,4 @@
-"""GradBucket: the part of a bucket that a communication hook sees."""
+"""GradBucket shows a bucket to a communication hook."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ class GradBucket:
         self._buffer = bucket.buffer
 
     def index(self) -> int:
-        """The bucket's number. The bucket that is reduced first has number 0."""
+        """Return the bucket's number. The bucket that is reduced first has number 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket, as one flat, contiguous tensor. The values are this rank's own, and not divided.
+        """Return all gradients of the bucket, as one flat, contiguous tensor.
 
-        The bucket of a sparse gradient holds one parameter. Its buffer is the gradient itself: COO, coalesced, in the
-        parameter's shape.
+        The values are this rank's own gradients, not divided.
+
+        The bucket of a sparse gradient holds one parameter. The buffer of this bucket is the gradient itself: COO, coalesced,
+        in the parameter's shape.
         """
         return self._buffer
 
@@ -39,11 +41,11 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of `buffer()`, each with the shape of its parameter."""
+        """Return views of `buffer()`, each with the shape of its parameter."""
         return self._bucket.views_into(self._buffer)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of `gradients()`."""
+        """Return the parameters, in the order of `gradients()`."""
         return list(self._bucket.parameters)
 
     def is_last(self) -> bool:
@@ -51,5 +53,5 @@ class GradBucket:
         return self._is_last
 
     def process_group(self) -> ProcessGroup:
-        """The group over which the reducer averages (torch's GradBucket has no such method)."""
+        """Return the group over which the reducer averages (torch's GradBucket has no such method)."""
         return self._group

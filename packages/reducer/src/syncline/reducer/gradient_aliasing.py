@@ -1,4 +1,4 @@
-"""Large gradients stay in the bucket's memory, where they were reduced. So they need not be copied back."""
+"""Large gradients stay in the bucket's memory, in which they were reduced. So the reducer need not copy them back."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class GradientAliasing:
     Copying the reduced gradients back takes about as long as reducing them. The bucket needs its memory again only when the
     next backward fills it. By then most gradients are gone (`zero_grad`). So at the end of backward `gradient.data = alias`
     moves a gradient into the bucket's memory. The tensor object stays, with its version and its hooks. The memory that autograd
-    had allocated is freed. The rules:
+    had allocated for the gradient is freed. These rules hold:
 
-    - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All others are copied.
-    - When the bucket is filled again, a moved gradient may still be its parameter's gradient. Then it is in its place already,
-      and is not copied.
+    - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All other gradients are
+      copied.
+    - When the bucket is filled again, a moved gradient may still be its parameter's gradient. Then this gradient is already in
+      the bucket, and is not copied.
     - If other code uses the memory of a moved gradient (a list holds the gradient, for example), the bucket takes other memory
       for this backward. The reduction is slower in this memory, because other ranks do not share it.
 
-    Each rank decides for itself. Aliasing works on CPUs only.
+    Each rank decides for itself which gradients it moves. Aliasing works on CPUs only.
 
     Args:
         parameters: the bucket's parameters.
@@ -56,14 +57,14 @@ class GradientAliasing:
         )
 
     def in_place(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        """The positions of gradients that lie in the bucket's memory."""
+        """Return the positions of the gradients that are in the bucket's memory."""
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Move gradients, except at `untouched` positions, into the bucket's memory, which holds the reduced values.
+        """Move gradients into the bucket's memory, which holds the reduced values. Leave out the `untouched` positions.
 
         Returns:
-            The positions of the gradients that lie in the bucket now, so that nothing must be copied to them.
+            The positions of the gradients that are in the bucket's memory now. The caller need not copy their values.
         """
         moved = set()
         for position in self._aliases:
@@ -81,7 +82,10 @@ class GradientAliasing:
         return moved
 
     def move_out(self) -> None:
-        """Move gradients out of the bucket's memory into memory of their own, unless other code uses the same memory."""
+        """Move gradients out of the bucket's memory into memory of their own.
+
+        Leave out gradients whose memory other code uses.
+        """
         for position, alias in self._aliases.items():
             gradient = self._parameters[position].grad
             # This gradient is not in the bucket's memory.
@@ -94,7 +98,10 @@ class GradientAliasing:
                     gradient.data = alias.clone()
 
     def _make_alias(self, position: int) -> None:
-        """Make a tensor over the view's memory. The tensor has a storage of its own, so that its users can be counted."""
+        """Make a tensor over the view's memory.
+
+        The tensor has a storage of its own, so that we can count the users of this storage.
+        """
         with torch.inference_mode(False):
             alias: torch.Tensor = torch.from_dlpack(self._views[position])  # type: ignore[attr-defined]  # it is there
         self._aliases[position] = alias
@@ -116,7 +123,7 @@ class GradientAliasing:
 
 
 def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a move is invisible to the user, except for the time and the address."""
+    """Whether the user can see a move of this gradient only by the time and the address."""
     return (
         type(gradient) is torch.Tensor
         and not gradient.requires_grad

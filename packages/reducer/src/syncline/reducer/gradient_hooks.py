@@ -1,4 +1,4 @@
-"""The hooks on parameters: each notes that its parameter has a gradient."""
+"""The hooks on parameters. Each hook notes that its parameter has got a gradient."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ class GradientHooks:
 
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Users' hooks may change a gradient. Those that were registered after ours run after ours. So a bucket is never collected
-    inside our hook on a parameter. It is collected when all hooks on the latest gradient have run, at the end of the
-    parameter's node in the graph. A hook on every node would double the cost of noting gradients. So each bucket has one hooked
-    node: the node of the parameter that is expected to complete the bucket. If another parameter completes it, the bucket waits
-    for the next gradient that wakes the reducer in the same backward, or for the end of backward. From then on, the node of
-    that other parameter is hooked.
+    Users' hooks may change a gradient. A hook that was registered after our hook runs after our hook. So a bucket is never
+    collected inside our hook on a parameter. The bucket is collected when all hooks on the latest gradient have run, at the end
+    of the parameter's node in the graph. A hook on every node would double the cost of noting gradients. So each bucket has one
+    hooked node: the node of the parameter that is expected to complete the bucket. If another parameter completes it, the
+    bucket waits for the next gradient that wakes the reducer in the same backward, or for the end of backward. From then on,
+    the node of that other parameter is hooked.
 
     Args:
         parameters: the reducer's parameters.
         group: the ranks that average.
-        reads_in_place: whether gradients are averaged where they are, so that no other reducer can read them meanwhile.
-        wake: a method. It is called on the thread of backward, inside a hook, when a bucket is worth a look. It is held weakly,
-            so that hooks do not keep the reducer alive.
-        node_done: called when all hooks on a parameter of `hook_node` have run, with the arguments of `hook_node`. It is held
-            weakly, too.
-        retire: called before another reducer on some of the same parameters is used, if this one would disturb it. It is held
-            weakly, too. It returns whether these hooks may go, because no backward of their reducer is under way or expected.
-            If they may go, they are off until `register` is called again.
+        reads_in_place: whether this reducer averages gradients in their own memory, so that no other reducer can read them
+            meanwhile.
+        wake: a method. A hook calls it on the thread of backward, when a bucket is worth a look. Only a weak reference to
+            `wake` is kept, so that hooks do not keep the reducer alive.
+        node_done: called with the arguments of `hook_node`, when all hooks on the parameter that `hook_node` got have run. Only
+            a weak reference is kept.
+        retire: called before another reducer on some of the same parameters is used, if our reducer would disturb the other
+            one. Only a weak reference is kept. `retire` returns whether our hooks may be taken off, because no backward of our
+            reducer is under way or expected. If so, our hooks stay off until the next call of `register`.
     """
 
     def __init__(
@@ -65,15 +66,16 @@ class GradientHooks:
         _introduce(self)
 
     def register(self, pending: PendingGradients) -> None:
-        """Take all earlier hooks off, and hook every parameter. The hooks note gradients in these buckets.
+        """Take all earlier hooks off, and register a hook on every parameter. The new hooks note gradients in these buckets.
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
         Autograd accumulates a gradient on the stream that was current when the parameter's node was made. If nothing holds the
-        old node, autograd makes a new one in each forward. A bucket is collected on the stream of its last gradient, so all of
-        its nodes must belong to one stream. So the reducer holds all nodes; this costs nothing, while a hook on each would cost
-        time. If it held only some, a forward on another stream than that of construction (`with torch.cuda.stream(...)`, CUDA
-        graphs) would put the nodes on two streams. Then no stream would order the other gradients before the collection.
+        old node, autograd makes a new one in each forward. A bucket is collected on the stream of its last gradient, so all
+        nodes of its parameters must belong to one stream. So the reducer holds all nodes. Holding a node costs nothing, but a
+        hook on each node would cost time. If the reducer held only some nodes, a forward on another stream than the stream of
+        the construction (`with torch.cuda.stream(...)`, CUDA graphs) would put the nodes on two streams. Then the stream that
+        collects would not wait for the gradients of the other stream.
         """
         self._remove()
         self.are_off = self._is_closed
@@ -89,7 +91,10 @@ class GradientHooks:
             self.hook_node(bucket.members[-1], bucket)
 
     def hook_node(self, index: int, bucket: PendingBucket) -> None:
-        """From the next backward on, call `node_done` when all hooks on this parameter have run. `bucket` is its bucket."""
+        """From the next backward on, call `node_done` when all hooks on this parameter have run.
+
+        `bucket` is the parameter's bucket.
+        """
         node = accumulation_node(self._parameters[index])
         hooked, handle = self._hooked.get(index, (None, None))
         if self._is_closed or hooked is node:
@@ -106,12 +111,12 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take off the hooks of all other reducers that would disturb this one. Return whether this has worked for all.
+        """Take off the hooks of all other reducers that would disturb this one. Return whether all of them have agreed.
 
-        Another reducer on some of the same parameters disturbs this one if one of the two averages gradients in place. The two
-        also disturb each other if they use one group: gradients may come in a different order on each rank, and then the
-        buckets of the two would mix. The other reducer gives way if it has no open forward and no open backward. An example is
-        an old wrapper of the same module that is no longer used.
+        Two reducers on some of the same parameters disturb each other if one of them averages gradients in place. They also
+        disturb each other if they use one group: gradients may come in a different order on each rank, and then one reducer's
+        bucket could meet the other reducer's bucket. The other reducer gives way if it has no open forward and no open
+        backward, such as an old wrapper of this module that is no longer used.
         """
         # The usual case: no parameter has a second reducer.
         if not self._others:
@@ -164,7 +169,7 @@ _living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
 
 
 def _introduce(hooks: GradientHooks) -> None:
-    """Tell the new hooks, and all other hooks on some of the same parameters, of each other."""
+    """Tell the new hooks of all other reducers' hooks on some of the same parameters, and tell these of the new hooks."""
     mine = set(map(id, hooks._parameters))
     with _lock:
         for other in list(_living):

@@ -10,7 +10,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 
 
 class NamedParameters:
-    """Checked names and parameters. A parameter's position is its index, which is the same on every rank.
+    """Checked names and parameters. The position of a parameter is its index. The index is the same on every rank.
 
     Attributes:
         names: the names, for errors.
@@ -18,9 +18,9 @@ class NamedParameters:
         sparse: for each parameter, whether its gradients are sparse.
 
     Raises:
-        MisuseError: there is no parameter, or one requires no gradient.
-        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, or marks a parameter without
-            dimensions.
+        MisuseError: there is no parameter, or a parameter requires no gradient.
+        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, or a flag marks a parameter without
+            dimensions as sparse.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], sparse: Sequence[bool] | None) -> None:
@@ -30,7 +30,7 @@ class NamedParameters:
         self._check()
 
     def index(self, name: str) -> int:
-        """The index of a parameter.
+        """Return the index of a parameter.
 
         Raises:
             InvalidArgumentError: no parameter has this name.

@@ -1,4 +1,7 @@
-"""The gradients that autograd has accumulated and that the reducer has not looked at: a state machine over integers."""
+"""A state machine over integers.
+
+It has the gradients that autograd has accumulated, but that the reducer has not looked at yet.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ class PendingBucket:
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Autograd calls a Python function for every gradient. The call takes about a microsecond, and is the largest cost of a
-    reducer in Python. So the function only appends an index to a list. It wakes the reducer in two cases: at a bucket's first
-    gradient, because a backward may begin with it, and when the bucket may be complete. All parameters of a bucket are on one
-    device, and autograd has one thread for each device. So no other thread appends meanwhile.
+    reducer in Python. So the function only appends an index to a list. The function wakes the reducer in two cases: at a
+    bucket's first gradient, because a backward may begin with this gradient, and when the bucket may be complete. All
+    parameters of a bucket are on one device, and autograd has one thread for each device. So no other thread appends meanwhile.
 
     Args:
         members: the parameters' indices, in the order in which their gradients are expected.
@@ -38,7 +41,7 @@ class PendingBucket:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """Set how many gradients make the bucket worth a look. With None, each gradient does.
+        """Set how many gradients make the bucket worth a look. None: each gradient makes the bucket worth a look.
 
         With `watch_all`, every gradient wakes the reducer, but this does not make the bucket worth a look.
         """
@@ -51,9 +54,11 @@ class PendingBucket:
         return len(self.indices) >= self._needed
 
     def take(self, *, but_last: bool = False) -> list[int]:
-        """Hand over the gradients that have come. With `but_last`, leave out the latest, because users' hooks on it still run.
+        """Hand over the gradients that have come.
 
-        The next gradient makes the bucket worth a look.
+        With `but_last`, leave out the latest gradient, because users' hooks on it still run.
+
+        Afterwards the next gradient makes the bucket worth a look.
         """
         count = len(self.indices) - but_last
         taken = self.indices[:count]
@@ -63,7 +68,9 @@ class PendingBucket:
 
 
 class PendingGradients:
-    """The buckets of a reducer. It knows which buckets are worth a look, and which may be looked at already.
+    """The buckets of a reducer.
+
+    This class knows which buckets are worth a look, and which of them the reducer may already look at.
 
     ::
 
@@ -71,8 +78,8 @@ class PendingGradients:
             ▲                                                                                                      │
             └──────────────────────────── the next gradient is worth a look at once ───────────────────────────────┘
 
-    Users' hooks have run in one of two cases: the node of the gradient's parameter is done, or the same backward on the same
-    thread has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
+    Users' hooks on a gradient have run when the node of the gradient's parameter is done, or when the thread of this backward
+    has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
 
     Args:
         buckets: the members of each bucket.
@@ -86,15 +93,15 @@ class PendingGradients:
         return iter(self._buckets)
 
     def came(self, bucket: PendingBucket, here: Where) -> list[tuple[PendingBucket, list[int]]]:
-        """Note that a gradient of the bucket came. Called inside the hook on this gradient.
+        """Note that a gradient of the bucket came. The hook on this gradient calls this method.
 
         Args:
             bucket: the gradient's bucket.
             here: the thread and backward of this call.
 
         Returns:
-            The buckets that waited for an earlier gradient of this thread and backward, each with its gradients. The new
-            gradient is left out.
+            The buckets that waited for the hooks on an earlier gradient of this thread and backward, each with its gradients.
+            The new gradient is left out.
         """
         done = [one for one, where in self._waiting.items() if where == here] if self._waiting else []
         for one in done:
@@ -106,7 +113,10 @@ class PendingGradients:
         return taken
 
     def node_done(self, bucket: PendingBucket, index: int) -> list[int]:
-        """Note that all hooks on a parameter have run. If the bucket waited for this, return its gradients; else none."""
+        """Note that all hooks on a parameter have run.
+
+        If the bucket waited for these hooks, return its gradients, else an empty list.
+        """
         # The bucket needs more gradients, or waits for the hooks on another parameter.
         if bucket not in self._waiting or bucket.indices[-1] != index:
             return []
@@ -114,6 +124,9 @@ class PendingGradients:
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Return the gradients that were not taken before, by bucket. Call it when backward has ended, or is not reduced."""
+        """Return the gradients that were not taken before, by bucket.
+
+        Call this method when backward has ended, or is not reduced.
+        """
         self._waiting.clear()
         return [(bucket, bucket.take()) for bucket in self._buckets if bucket.indices]

@@ -1,4 +1,4 @@
-"""A state machine that knows which gradients and buckets are ready. It has integers, but no tensors, ranks or clock."""
+"""A state machine that knows which gradients and buckets are ready. It knows integers, but no tensors, ranks or clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Readiness:
             indices: the gradients.
 
         Returns:
-            The numbers of the buckets that may start now, in order. In most calls there is none.
+            The numbers of the buckets that may start now, in order. In most calls this list is empty.
 
         Raises:
             MarkedTwiceError: one of the gradients was marked before, since the last `reset`.
@@ -61,7 +61,7 @@ class Readiness:
         return range(first, self._next)
 
     def _counts(self, indices: Sequence[int]) -> Mapping[int, int]:
-        """For each bucket, how many of these gradients it has. Usually all are in one bucket."""
+        """Return for each bucket how many of these gradients it contains. Usually all these gradients are in one bucket."""
         number = self._bucket_of[indices[0]]
         if self._members[number].issuperset(indices):
             return {number: len(indices)}
@@ -73,7 +73,7 @@ class Readiness:
         return self._next == len(self._missing)
 
     def missing(self) -> list[int]:
-        """The gradients that are not marked yet, ascending."""
+        """Return the gradients that are not marked yet, ascending."""
         return sorted(set(self._bucket_of).difference(self._ready))
 
 

@@ -1,4 +1,4 @@
-"""The reducer: averages gradients over the ranks while backward still computes others."""
+"""The reducer averages gradients over the ranks while backward still computes other gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def _noting_errors(method: Method) -> Method:
 
 
 class _BackwardEnd:
-    """The callbacks at the end of a backward. Autograd holds this object while it may call, and drops it after a failure."""
+    """The callbacks at the end of a backward.
+
+    Autograd holds this object until the callbacks have run. If the backward fails, autograd drops this object without a call.
+    """
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -86,41 +89,44 @@ class Reducer(Inherited):
                        collect, then hook or all_reduce(AVG)      (communication overlaps further backward)
         its end        finalize: wait for the buckets in order, write the results back
 
-    Every backward that reaches one of the parameters must reach all of them, on every rank, unless `find_unused_parameters` or
-    `static_graph` changes this rule. If a backward reaches none of them on some rank, this rank does not notice the backward.
-    The other ranks wait for this rank, and name it when the group's timeout is over.
+    If a backward reaches one of the parameters, it must reach all parameters, on every rank. `find_unused_parameters` and
+    `static_graph` change this rule. If a backward reaches no parameter on some rank, this rank does not notice the backward.
+    The other ranks wait for this rank, and when the group's timeout is over, their error names it.
 
     Args:
-        named_parameters: names and parameters, which require gradients; the same on all ranks. Names appear in errors.
-        group: its ranks average. The first forward whose backward is reduced allocates the buckets, by a collective of this
-            group. Without such a forward, the first backward allocates them.
-        bucket_cap_bytes: a bucket is closed when it reaches this size. A list has the sizes of the first, second, ... bucket.
-            The last size holds for all further buckets.
-        first_bucket_cap_bytes: the size of the first bucket, which is small so that communication starts early. If
+        named_parameters: names and parameters, the same on all ranks. Each parameter requires a gradient. Names appear in
+            errors.
+        group: the group whose ranks average. The first forward whose backward is reduced allocates the buckets, by a collective
+            of this group. Without such a forward, the first backward allocates the buckets.
+        bucket_cap_bytes: the reducer closes a bucket when the bucket reaches this size. A list has the sizes of the first,
+            second, ... bucket. The last size holds for all further buckets.
+        first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If
             `bucket_cap_bytes` is a list, this argument is ignored.
         gradient_as_bucket_view: let `parameter.grad` be a view of the bucket. This saves the copy back, and the memory.
-        sparse: for each parameter, whether its gradients are sparse (COO); None: no gradient is. Each has its own bucket.
-        find_unused_parameters: a backward may leave out parameters, on each rank different ones. Parameters that no rank used
-            keep their gradients, or None. Every rank must reach at least one parameter. See `DynamicUsage`.
+        sparse: for each parameter, whether its gradients are sparse (COO); None: no gradient is sparse. Each sparse gradient
+            has its own bucket.
+        find_unused_parameters: a backward may leave out parameters, and different parameters on each rank. A parameter that no
+            rank used keeps its gradient, or None. The backward must reach at least one parameter on every rank. See
+            `DynamicUsage`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses any of its
             parameters.
-        static_graph: every backward is like the first one. A parameter may be used several times in it, from re-entrant
-            checkpoints too, or never. See `StaticUsage`. It has precedence over `find_unused_parameters`, as in torch.
+        static_graph: every backward is like the first one. A backward may use a parameter several times, also from re-entrant
+            checkpoints, or never. See `StaticUsage`. `static_graph` has precedence over `find_unused_parameters`, as in torch.
 
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
-            backward ends. They are reduced last.
-        delayed_until: the name of one parameter; None waits for the end of backward.
+            backward ends. The reducer reduces these parameters last.
+        delayed_until: the name of one parameter. None: the delayed parameters wait for the end of backward.
 
     Attributes:
         statistics: the times of the latest iteration.
-        first_bucket_sizes: bytes of each bucket in the first assignment.
+        first_bucket_sizes: the bytes of each bucket, as the buckets were first built.
         seems_static: whether all backwards so far have left out the same parameters.
         is_in_fork: whether this process is a fork of the rank. A backward then adds to this process's own gradients, as without
             a reducer.
         reductions: how many backwards were reduced; the same on all ranks.
 
-    Extra memory: the buckets, as large as all gradients together. Large gradients stay in them until the next backward. With
-    `gradient_as_bucket_view` there is no extra memory.
+    Extra memory: the buckets, which together are as large as all gradients. Large gradients stay in the buckets until the next
+    backward. With `gradient_as_bucket_view` there is no extra memory.
 
     Raises:
         MisuseError: there is no parameter, or one requires no gradient.
@@ -223,23 +229,26 @@ class Reducer(Inherited):
 
     @property
     def absent(self) -> Sequence[int]:
-        """Indices of parameters that the latest backward did not reach on this rank. Empty if the usage model does not ask."""
+        """Indices of parameters that the latest backward did not reach on this rank.
+
+        Empty if the usage model does not look for them.
+        """
         return self._absent or ()
 
     @property
     def arrival_order(self) -> Sequence[int] | None:
-        """Indices of parameters in the order in which their gradients arrive; None before a backward has shown it."""
+        """Indices of parameters in the order in which their gradients arrive. None before a backward has shown this order."""
         return self._arrival_order.learned
 
     @property
     def latest_error(self) -> str | None:
-        """Type and text of the latest error that was raised here or given to `note_error`; None if there was none."""
+        """Type and text of the latest error that this reducer raised or that `note_error` got. None if there was no error."""
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
-        """Explain an error of a collective that does not reduce a bucket.
+        """Return the error of a collective that does not reduce a bucket, with an explanation.
 
-        If another rank was in a stray backward, the returned error adds the remedy. Else the error is returned as it is.
+        If another rank was in a stray backward, the text says how to repair this. Else the error is returned unchanged.
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -262,10 +271,11 @@ class Reducer(Inherited):
 
     @_noting_errors
     def set_static_graph(self) -> None:
-        """Declare that all later backwards use the same graph as the next one. See `StaticUsage`.
+        """Declare that all later backwards have the graph of the next backward. See `StaticUsage`.
 
         Raises:
-            MisuseError: a backward has already computed gradients, even if they were not reduced. So the call comes too late.
+            MisuseError: a backward has already computed gradients, so the call comes too late. This also holds if they were not
+                reduced.
         """
         if self._running is not None or self._has_accumulated:
             raise MisuseError(
@@ -298,7 +308,9 @@ class Reducer(Inherited):
         self._reduction.divide_by(count)
 
     def on_delivery(self, callback: OnDelivery | None) -> None:
-        """At the end of backward, call back for each bucket, with the parameters that have their reduced gradients.
+        """Set a function that the end of backward calls for each bucket.
+
+        Its argument is the parameters that have their reduced gradients now.
 
         The callback runs on the thread of backward, while later buckets may still be in flight. None removes the callback.
         """
@@ -306,19 +318,21 @@ class Reducer(Inherited):
         self._on_delivery = callback
 
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
-        """Call back, with the times of the iteration, when a backward was reduced and every gradient is in place.
+        """Set a function to call when a backward was reduced and every gradient is delivered.
 
-        The callback runs on the thread of backward, on every rank after the same backward, so it may issue collectives. It does
-        not run on a rank that takes part by `shadow_backward`. None removes the callback. The change takes effect at once, also
-        within a backward.
+        Its argument is the iteration's times.
+
+        The callback runs on the thread of backward. All ranks run it after the same backward, so it may issue collectives. It
+        does not run on a rank that takes part by `shadow_backward`. None removes the callback. The change takes effect at once,
+        also within a backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
-        """Call back when a backward begins that will be reduced, before any of its gradients are communicated.
+        """Set a function to call when a reduced backward begins, before any gradient of this backward is communicated.
 
-        The callback runs on the thread of backward, on every rank at the same place among the collectives. So it may issue
-        collectives. It does not run on a rank that takes part by `shadow_backward`. None removes the callback.
+        The callback runs on the thread of backward. All ranks run it at the same point of their order of collectives, so it may
+        issue collectives. It does not run on a rank that takes part by `shadow_backward`. None removes the callback.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -327,19 +341,21 @@ class Reducer(Inherited):
 
     @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
-        """Call this before each forward. The first call builds the buckets, and so does the first one after a reduced backward.
+        """Call this before each forward. The first call builds the buckets.
 
-        Building buckets is a collective. If the backward is not to be reduced, the call does nothing in a fork of the rank.
+        The first call after a reduced backward builds them again.
+
+        Building buckets is a collective. In a fork of the rank, a call with `synchronizes=False` does nothing.
 
         Args:
-            synchronizes: whether the backward of this forward is to be reduced. If not, it adds to this rank's own gradients,
-                and a later backward reduces the sum. See `GradSyncPolicy` for several forwards before a backward.
+            synchronizes: whether the backward of this forward is reduced. If not, the backward adds to this rank's own
+                gradients, and a later backward reduces the sum. See `GradSyncPolicy` for several forwards before a backward.
 
         Raises:
-            GroupClosedError: the backward is to be reduced, and this process is a fork of the rank.
+            GroupClosedError: `synchronizes` is True, and this process is a fork of the rank.
             MisuseError: the previous backward began to reduce and never ended. Or another reducer that would disturb this one
-                has an open forward or backward. A reducer disturbs this one if it has some of the same parameters, and the two
-                use one group, or one of them averages in views of its buckets.
+                has an open forward or backward. Another reducer on some of the same parameters disturbs this one if both use
+                one group, or if one of the two averages in views of its buckets.
         """
         # A worker may run the model for itself, as without a reducer.
         if self.is_in_fork and not synchronizes:
@@ -353,12 +369,12 @@ class Reducer(Inherited):
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets now if the next forward would build them, for the first time or in the order of arrival.
+        """Build the buckets now, if the next forward would build them: for the first time, or in the order of the gradients.
 
-        A collective, if the buckets are built.
+        A collective, if this call builds buckets.
 
         Returns:
-            Whether the buckets were built now in the order in which gradients arrived.
+            Whether this call has built the buckets in the order in which gradients arrived.
         """
         self._check_idle("rebuild_buckets")
         before = self.has_rebuilt_buckets
@@ -366,16 +382,16 @@ class Reducer(Inherited):
         return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
-        """Let the next forward that is reduced build the buckets anew, with other sizes.
+        """Let the next forward whose backward is reduced build new buckets, with other sizes.
 
-        Every rank calls this method, between the same backwards and with the same sizes.
+        Every rank calls this method between the same two backwards, and with the same sizes.
 
         Args:
-            caps_bytes: size limits of the first, second, ... bucket; the last holds for all further ones.
+            caps_bytes: size limits of the first, second, ... bucket; the last limit holds for all further buckets.
 
         Raises:
             MisuseError: a backward is under way or has failed. Or the order in which gradients arrive is not known, because no
-                backward was reduced yet, or because each may reach other parameters (`find_unused_parameters`).
+                backward was reduced yet, or because each backward may reach other parameters (`find_unused_parameters`).
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -395,8 +411,8 @@ class Reducer(Inherited):
     ) -> None:
         """Average the gradients of these parameters from now on, because the model has changed.
 
-        Every rank calls this method, before a forward. The next backward counts as the first one: buckets are built anew, and a
-        static graph is learnt anew. Existing gradients stay, and are part of the next reduction.
+        Every rank calls this method, before a forward. The next backward counts as the first backward: the reducer builds new
+        buckets, and learns a static graph again. Existing gradients stay, and are part of the next reduction.
 
         Args:
             named_parameters: as at construction.
@@ -405,7 +421,7 @@ class Reducer(Inherited):
 
         Raises:
             MisuseError: a backward is under way, or has failed.
-            InvalidArgumentError: one of the delayed parameters is not among the new ones.
+            InvalidArgumentError: one of the delayed parameters is not among the new parameters.
         """
         self._check_idle("change_parameters")
         named = NamedParameters(named_parameters, sparse)
@@ -432,7 +448,7 @@ class Reducer(Inherited):
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether from now on a backward without its own forward adds only to this rank's gradients."""
+        """Set whether a backward without a forward of its own adds only to this rank's gradients, from now on."""
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
@@ -445,9 +461,12 @@ class Reducer(Inherited):
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:
-        """Take part in a forward and backward of the other ranks without gradients. This rank's gradients stay unchanged.
+        """Take part in one forward and backward of the other ranks, with no gradients of this rank.
 
-        It does the same as `prepare_for_backward`, issues the collectives of a backward with zeros, and waits for their end.
+        Its own gradients stay unchanged.
+
+        This method does everything that `prepare_for_backward` does, issues the collectives of a backward with zeros, and waits
+        for them.
 
         Args:
             has_forward: whether the other ranks called `prepare_for_backward` before this backward.
@@ -490,22 +509,22 @@ class Reducer(Inherited):
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether the user had hooks, at the last look, that see a gradient before it is averaged."""
+        """Whether the last look has found hooks of the user. They would see a gradient before it is averaged."""
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
-        """A warning about the user's hooks, with the parameters' names."""
+        """Return a warning about the user's hooks. It names the parameters."""
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
-        """Take the hooks off the parameters; their gradients stay. The end of the reducer's life does the same."""
+        """Take the hooks off the parameters. The gradients stay. When the reducer is freed, it does the same."""
         self._close_hooks()
 
     # ---- during backward ----
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """Look at a bucket whose gradient has come. Called inside a hook, on the thread of backward.
+        """Look at a bucket for which a gradient has come. A hook calls this on the thread of backward.
 
         See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
         """
@@ -529,21 +548,27 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """Process a bucket after all hooks on the expected last parameter have run. Called on the thread of backward."""
+        """Process a bucket after all hooks on its expected last parameter have run.
+
+        The node's hook calls this on the thread of backward.
+        """
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
                 self._process(taken)
 
     def _look_at(self, buckets: Sequence[tuple[PendingBucket, list[int]]]) -> None:
-        """Process buckets that an unexpected gradient has completed. From the next backward on, this gradient is expected."""
+        """Process buckets that an unexpected gradient has completed.
+
+        From the next backward on, expect this gradient as the last one.
+        """
         for bucket, taken in buckets:
             if taken:
                 self._hooks.hook_node(taken[-1], bucket)
                 self._process(taken)
 
     def _begin(self) -> None:
-        """Start a reduced backward. Called at its first gradient, before any gradient is marked."""
+        """Start a reduced backward. The reducer calls this at the first gradient, before it marks any gradient."""
         if in_compiled_autograd():
             raise error_messages.compiled_autograd(self._group.place())
         # With a forward, `prepare_for_backward` has done this.
@@ -576,7 +601,7 @@ class Reducer(Inherited):
 
     @property
     def _learns_order(self) -> bool:
-        """Whether the buckets will be built anew in the order in which the gradients of this backward come."""
+        """Whether the next buckets will have the order in which the gradients of this backward come."""
         return self._usage.order_recurs and not self._arrival_order.is_used
 
     def _make_running(self) -> BackwardReduction:
@@ -588,7 +613,7 @@ class Reducer(Inherited):
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
     def _count_unsynchronized(self) -> None:
-        """Count the gradients of a backward that is not reduced, for a later one that is. Called at its end."""
+        """At the end of a backward that is not reduced, count its gradients for the next backward that is reduced."""
         with self._lock:
             self._counts_at_end = False
             for _, taken in self._pending.take_all():
@@ -620,7 +645,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _end(self) -> None:
-        """Mark the last gradients. Autograd calls it on the thread of backward, when it has computed everything.
+        """Mark the last gradients. Autograd calls this method on the thread of backward, when all gradients are computed.
 
         See Note [The outermost backward] in `torch_internals`.
 
@@ -636,7 +661,10 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Finish the backward. Autograd calls it after `_end` of all reducers: this reducer overwrites what others collect."""
+        """Finish the backward.
+
+        Autograd calls this after `_end` of all reducers, because this reducer overwrites gradients that others collect.
+        """
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
@@ -664,10 +692,12 @@ class Reducer(Inherited):
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """Build the buckets the first time, and again in the order of arrival on rank 0. A collective, if it builds buckets.
+        """Build the buckets the first time, and later in the order in which gradients came on rank 0.
+
+        A collective, if it builds buckets.
 
         The constructor does not build buckets. One rank may copy a wrapped module, for example for an average of its weights.
-        The copy needs no buckets, and must not wait for the other ranks.
+        The copied reducer needs no buckets, and must not wait for the other ranks.
         """
         if self._buckets is None:
             members = self._builder.assign_first()
@@ -715,7 +745,10 @@ class Reducer(Inherited):
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _take_over(self) -> None:
-        """Let other reducers of the same parameters step aside. If a module has several wrappers, the one in use averages."""
+        """Let other reducers of these parameters step aside.
+
+        So if a module has several wrappers, only the wrapper in use averages.
+        """
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():
                 break
@@ -729,9 +762,9 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def _may_retire(self) -> bool:
-        """Whether this reducer has no backward that is under way or expected.
+        """Whether no backward of this reducer is under way or expected.
 
-        A failed backward does not go on, so it does not count.
+        A failed backward does not count, because it does not go on.
         """
         if self._running is not None:
             return self._backward_end() is None

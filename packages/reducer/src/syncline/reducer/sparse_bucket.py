@@ -14,15 +14,17 @@ from .bucket import Bucket
 
 
 class SparseBucket:
-    """One parameter whose gradient is sparse (COO). It has a bucket of its own, because ranks have different elements.
+    """The bucket of one parameter with a sparse gradient (COO).
 
-    Between backwards the bucket has no memory, and `gradient_as_bucket_view` does not affect it. The reduced gradient has as
-    many elements as all ranks' gradients together, and replaces the parameter's gradient.
+    It has no other parameter, because ranks have different elements.
+
+    Between backwards the bucket has no memory, and `gradient_as_bucket_view` does not affect the bucket. The reduced gradient
+    has as many elements as the gradients of all ranks together. It replaces the parameter's gradient.
 
     Attributes:
-        indices: the parameter's index in the reducer.
-        parameters: the parameter.
-        names: its name.
+        indices: a list with the parameter's index in the reducer.
+        parameters: a list with the parameter.
+        names: a list with the parameter's name.
         buffer: the gradient that is being reduced, coalesced.
         views: an empty list.
     """
@@ -41,11 +43,11 @@ class SparseBucket:
         return int(self.buffer.indices().nbytes + self.buffer.values().nbytes)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A list with the gradient itself."""
+        """Return a list with the gradient itself."""
         return [buffer]
 
     def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten
-        """Take a copy of the gradient. If there is no gradient, take an empty one."""
+        """Take a copy of the gradient. If there is no gradient, take an empty gradient."""
         gradient = self.parameters[0].grad
         if gradient is None:
             self.buffer = self._nothing()
@@ -68,7 +70,7 @@ class SparseBucket:
         """Take the reduced gradient.
 
         Raises:
-            MisuseError: a hook returned no tensor, or another shape, dtype, layout or device than it was given.
+            MisuseError: a hook returned no tensor, or a tensor with another shape, dtype, layout or device than the hook got.
         """
         error = error_messages.not_the_reduced_bucket(result, self.buffer, self.names)
         if error is not None:
@@ -83,7 +85,7 @@ class SparseBucket:
         self.buffer = self._nothing()
 
     def _nothing(self) -> torch.Tensor:
-        """An empty gradient, with one sparse dimension, as for embeddings."""
+        """Return an empty gradient, with one sparse dimension, as for embeddings."""
         parameter = self.parameters[0]
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)

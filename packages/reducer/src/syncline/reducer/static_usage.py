@@ -1,4 +1,4 @@
-"""A graph that never changes: the first backward shows it, and all others must follow it."""
+"""A graph that never changes. The first backward shows the graph, and all later backwards must have this graph."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from .usage import UnexpectedGradientError, UsageModel
 class StaticUsage(UsageModel):
     """Every backward gives each parameter as many gradients as the first backward did (`static_graph=True`).
 
-    A parameter may get several gradients in one backward, from re-entrant checkpoints, or none. In the first backward no rank
-    knows which gradient is the last, so all are reduced at its end. Then the ranks also agree which parameters any rank uses.
-    From the second backward on, a parameter is ready when its last gradient has come, and buckets overlap.
+    A parameter may get no gradient in a backward, or several gradients (from re-entrant checkpoints). In the first backward no
+    rank knows which gradient is the last, so all gradients are reduced at the end of this backward. Then the ranks also agree
+    which parameters any rank uses. From the second backward on, a parameter is ready when its last gradient has come, and the
+    reduction of a bucket overlaps with backward.
 
-    A backward that is not synchronised may leave out parameters, but must not use additional ones. If it runs before the first
-    reduction, this reduction includes its gradients. A parameter that the first synchronised backward does not use is part of
-    this one reduction only.
+    A backward that is not synchronised may leave out parameters, but must not use additional parameters. If it runs before the
+    first reduction, this reduction includes its gradients. If the first synchronised backward does not use a parameter, only
+    the first reduction includes this parameter.
     """
 
     hint_missing = (
@@ -53,7 +54,7 @@ class StaticUsage(UsageModel):
 
     @property
     def needs_everyone(self) -> bool:
-        """True until the end of the first backward. There the ranks agree which parameters are used."""
+        """True until the end of the first backward. At this end the ranks agree which parameters are used."""
         return not self._is_map_synced
 
     @property
@@ -65,7 +66,10 @@ class StaticUsage(UsageModel):
         return None if expected is None else sum(expected[index] for index in indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """The gradients that are their parameters' last ones. A surplus gradient is final, too, so `Readiness` refuses it."""
+        """Return the parameters whose last gradient has come.
+
+        A surplus gradient counts as a last one, too, so `Readiness` refuses it.
+        """
         if self._expected is None:
             self._counts.update(indices)
             self.accumulated(indices, undefined)
@@ -85,10 +89,10 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count uses until the first backward ends. Later backwards must not use other parameters.
+        """Count uses until the first backward ends. After that, check that a backward uses no other parameters.
 
         Raises:
-            UnexpectedGradientError: a later backward uses a parameter that the first one did not use.
+            UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.
         """
         if self._expected is None:
             self._used.update(index for index in indices if index not in undefined)
@@ -117,11 +121,14 @@ class StaticUsage(UsageModel):
             self._is_map_synced = True
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """The parameters without a gradient in the first backward. During the first backward: without a gradient so far."""
+        """Return the given parameters that got no gradient in the first backward.
+
+        During the first backward, return the given parameters that have no gradient so far.
+        """
         return without(indices, self._used if self._is_first else self._regular, self._count)
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """The parameters that no rank uses, as agreed in the first backward."""
+        """Return the given parameters that no rank uses. The ranks agreed on these parameters in the first backward."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful, 1 if self._is_first else 2) if doubtful else frozenset()
 

@@ -12,10 +12,10 @@ class BucketTimes:
 
     Attributes:
         nbytes: the size of the bucket's buffer, in bytes.
-        ready: when the bucket could start, because its last gradient was there and all earlier buckets had started.
-        started: when its reduction was issued.
-        finished: when its reduction was over; None before.
-        number: its position in `Reducer.buckets`.
+        ready: when the bucket could start, because its last gradient had come and all earlier buckets had started.
+        started: when the bucket's reduction was issued.
+        finished: when the bucket's reduction was over; None before that.
+        number: the bucket's position in `Reducer.buckets`.
     """
 
     nbytes: int
@@ -35,16 +35,17 @@ class IterationStatistics:
     """One iteration; all times are seconds of `time.perf_counter()`.
 
     Attributes:
-        forward_started: `prepare_for_backward` was called. For a second backward of one forward, the beginning of this
-            backward.
-        forward_ended: the module's forward returned; 0.0 if no wrapper sets it (DistributedDataParallel does).
-        backward_started: the first gradient was ready.
-        last_gradient: the last gradient was ready. After this, no computation is left that could hide communication.
-        finalize_started: backward had computed everything.
-        finished: all reduced gradients were written back.
-        waited_s: seconds that backward stood still for the reduction after the last gradient (the exposed part). This is the
-            time to start the last buckets, to wait, and to write back. Autograd's other work in this time does not count.
-        buckets: one for each bucket, in the order of their start.
+        forward_started: when `prepare_for_backward` was called. For a second backward of one forward, the time when this
+            backward began.
+        forward_ended: when the module's forward returned. 0.0 if no wrapper sets this time (DistributedDataParallel sets it).
+        backward_started: when the first gradient was ready.
+        last_gradient: when the last gradient was ready. After this time, no computation is left that could hide communication.
+        finalize_started: when backward had computed everything.
+        finished: when all reduced gradients were written back.
+        waited_s: the exposed communication: seconds after the last gradient in which backward stood still for the reduction.
+            This is the time to start the last buckets, to wait, and to write back. Autograd's other work in this time does not
+            count.
+        buckets: the times of each bucket, in the order in which the buckets started.
     """
 
     forward_started: float

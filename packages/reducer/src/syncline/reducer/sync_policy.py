@@ -1,10 +1,10 @@
-"""Decide from the forwards whether the next backward is reduced, and which text about it the ranks compare. Pure."""
+"""Decide whether the next backward is reduced, and make the text by which the ranks compare reduced backwards. Pure."""
 
 from __future__ import annotations
 
 
 class GradSyncPolicy:
-    """Decides from the forwards so far whether the next backward is reduced.
+    """Decides whether the next backward is reduced. The forwards and backwards so far decide.
 
     Note [Which backward is reduced]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -12,17 +12,18 @@ class GradSyncPolicy:
 
     * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A later forward
       inside `no_sync` does not change this.
-    * A backward may have no forward: a second one through one graph, or one of the bare module. Such a backward is reduced,
-      too. Two exceptions: the latest forward was within `no_sync`, or the backward itself runs within `no_sync`.
+    * A backward may have no forward of the wrapper: a second backward through one graph, or a backward of the bare module. A
+      backward without a forward is reduced, too, unless the latest forward was within `no_sync`, or the backward itself runs
+      within `no_sync`.
     * Every other backward adds to this rank's gradients, until a later backward is reduced.
 
     Ranks pair their reduced backwards by count. If only one rank runs a backward of the bare module, each later backward of
-    this rank meets the wrong backward of the other ranks. So with the first bucket the ranks compare a text (`mark`). It holds
-    the number of the backward's forward, and the number of the backward since this forward.
+    this rank meets the wrong backward of the other ranks. So with the first bucket the ranks compare a text (`mark`). The text
+    has the number of the latest forward, and the number of backwards since this forward.
 
-    A forward is counted when its backward is reduced. So a rank may run a forward without a backward, or several forwards
-    before one backward, even if other ranks do not. One case stays unnoticed: stray backwards in a loop that never calls the
-    wrapper's forward. In this loop nothing distinguishes one backward from another.
+    The policy counts a forward when its backward is reduced. So a rank may run a forward without a backward, or several
+    forwards before one backward, even if other ranks do not. The policy does not notice a stray backward in a loop that never
+    calls the wrapper's forward, because nothing distinguishes the backwards of this loop.
 
     Attributes:
         is_due: whether the next backward is reduced.
@@ -36,7 +37,7 @@ class GradSyncPolicy:
         self.is_due = True
 
     def forward(self, reduces: bool) -> None:
-        """Note a forward, and whether its backward is to be reduced."""
+        """Note a forward. `reduces` says whether its backward is to be reduced."""
         self._before = (self._announced, self._latest)
         self._set(self._announced or reduces, reduces)
 
@@ -50,7 +51,7 @@ class GradSyncPolicy:
         self._set(False, self._latest)
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether from now on backwards run within `no_sync`."""
+        """Set whether backwards run within `no_sync` from now on."""
         self._is_local = is_local
         self._set(self._announced, self._latest)
 
@@ -61,7 +62,7 @@ class GradSyncPolicy:
 
     @property
     def mark(self) -> str:
-        """The text about the next reduced backward that the ranks compare."""
+        """Numbers of the next reduced backward, such as "backward 1 since forward 7". The ranks compare this text."""
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"
 

@@ -52,21 +52,29 @@ _current_graph_task_id: Callable[[], int] = getattr(
 
 
 def current_backward() -> int:
-    """A number for the backward of this thread. An inner backward has its own. If unknown, each call returns a new number."""
+    """Return the number of the backward on this thread. An inner backward has its own number.
+
+    If torch does not tell the number, each call returns a new number.
+    """
     return _current_graph_task_id()
 
 
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
-    """The graph's node that accumulates the parameter's gradient. After a change of dtype or device there is another node.
+    """Return the graph's node that accumulates the parameter's gradient.
 
-    Autograd makes a new node if nothing holds the old one. So a caller that hooks the node must hold it.
+    After a change of dtype or device, this is another node.
+
+    Autograd makes a new node if nothing holds the old node. So a caller that hooks the node must hold the node.
     """
     with torch.inference_mode(False), hookable(parameter):
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], object]) -> Any:
-    """Call `note` when backward reaches the parameter and leaves its gradient undefined. The caller must hold the handle."""
+    """Call `note` when backward reaches the parameter and leaves its gradient undefined.
+
+    The caller must hold the returned handle.
+    """
     node = accumulation_node(parameter)
 
     def look(_: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -86,7 +94,7 @@ class _HeldHook:
 
 @contextmanager
 def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which a frozen parameter accepts hooks, because it may require gradients later."""
+    """A context in which a frozen parameter accepts hooks. A frozen parameter may require gradients later."""
     was_frozen = not parameter.requires_grad
     if was_frozen:
         parameter.requires_grad_(True)
@@ -98,7 +106,9 @@ def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 def unreached(nodes: Sequence[GraphNode]) -> list[int]:
-    """Positions of nodes that the running backward will not execute. Nodes inside re-entrant checkpoints are among them.
+    """Return the positions of the nodes that the running backward will not execute.
+
+    They include the nodes inside re-entrant checkpoints.
 
     Autograd computes this when a backward starts. Cost: 0.1 to 0.2 microseconds for each node.
     """
@@ -115,29 +125,29 @@ def in_compiled_autograd() -> bool:
 
 
 def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object]:
-    """All post-accumulate-grad hooks on a parameter, the user's and ours."""
+    """Return all post-accumulate-grad hooks on a parameter: the user's hooks and ours."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return () if hooks is None else hooks.values()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows when the tensor is changed in place. It is always 0 if this torch has no such number."""
+    """Return a number that grows when the tensor is changed in place. It is always 0 if this torch has no such number."""
     return getattr(tensor, "_version", 0)
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int]:
-    """The number of Python references to a tensor's storage, and of all its users: tensors, arrays and others.
+    """Return two numbers: Python references to a tensor's storage, and all users of the storage (tensors, arrays and others).
 
-    The numbers alone mean nothing. Compare both with the numbers of a tensor whose users are known.
+    The numbers alone mean nothing. Compare them with the two numbers of a tensor whose users are known.
     """
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
 def enclosing_function() -> Any:
-    """The `torch.autograd.Function` whose backward contains the current backward; None if there is none.
+    """Return the `torch.autograd.Function` whose backward contains the current backward, or None if there is none.
 
-    Cost: a look at each frame of the Python stack, 0.2 microseconds in all.
+    Cost: 0.2 microseconds, to look at each frame of the Python stack.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -148,14 +158,14 @@ def enclosing_function() -> Any:
 
 
 def call_at_backward_end(callback: Callable[[], None]) -> None:
-    """Call back when the outermost backward has computed everything. Use this while a backward runs.
+    """Call `callback` when the outermost backward has computed everything. Call this function while a backward runs.
 
     Note [The outermost backward]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A re-entrant checkpoint runs a backward inside the backward of its node. Autograd calls back at the end of the running
-    backward, which is the inner one. At this moment the outer backward may still have to compute gradients. So in an inner
-    backward, this function hooks the node around it. When this node is done, the outer backward is the running one. Then the
-    function calls itself, until there is no outer backward.
+    backward, which is the inner backward. At this moment the outer backward may still have to compute gradients. So in an inner
+    backward, this function hooks the node whose backward started the inner backward. When this node is done, the outer backward
+    is the running backward. Then the function calls itself, until there is no outer backward.
     """
     node = enclosing_function()
     if node is None:

@@ -1,4 +1,4 @@
-"""Usage models: for which parameters a backward brings gradients, and how many."""
+"""Usage models say for which parameters a backward brings gradients, and how many gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UnexpectedGradientError(ValueError):
 
 
 class UsageModel(ABC):
-    """Tells the reducer which gradients to wait for. Parameters are given by their indices.
+    """Tells the reducer which gradients to wait for. The methods name parameters by their indices.
 
     The reducer calls these methods on the thread of backward, under its lock, in this order:
 
@@ -37,7 +37,7 @@ class UsageModel(ABC):
 
     @property
     def asks_for_undefined(self) -> bool:
-        """Whether the model needs to know which of the gradients are None."""
+        """Whether the model needs to know which gradients are None."""
         return True
 
     @property
@@ -47,30 +47,33 @@ class UsageModel(ABC):
 
     @abstractmethod
     def begin(self) -> Sequence[int]:
-        """The parameters whose gradients will not come in this backward."""
+        """Begin a backward. Return the parameters whose gradients will not come in it."""
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
-        """How many gradients complete these parameters of one bucket; None if each gradient must be looked at."""
+        """Return how many gradients complete these parameters of one bucket. None: the reducer must look at each gradient."""
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Note gradients in the order in which they came. Return the parameters whose gradients are final now.
 
         Args:
-            indices: the parameters. A parameter with several gradients is there several times.
-            undefined: the parameters among them whose gradient is None.
+            indices: the parameters of the gradients. A parameter with several gradients appears several times.
+            undefined: those of the parameters whose gradient is None.
         """
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
-        """The parameters whose gradients are final only at the end of backward."""
+        """Return the parameters whose gradients are final only at the end of backward."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most need not know
-        """Begin a backward of the other ranks in which this rank has no gradients. Called in place of `begin`."""
+        """Begin a backward of the other ranks in which this rank has no gradients.
+
+        The reducer calls this in place of `begin`.
+        """
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most need not know
-        """Note gradients of a backward that is not reduced. They count for a later one.
+        """Note gradients of a backward that is not reduced. These gradients count for a later backward.
 
         Raises:
             UnexpectedGradientError: an earlier backward has shown that this parameter gets no gradient.
@@ -81,18 +84,27 @@ class UsageModel(ABC):
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - most have nothing to agree on
-        """Issue the collectives by which the ranks agree. Every rank calls it at the same place among its collectives."""
+        """Issue the collectives by which the ranks agree.
+
+        Every rank calls this at the same point of its order of collectives.
+        """
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """The given parameters that this rank has not used. Called when all of the given parameters are ready."""
+        """Return the given parameters that this rank has not used.
+
+        The reducer calls this when all given parameters are ready.
+        """
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """The given parameters that no rank has used. Their gradients stay unchanged. May wait for `sync_used_map`."""
+        """Return the given parameters that no rank has used. Their gradients stay unchanged.
+
+        The call may wait for `sync_used_map`.
+        """
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most hold none
-        """Look for the parameters' nodes again, because autograd may have new ones."""
+        """Look for the parameters' nodes again, because autograd may have new nodes."""
 
     def reset(self) -> None:  # noqa: B027 - most remember nothing
         """Forget this backward."""
@@ -115,7 +127,7 @@ class CompleteUsage(UsageModel):
 
     @property
     def asks_for_undefined(self) -> bool:
-        """False: a gradient that is None counts as zeros."""
+        """False, because a gradient that is None counts as zeros."""
         return False
 
     def begin(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""UsersHooks: post-accumulate-grad hooks of the user, which see a gradient before it is averaged."""
+"""UsersHooks finds post-accumulate-grad hooks of the user. These hooks see a gradient before it is averaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _LOOK_EVERY = 32
 
 
 def is_worth_a_look(reductions: int) -> bool:
-    """Whether to look for users' hooks after this many reduced backwards. The answer is often yes at first, then seldom."""
+    """Whether to look for users' hooks after this many reduced backwards.
+
+    The answer is often True at first, and seldom later.
+    """
     return reductions % _LOOK_EVERY == 0 or reductions & (reductions - 1) == 0
 
 
@@ -24,10 +27,10 @@ class UsersHooks:
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A hook may change a gradient: then the changed gradients are averaged. But a hook that steps the parameter uses this rank's
-    own gradient, and a hook that drops the gradient leaves nothing to average. So for parameters with such hooks, two things
-    are checked when their bucket starts: a gradient that had come is still there, and the parameter still has the version that
-    it had when backward began. Parameters without hooks are not checked.
+    If a hook changes a gradient, the changed gradient is averaged. But a hook that steps the parameter uses this rank's own
+    gradient, and a hook that drops the gradient leaves nothing to average. So when a bucket starts, we check two things for its
+    parameters with users' hooks: a gradient that had come is still there, and the parameter still has the version that it had
+    when backward began. Parameters without users' hooks are not checked.
 
     Args:
         names: the parameters' names, for errors.
@@ -51,7 +54,7 @@ class UsersHooks:
         """Find the parameters that have hooks of the user now.
 
         Args:
-            ours: hooks whose function is from this module are the reducer's own.
+            ours: the name of a module. A hook whose function is from this module is the reducer's own hook.
         """
         self.indices = [
             index
@@ -67,7 +70,8 @@ class UsersHooks:
     def begin(self) -> None:
         """Note the parameters' versions, because a reduced backward begins.
 
-        Hooks on the first gradient may have run before. So a step in such a hook is noticed only if it drops the gradient.
+        Hooks on the first gradient of the backward may have run before. So a step in one of these hooks is noticed only if the
+        hook drops the gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 

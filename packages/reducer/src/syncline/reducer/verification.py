@@ -36,9 +36,9 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Check that all ranks have parameters with the same names, shapes, strides and dtypes, and the same frozen ones.
+    """Check that all ranks' parameters have equal names, shapes, strides and dtypes, and that all freeze the same parameters.
 
-    Every rank of the group calls it.
+    Every rank of the group calls this function.
 
     Args:
         names: one name for each parameter, for errors.
@@ -48,7 +48,8 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
     Cost: an all_reduce of 16 bytes. Only if ranks differ: two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
-        DisagreementError: raised on every rank. The text names the first parameter that differs, and both versions.
+        DisagreementError: raised on every rank. The text names the first parameter that differs, and describes it on both
+            ranks.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -67,7 +68,7 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
             of these.
         group: the ranks.
 
-    Cost: the cost of `verify_same_parameters`.
+    Cost: as for `verify_same_parameters`.
 
     Raises:
         DisagreementError: raised on every rank. The text names the options that differ, and the values on both ranks. Or it
@@ -93,13 +94,15 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 
 @contextmanager
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
-    """A context for checks before `verify_same_options`. If one rank raises inside, the other ranks get its error in that call.
+    """A context for checks before `verify_same_options`.
 
-    Without this context, the other ranks would wait for the failed rank, or its next call would meet their comparison. If all
-    ranks raise the same error, no rank waits.
+    If the checks of a rank raise, the other ranks get the error in `verify_same_options`.
+
+    Without this context, the other ranks would wait for the failed rank, or their comparison would meet the next call of the
+    failed rank. If all ranks raise the same error, no rank waits.
 
     Raises:
-        MisuseError: the error that was raised inside. It is raised after the other ranks were told, or after the group's
+        MisuseError: the error of the checks. This rank raises it after it has told the other ranks, or after the group's
             timeout.
     """
     try:
@@ -113,7 +116,10 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """The first difference; None if all ranks have the same value. Numbers such as 25 and 25.0 are the same."""
+    """Return the first difference, or None if all ranks have the same value.
+
+    The numbers 25 and 25.0, for example, are the same.
+    """
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
         return None

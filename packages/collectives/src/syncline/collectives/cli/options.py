@@ -7,7 +7,7 @@ import math
 
 
 def seconds(text: str) -> float:
-    """A finite number of seconds above 0.
+    """Return a finite number of seconds above 0.
 
     Raises:
         argparse.ArgumentTypeError: the text is no such number.

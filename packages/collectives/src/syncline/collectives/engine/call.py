@@ -1,4 +1,4 @@
-"""One call of a collective: its signature, its state, and the record of it that reports and other ranks get."""
+"""One call of a collective: its signature, its state, and a record of the call for reports and for other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .cancel_scope import CancelScope
 class Signature(NamedTuple):
     """What one call of a collective does, without its tensors. Hashable: a group looks up its plans by signature.
 
-    It is a tuple because every call makes one: a frozen dataclass costs four times as much.
+    It is a tuple, because every call makes a signature, and a frozen dataclass costs four times as much.
 
     Attributes:
         name: the method's name, such as "all_reduce".
@@ -30,9 +30,10 @@ class Signature(NamedTuple):
         root: the root's rank in the group; None if there is none.
         dtype: the dtype of the call's main tensor (the argument `tensor` or `output`); None if the call has none.
         shape: the shape of the main tensor.
-        device_type: where the call's tensors are, such as "cpu".
-        detail: other facts that the ranks must agree on, such as "dtype=torch.int8"; empty if there are none.
-        splits: for an all-to-all, how many elements this rank gets from and sends to each rank. Ranks may have other splits.
+        device_type: the type of device on which the call's tensors are, such as "cpu".
+        detail: other facts that must be equal on all ranks, such as "dtype=torch.int8"; empty if there are no such facts.
+        splits: for an all-to-all, how many elements this rank receives from each rank, and how many it sends to each rank.
+            Splits may differ between ranks.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Signature(NamedTuple):
     def of(
         cls, name: str, tensor: torch.Tensor, op: Reduction | None = None, root: int | None = None, detail: str = ""
     ) -> Signature:
-        """The signature of a call whose main tensor is `tensor`."""
+        """Return the signature of a call whose main tensor is `tensor`."""
         return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
     # Use the next three only for a collective that has a reduction, a root, or a tensor.
@@ -82,15 +83,18 @@ class Signature(NamedTuple):
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     def digest(self) -> int:
-        """A checksum of 32 bits. If two ranks have different checksums for one call, their results would be wrong.
+        """Return a checksum of 32 bits.
+
+        If two ranks have different checksums for one call, the results of this call would be wrong.
 
         The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
-        It leaves out the shape, which may differ between ranks, as in torch.distributed. Only `check_calls` compares shapes.
+        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. Only
+        `check_calls` compares shapes.
         """
         return _digest(self)
 
     def __str__(self) -> str:
-        """The signature in words: "all_reduce(float32[10, 3], op=SUM)"."""
+        """Return the signature in words: "all_reduce(float32[10, 3], op=SUM)"."""
         words = (
             "" if self.dtype is None else f"{dtype_in_words(self.dtype)}{list(self.shape)}",
             "" if self.op is None else f"op={self.op.name}",
@@ -101,7 +105,7 @@ class Signature(NamedTuple):
 
 
 def device_type_of(tensor: torch.Tensor) -> str:
-    """Where the tensor is, such as "cpu"."""
+    """Return the type of device on which the tensor is, such as "cpu"."""
     return "cpu" if tensor.is_cpu else tensor.device.type  # `is_cpu` costs a third of `device.type`
 
 
@@ -113,12 +117,12 @@ def _digest(signature: Signature) -> int:
 
 
 def dtype_in_words(dtype: torch.dtype) -> str:
-    """A dtype without torch's prefix: "float32"."""
+    """Return a dtype without torch's prefix: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_in_words(tensor: torch.Tensor) -> str:
-    """A tensor's dtype and shape: "float32[10, 3]"."""
+    """Return a tensor's dtype and shape: "float32[10, 3]"."""
     return f"{dtype_in_words(tensor.dtype)}{list(tensor.shape)}"
 
 
@@ -131,22 +135,23 @@ _LIBRARIES = ("syncline.", "torch.")
 class Call:
     """One issue of a collective on this rank.
 
-    The group makes the call, the group's thread or the caller's runs it, and the monitor looks at its scope. The recorder keeps
-    the call after its end. So the call releases its tensors when it ends, and the recorder keeps no memory alive.
+    The group makes the call. The group's thread or the caller's thread runs the call, and the monitor looks at the call's
+    scope. The recorder keeps the call after its end. So the call releases its tensors when it ends, and the recorder keeps no
+    memory alive.
 
     Args:
         signature: which collective is called.
-        number: the count of calls that this rank has issued; None if not all ranks of the group issue this one.
-        reads: tensors that are only read.
-        writes: tensors that are written, or read and written.
-        mark: extra words for the comparison of calls and for errors; see `ProcessGroup.marked`. The signature leaves out the
-            mark, because calls with and without a mark use the same plan.
+        number: how many calls this rank has issued, including this one. None if not all ranks of the group issue this call.
+        reads: tensors that the call only reads.
+        writes: tensors that the call writes, or reads and writes.
+        mark: a text for errors and for the comparison of calls; see `ProcessGroup.marked`. The mark is not in the signature,
+            because calls with and without a mark use the same plan.
 
     Attributes:
-        position: the call's place in the group's total order, from 0; None while it has not begun.
+        position: the call's position in the group's total order, from 0; None before the call begins.
         state: QUEUED, RUNNING, DONE or FAILED.
         issued_at: seconds since the epoch, by this rank's clock.
-        scope: ends the call's waits; None while it has not begun.
+        scope: ends the call's waits; None before the call begins.
     """
 
     __slots__ = (
@@ -190,11 +195,14 @@ class Call:
         self.reads = self.writes = ()
 
     def release(self) -> None:
-        """Release the tensors. If the call still runs on a device, the device's stream keeps their memory until it is over."""
+        """Release the tensors.
+
+        If the call still runs on a device, the device's stream keeps their memory until the call is over.
+        """
         self.reads = self.writes = ()
 
     def digest(self) -> int:
-        """The signature's checksum of 32 bits. If the call has a mark, the checksum covers the mark, too."""
+        """Return the signature's checksum of 32 bits. If the call has a mark, the checksum covers the mark, too."""
         digest = self.signature.digest()
         return digest if self.mark is None else crc32(self.mark.encode(), digest)
 
@@ -208,11 +216,11 @@ class Call:
         return f"{words[:-1]}{'' if words.endswith('()') else ', '}{self.mark})"
 
     def __str__(self) -> str:
-        """The call in words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
+        """Return the call in words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
         return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
-        """The record of this call for reports and other ranks."""
+        """Return the record of this call for reports and other ranks."""
         signature = self.signature
         return CallRecord(
             self.number,
@@ -227,7 +235,7 @@ class Call:
 
     @property
     def where(self) -> str:
-        """File and line of the user's program that issued the call, such as "train.py:88"; "?" if all frames are libraries'."""
+        """The line of the user's program that issued the call, such as "train.py:88". "?" if all frames belong to libraries."""
         code = self._code
         # No frame of the stack was the user's, as in a thread that a library started.
         if code is None:
@@ -239,7 +247,10 @@ class Call:
 
 
 def _users_line() -> tuple[CodeType | None, int]:
-    """The innermost function of the user's program, and its current instruction, which costs less than a line number."""
+    """Return the innermost function of the user's program, and its current instruction.
+
+    Finding the line number would cost more.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
@@ -273,17 +284,17 @@ class CallRecord:
     where: str
 
     def __str__(self) -> str:
-        """The record in words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
+        """Return the record in words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
         place = "" if self.position is None else f" #{self.position}"
         return f"{self.words}{place} at {self.where}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The attributes as values that `json.dumps` takes."""
+        """Return the attributes as values that `json.dumps` takes."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CallRecord:
-        """The record whose `as_dict` went through JSON.
+        """Return the record whose `as_dict` went through JSON.
 
         Raises:
             KeyError, TypeError: `content` is something else.

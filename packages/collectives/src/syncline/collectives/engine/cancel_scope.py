@@ -44,17 +44,17 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
 
 
 class CancelScope:
-    """Ends a wait after `timeout_s` seconds, or when a thread cancels the scope with a reason.
+    """Ends a wait after `timeout_s` seconds, or when a thread cancels the scope and gives a reason.
 
     The thread that waits calls `check` regularly. Any thread may call `cancel`.
 
     Args:
         timeout_s: seconds from now.
-        ask: returns the reason why waiting is useless, or None. The waiting thread calls it now and then.
+        ask: returns the reason why waiting is useless, or None. The waiting thread calls `ask` now and then.
 
     Attributes:
-        ask: as given. Code that keeps the scope after the wait sets it to None.
-        reason: the exception that `check` raises; None while nobody has cancelled the scope.
+        ask: the argument. Code that keeps the scope after the wait sets `ask` to None.
+        reason: the exception that `check` raises. None if no thread has cancelled the scope.
         was_noticed: whether `check` has raised. The monitor then gives the call more time to end by itself.
     """
 
@@ -70,14 +70,14 @@ class CancelScope:
         self.ask = ask
 
     def cancel(self, reason: BaseException) -> None:
-        """End the scope now, for this reason. If the scope already has a reason, keep that one."""
+        """End the scope now, for this reason. If the scope already has a reason, keep the earlier reason."""
         # The first reason is the cause; later ones are mostly its consequences.
         if self.reason is None:
             self.reason = reason
         self._end_s = -math.inf
 
     def remaining_s(self) -> float:
-        """Seconds left, never below zero."""
+        """Return the seconds left, never below zero."""
         return max(0.0, self._end_s - monotonic())
 
     def is_over(self) -> bool:
@@ -85,14 +85,14 @@ class CancelScope:
         return self.reason is not None or monotonic() >= self._end_s
 
     def check(self, what: str = "the time limit was reached") -> None:
-        """Return if the scope goes on.
+        """Raise an error if the scope has ended. Otherwise return.
 
         Args:
-            what: the text of the `TimeoutError`; it says what is known of the other ranks.
+            what: the text of the `TimeoutError`. It says what this rank knows of the other ranks.
 
         Raises:
             TimeoutError: the time limit was reached.
-            BaseException: the reason that was given to `cancel` or returned by `ask`.
+            BaseException: the reason that `cancel` got, or that `ask` returned.
         """
         now_s = monotonic()
         # The first check: a wait that ends within `_PATIENCE_S` never asks.
@@ -116,13 +116,13 @@ class DetachedCall(Generic[T]):
     """Calls a function once, on a thread of its own. If the function never returns, the thread stays blocked.
 
     Use it for a library that blocks in C code and cannot be stopped. `wait` ends when its scope ends, even if the library does
-    not return. When the process ends, these threads together get `_EXIT_S` seconds to return, because a thread that is inside
-    torch when the interpreter shuts down crashes the process.
+    not return. When the process ends, all these threads together get 5 seconds to return. If a thread were inside torch when
+    the interpreter shuts down, the process would crash.
 
     Args:
         function: the function. After the call, this object keeps no reference to it.
         name: the name of the thread, which is a daemon.
-        context: makes a context that the thread enters around the call.
+        context: makes a context. The thread calls the function inside this context.
 
     Attributes:
         done: set when the function has returned or raised.
@@ -139,7 +139,7 @@ class DetachedCall(Generic[T]):
         thread.start()
 
     def wait(self, scope: CancelScope, look_s: float = 0.1, what: str = "the library did not return") -> T:
-        """Block until the function has returned, and return its result; end when the scope ends.
+        """Block until the function has returned, and return its result. If the scope ends before that, raise its error.
 
         Args:
             scope: checked every `look_s` seconds.
@@ -175,7 +175,7 @@ _detached: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _finish_detached() -> None:
-    """Wait for all threads of detached calls, no longer than `_EXIT_S` seconds in total."""
+    """Wait for all threads of detached calls, at most 5 seconds in total."""
     scope = CancelScope(_EXIT_S)
     for thread in list(_detached):
         if thread.is_alive():

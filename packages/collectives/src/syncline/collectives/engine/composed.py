@@ -1,4 +1,4 @@
-"""Groups made of other groups: one group for each type of device ("cpu:mpi,cuda:nccl"), or several groups in turn."""
+"""Groups that consist of other groups: one group for each type of device ("cpu:mpi,cuda:nccl"), or several groups in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DelegatingGroup(ProcessGroup):
-    """Hands every call to one of several groups of the same ranks.
+    """Hands every call to one of several groups. All these groups have the same ranks.
 
     Args:
         groups: at least one group; all have the same ranks in the same order.
@@ -38,11 +38,11 @@ class DelegatingGroup(ProcessGroup):
 
     @abstractmethod
     def _choose(self, device_type: str) -> ProcessGroup:
-        """The group that carries out a call on tensors of this type of device."""
+        """Return the group that carries out a call on tensors of this type of device."""
 
     @property
     def profiled_as(self) -> None:
-        """None, because the groups that carry out the calls show them in the profile."""
+        """None, because the groups that carry out the calls show these calls in the profile."""
 
     @override
     def set_timeout(self, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class DelegatingGroup(ProcessGroup):
 
     @override
     def close(self) -> None:
-        """Close all groups, the last one first. If one raises, the others are still closed."""
+        """Close all groups, the last group first. If closing a group raises an error, the other groups are still closed."""
         # An `ExitStack` goes on closing after an error, and raises the error at the end.
         with ExitStack() as closing:
             for group in self._all:
@@ -98,7 +98,10 @@ class DelegatingGroup(ProcessGroup):
         return shown(group, signature.name, [*writes, *reads], issue, is_async=async_op)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        """Choose one group for the whole reduction, so that the calls it issues from callbacks go to the same group."""
+        """Choose one group for the whole reduction.
+
+        The calls that the reduction issues from callbacks go to this group, too.
+        """
         return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
@@ -121,10 +124,10 @@ class DelegatingGroup(ProcessGroup):
 class PerDeviceGroup(DelegatingGroup):
     """A group with one member group for each type of device. A barrier runs on the first member group.
 
-    Each member group has its own total order. No order holds between calls on tensors of different devices.
+    Each member group has its own total order. Calls on tensors of different devices have no common order.
 
     Args:
-        groups: for each device type ("cpu", "cuda") its group. All groups have the same ranks.
+        groups: the group for each device type ("cpu", "cuda"). All groups have the same ranks.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
@@ -155,15 +158,15 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def describe(self) -> str:
-        """The descriptions of all groups."""
+        """Return the descriptions of all groups."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Memory from the group for this device."""
+        """Allocate memory by the group for this device."""
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """The answer of the group for the tensor's device."""
+        """Return the answer of the group for the tensor's device."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
 
     @override
@@ -228,10 +231,11 @@ class PerDeviceGroup(DelegatingGroup):
 
 
 class RoundRobinGroup(DelegatingGroup):
-    """Hands calls to its groups in turn, so that several collectives run at once.
+    """Hands calls to its groups in turn, so that several collectives can run at once.
 
     Each group keeps its own total order; there is no order between the groups. A call from a future's callback raises a
-    `MisuseError`, because the turn would depend on how threads are scheduled. Issue such a call on one of `groups`.
+    `MisuseError`: which group has its turn would depend on how threads are scheduled. In a callback, call one of `groups`
+    directly.
 
     Args:
         groups: at least one group; all have the same ranks in the same order.
@@ -264,7 +268,7 @@ class RoundRobinGroup(DelegatingGroup):
         return frozenset.intersection(*(group.device_types for group in self.groups))
 
     def describe(self) -> str:
-        """The number of groups, and a description of the first one."""
+        """Return the number of groups, and a description of the first one."""
         return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
 
     @override

@@ -12,11 +12,11 @@ from ..work import TensorsFuture
 
 
 class Event(ABC):
-    """A point in a stream, between two operations."""
+    """A point in a stream of operations, between two operations."""
 
     @abstractmethod
     def order_current_stream(self) -> None:
-        """Make the calling thread's current stream wait for this event. Does not block the CPU."""
+        """Make the calling thread's current stream wait for this event. This does not block the CPU."""
 
     @abstractmethod
     def is_over(self) -> bool:
@@ -40,21 +40,24 @@ class Stream(ABC):
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Make all later operations of this stream wait for an event of another stream. Does not block the CPU."""
+        """Make all later operations of this stream wait for an event of another stream. This does not block the CPU."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """A context in which this stream is the calling thread's current one: it runs operations, and owns their memory."""
+        """A context in which this stream is the calling thread's current stream.
+
+        It runs the thread's operations, and owns their memory.
+        """
 
     @abstractmethod
     def record(self) -> Event:
         """Record an event after all operations that the stream holds now."""
 
     def run(self, body: Callable[[], None], after: Event) -> Event:
-        """Run `body` so that its operations go on this stream, and start after an event of another stream.
+        """Run `body`. Its operations go to this stream, and start after an event of another stream.
 
         Returns:
-            The event after the last of these operations.
+            The event after the last operation of `body`.
         """
         self.wait_for(after)
         with self.current():
@@ -63,22 +66,22 @@ class Stream(ABC):
 
     @abstractmethod
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete a future on the CPU at once. On the device, the streams of its waiters and callbacks wait for `done`.
+        """Complete a future on the CPU at once. On the device, the streams that use the future's tensors wait for `done`.
 
         Args:
             future: gets `tensors` as its value.
             tensors: the outputs.
             done: an event of this stream.
-            captured: whether `done` is part of a captured graph. Then no other stream may be used: a stream that enters a
-                capture must be joined again, and the caller joins only the streams that it knows.
+            captured: whether `done` is part of a captured graph. If so, this method must not use another stream: a stream that
+                enters a capture must be joined again, and the caller joins only the streams that it knows.
         """
 
 
 class DeviceRuntime(ABC):
-    """One type of device, such as CUDA, as this process sees it.
+    """One type of device in this process, such as CUDA.
 
     Attributes:
-        device_type: as torch calls it, such as "cuda".
+        device_type: torch's name of the type, such as "cuda".
     """
 
     device_type: str
@@ -98,8 +101,8 @@ class DeviceRuntime(ABC):
 
         Args:
             device: the stream's device.
-            is_own: True gives a stream that nobody else uses, with a high priority, so that it does not wait behind
-                computation. False may give a stream that others use, too.
+            is_own: True gives a stream that no other code uses. It has a high priority, so that it does not wait behind
+                computation. False may give a stream that other code also uses.
         """
 
     @abstractmethod
@@ -108,7 +111,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def current_stream(self, device: torch.device) -> int:
-        """The handle of the calling thread's current stream."""
+        """Return the handle of the calling thread's current stream."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -119,7 +122,10 @@ class DeviceRuntime(ABC):
         """Keep the tensor's memory from reuse until this stream has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """The order between a collective on the host and the devices of its tensors, which are all of this device type."""
+        """Return an object that orders a collective on the host with the devices of its tensors.
+
+        All tensors are on this type of device.
+        """
         return StreamOrder(self, [(tensor, self._stream_of(tensor.device)) for tensor in tensors])
 
     def _stream_of(self, device: torch.device) -> Stream:
@@ -131,18 +137,20 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def current_device(self) -> torch.device:
-        """The calling thread's current device."""
+        """Return the calling thread's current device."""
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context for a group's own thread. It makes `device` the current one, and does not break captures of other threads.
+        """A context for a group's own thread.
 
-        Without a current device, the thread's calls of the driver would take memory on device 0.
+        It makes `device` the current device, and does not break captures of other threads.
+
+        Without a current device, calls of the driver by this thread would take memory on device 0.
         """
 
     @abstractmethod
     def pci_id(self, device: torch.device) -> str:
-        """The device's PCI address, such as "0000:17:00.0". It is the same in every process of the node."""
+        """Return the device's PCI address, such as "0000:17:00.0". It is the same in every process of the node."""
 
     @abstractmethod
     def future(self, device: torch.device) -> TensorsFuture:
@@ -168,24 +176,25 @@ class DeviceRuntime(ABC):
 
 
 class StreamOrder:
-    """The order between one collective on the host and the operations of the devices that hold its tensors.
+    """Orders one collective on the host with the operations of the devices that hold its tensors.
 
     Note [Order on the device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A collective runs on another thread, later than the call. But the device must see the collective at the place in its stream
-    where the program issued it. Five steps keep this order:
+    A collective runs on another thread, later than the program issued it. But in the device's stream, the collective must come
+    between the operations that the program issued before and after it. Five steps keep this order:
 
     1. Construction, on the thread that issues the call: record events on its current streams.
     2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for
        the events of step 1.
     3. The end of `entered`: record events on the group's streams, after operations such as the copy back.
-    4. `join`, on every thread that waits for the work: its current streams wait for the events of step 3. The thread itself
-       does not wait.
-    5. `resumed`: make the group's streams current again while a future is completed, so its callbacks are ordered after step 3.
+    4. `join`, on every thread that waits for the work: the thread's current streams wait for the events of step 3. The thread
+       itself does not wait.
+    5. `resumed`: make the group's streams current again while the future is completed, so that operations of its callbacks come
+       after step 3.
 
     Args:
         device: the runtime of the tensors' devices.
-        tensors: all tensors that the collective uses, each with the group's stream for its device.
+        tensors: pairs of a tensor that the collective uses, and the group's stream on the device of this tensor.
     """
 
     def __init__(self, device: DeviceRuntime, tensors: Sequence[tuple[torch.Tensor, Stream]]) -> None:
@@ -210,7 +219,7 @@ class StreamOrder:
                 self._done = [stream.record() for stream in self._streams]
 
     def join(self) -> None:
-        """Order the calling thread's current streams after the collective. Does nothing if the collective did not run."""
+        """Make the calling thread's current streams wait for the collective. If the collective did not run, do nothing."""
         for event in self._done:
             event.order_current_stream()
 

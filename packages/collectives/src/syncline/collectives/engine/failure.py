@@ -1,4 +1,4 @@
-"""The texts of a group's errors: the call, the problem, and the rank that caused it."""
+"""The texts of a group's errors. Each text names the call, the problem, and the rank that caused the problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FailureWords:
 
     Args:
         place: the rank and the group in words.
-        liveness: finds out which ranks are lost or stopped; None if this is not known.
+        liveness: finds out which ranks are lost or stopped; None if nothing can find this out.
     """
 
     def __init__(self, place: str, liveness: Liveness | None) -> None:
@@ -24,8 +24,8 @@ class FailureWords:
     def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
         """Return the error that the group raises after `error` has ended a call.
 
-        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` gets the call's name in front, and
-        becomes a `RankLostError` if a rank is lost. Any other error (Ctrl-C, a bug) is not changed.
+        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` becomes a `RankLostError` if a rank
+        is lost, and its text begins with the call's name. Any other error (Ctrl-C, a bug) is not changed.
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):
@@ -40,7 +40,7 @@ class FailureWords:
         return error
 
     def not_started(self, what: Call | Signature, first_failure: BaseException) -> TransportError:
-        """The error for a call after the group has failed."""
+        """Return the error for a call after the group has failed."""
         error = TransportError(
             with_details(f"{what} on {self._place} was not started because the group had failed before:", str(first_failure))
         )
@@ -48,17 +48,17 @@ class FailureWords:
         return error
 
     def closed(self, signature: Signature) -> GroupClosedError:
-        """The error for a call after the group was closed."""
+        """Return the error for a call after the group was closed."""
         return GroupClosedError(
             f"{signature.name} on {self._place}: the group is closed; create it again with init_process_group or new_group"
         )
 
     def aborted(self) -> TransportError:
-        """The error for all waiting calls when the group is aborted."""
+        """Return the error for all waiting calls when the group is aborted."""
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
-        """The lost or stopped ranks in words, as far as known."""
+        """Return the lost or stopped ranks in words, as far as known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"
@@ -82,7 +82,10 @@ class FailureWords:
         return timeout
 
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
-        """The loss of a rank, if this loss made the transport fail. Else the error, which then names the stopped ranks."""
+        """Return the loss of a rank, if this loss made the transport fail.
+
+        Else return the error, which then names the stopped ranks.
+        """
         # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
             return error

@@ -1,4 +1,4 @@
-"""EngineGroup is the common base of all groups of this package. HostGroup is a process group over a transport."""
+"""EngineGroup is the base class of all groups of this package. HostGroup is a process group over a transport."""
 
 from __future__ import annotations
 
@@ -67,15 +67,16 @@ _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
 class EngineGroup(ProcessGroup, Inherited):
-    """The common base of groups. It has the plans, the record of calls, the history that ranks compare, and the first failure.
+    """The common base of groups. It keeps plans, the record of calls, the history that ranks compare, and the first failure.
 
     `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts them on a stream of a GPU.
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
-        compares_later: whether the ranks compare their histories, because they do not compare each call before it runs.
-        count: counts the calls that begin; None makes a new count.
-        liveness: finds out which ranks are lost; None if this is not known.
+        compares_later: whether the ranks compare their histories of calls later, because the transport does not compare each
+            call before it runs.
+        count: the count of calls that have begun. None makes a new count.
+        liveness: finds out which ranks are lost; None if nothing can find this out.
 
     Attributes:
         recorder: the record of the last calls.
@@ -133,7 +134,9 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- start ----
 
     def start(self, options: Mapping[str, object]) -> None:
-        """Compare options with the other ranks, and report failures from now on. All ranks call this method before any other.
+        """Compare options with the other ranks, and report failures from now on.
+
+        All ranks call this method before any other method.
 
         Args:
             options: the options that change how the ranks communicate.
@@ -159,7 +162,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return [text for _, text in sorted((rank, text) for text, ranks in said.ranks.items() for rank in ranks)]
 
     def report_to(self, reporter: Reporter | None) -> None:
-        """Report the first failure of this group, and of groups made from it later. None switches reports off."""
+        """Report the first failure of this group, and of each group that is made from it later. None switches reports off."""
         self._reporter = reporter
         if reporter is not None:
             reporter.watch(self.recorder)
@@ -173,7 +176,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _new_plan(self, signature: Signature) -> Plan:
-        """Make the plan for calls of this signature. Does not communicate."""
+        """Make the plan for calls of this signature. This does not communicate."""
 
     def _make_plan(self, signature: Signature) -> Plan:
         plan = self._new_plan(signature)
@@ -185,7 +188,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return plan
 
     def _take_mark(self) -> str | None:
-        """The mark for the call that this thread issues; see `marked`. Calls in callbacks get no mark."""
+        """Return the mark for the call that this thread issues, see `marked`. A call in a callback gets no mark."""
         return self._marks.pop(get_ident(), None) if self._marks and not self._queue.is_in_callback() else None
 
     @property
@@ -196,7 +199,7 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- failures ----
 
     def _refusal(self, signature: Signature) -> GroupClosedError:
-        """The error for a call on a closed group."""
+        """Return the error for a call on a closed group."""
         return not_the_rank(signature.name, self.place()) if self._is_in_fork else self._words.closed(signature)
 
     def _check_usable(self, signature: Signature) -> None:
@@ -207,7 +210,10 @@ class EngineGroup(ProcessGroup, Inherited):
             raise self._words.not_started(signature, failure)
 
     def _reported(self, failure: BaseException) -> BaseException:
-        """Write a report, and return the failure. The text of a `SynclineError` then names the report's folder."""
+        """Write a report, and return the failure.
+
+        If the failure is a `SynclineError`, its text then names the report's folder.
+        """
         # An elastic training handles this loss itself; a report for each one would hide the real failures.
         if self._losses_are_expected and isinstance(failure, TransportError):
             return failure
@@ -231,7 +237,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
         Raises:
             DisagreementError: the ranks have made different calls.
-            MisuseError: a future's callback calls this method, which would wait for this callback for ever.
+            MisuseError: a future's callback calls this method. The method would wait for this callback for ever.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
@@ -248,14 +254,17 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _compare_before_close(self) -> None:
-        """Compare all calls with the other ranks, which also close the group. If a rank does not come, this is no error."""
+        """Compare all calls with the other ranks, which also close the group. It is no error if a rank does not come."""
 
     @abstractmethod
     def _close(self) -> None:
         """Finish all calls, set `_closed`, and release everything the group holds."""
 
     def _end(self, companion: ProcessGroup) -> None:
-        """Close the companion. If this group has failed, abort it, because other ranks may not come to close it."""
+        """Close the companion group.
+
+        If this group has failed, abort the companion, because other ranks may not come to close it.
+        """
         if self.first_failure is None:
             companion.close()
         else:
@@ -266,7 +275,7 @@ class EngineGroup(ProcessGroup, Inherited):
         self._companions.append(companion)
 
     def abort(self) -> None:
-        """Fail the running call and all queued calls."""
+        """Let the running call and all queued calls fail."""
         if self._closed:
             return
         self._closed = True
@@ -278,7 +287,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _abort(self, failure: BaseException) -> None:
-        """Fail all calls in flight, without waiting. The caller has set `_closed`."""
+        """Let all calls in flight fail, without waiting. The caller has set `_closed`."""
 
 
 class HostGroup(EngineGroup):
@@ -291,19 +300,22 @@ class HostGroup(EngineGroup):
     [1] `_issue` makes the `Call` and notes the user's line. With `async_op=False` and no call in flight, the call runs on the
         caller's thread, because a hop to another thread costs more than a small collective. Else the call is queued.
     [2] `_run` runs when it is the call's turn. It opens the call's scope, and adds the call to the history that ranks compare.
-    [3] `_move` looks for the plan of the call's signature. The transport makes it at the first call. The plan moves the data.
+    [3] `_move` looks for the plan of the call's signature. The transport makes the plan at the first call. The plan moves the
+        data.
     [4] An error in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call fails
         with a reference to the first failure.
 
-    Sends and receives have no place in the order: they start at once, on the caller's thread.
+    Sends and receives are not in the total order. They start at once, on the caller's thread.
 
     Args:
         transport: moves the tensors.
-        device: the runtime of a device whose tensors the transport takes, too; None: only the host's. Note [Order on the
-            device] in `device` says how a call is ordered among the device's operations.
-        check_calls: the ranks compare each call, with its shapes, before it runs.
-        leavers: knows which ranks have left the job; None if nobody tells. See Note [Who will not come] in `health.leaving`.
-        liveness: finds out which ranks are lost; None if this is not known. With it, the monitor looks at the calls.
+        device: the runtime of a device whose tensors the transport takes, too; None: the transport takes only the host's
+            tensors. See Note [Order on the device] in `device`.
+        check_calls: whether the ranks compare each call, with its shapes, before the call runs.
+        leavers: knows which ranks have left the job; None if nothing can tell. See Note [Who will not come] in
+            `health.leaving`.
+        liveness: finds out which ranks are lost; None if nothing can find this out. If it is given, the monitor looks at the
+            calls.
     """
 
     def __init__(
@@ -381,13 +393,13 @@ class HostGroup(EngineGroup):
 
         Args:
             options: the options that change how the ranks communicate.
-            stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which; 0: never.
+            stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank; 0: never.
         """
         super().start(options)
         self.warn_of_stalls(stall_warning_s)
 
     def warn_of_stalls(self, stall_warning_s: float) -> None:
-        """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches it off."""
+        """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches this off."""
         self._stall_warning_s = stall_warning_s
         # A group of one waits for nobody.
         status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
@@ -415,7 +427,7 @@ class HostGroup(EngineGroup):
         *,
         is_numbered: bool = True,
     ) -> Work:
-        """Run a call on this thread or queue it. A call that not all ranks issue has no number. See [1].
+        """Run a call on this thread, or queue the call. A call that not all ranks issue has no number. See [1].
 
         `reads` and `writes` together are all tensors that the body uses.
         """
@@ -529,7 +541,7 @@ class HostGroup(EngineGroup):
             raise different_calls(said)
 
     def _check_same_splits(self, call: Call) -> None:
-        """Check that each rank sends as much as the others expect, by an all-gather of two numbers for each rank."""
+        """Check that each rank sends what the others expect. The ranks gather two numbers for each pair of ranks."""
         expected, sent = call.signature.splits or ((), ())
         # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
@@ -558,7 +570,7 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """As `ProcessGroup.allocate`. On the CPU the transport allocates, and the call has a place in the total order."""
+        """As `ProcessGroup.allocate`. On the CPU the transport allocates, and the call is in the total order."""
         # The transport has fast memory only on the host; torch allocates the rest.
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
@@ -686,7 +698,10 @@ class HostGroup(EngineGroup):
         self._start(Signature("close"), (), (), self._compare_at_close, is_numbered=False)
 
     def _compare_at_close(self, call: Call) -> None:
-        """Compare the calls. A rank that does not come is no error: it may still compute, or may have ended without closing."""
+        """Compare the calls.
+
+        It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
+        """
         scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._why_sender_will_not_send)
         try:
             self._agreed.same_history(scope)
@@ -733,7 +748,7 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """Handle the failure of a call: remember it, tell the other ranks, and raise the group's error. See [4]."""
+        """Handle the failure of a call: remember the failure, tell the other ranks, and raise the group's error. See [4]."""
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
             _given_up.append(error)
@@ -754,10 +769,13 @@ class HostGroup(EngineGroup):
         raise failure from failure.__cause__
 
     def _on_failure(self, failure: BaseException) -> None:
-        """Do nothing. The group calls it once, when it has failed. A subclass may tell other members there."""
+        """Do nothing. The group calls this method once, when the group has failed. A subclass may then tell other ranks."""
 
     def _why_sender_will_not_send(self) -> TransportError | None:
-        """The error if another rank is lost or has left the job, and will not send its message. None if nothing is known."""
+        """Return an error if another rank is lost or has left the job, so that its message will never come.
+
+        None: no such rank is known.
+        """
         lost = self.reason_to_give_up()
         if lost is not None or self._leavers is None:
             return lost
@@ -766,7 +784,7 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Why the running call will never end; None if no reason is known. The thread that runs the call asks."""
+        """Return why the running call will never end, or None if no reason is known. The thread that runs the call asks."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         return reason or self.reason_to_give_up()
@@ -779,25 +797,25 @@ class HostGroup(EngineGroup):
         return self._running
 
     def reason_to_give_up(self) -> TransportError | None:
-        """The loss of a rank; None if no rank is lost."""
+        """Return the loss of a rank, or None if no rank is lost."""
         return None if self._liveness is None else self._liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
-        """Make the transport end the running call."""
+        """Make the transport end the running call with an error."""
         self._transport.interrupt()
 
     def missing_in_words(self) -> str:
-        """The lost or stopped ranks in words, as far as known."""
+        """Return the lost or stopped ranks in words, as far as known."""
         return self._words.missing()
 
     def report(self, reason: str) -> None:
-        """Write the report, if this is possible within a few seconds."""
+        """Write the report, unless this takes more than a few seconds."""
         if self._reporter is not None:
             self._reporter.write_within(reason, _REPORT_S)
 
 
 class GroupWork(PendingWork):
-    """The work of a queued call. A callback of the same group may wait for this work."""
+    """The work of a queued call. A callback of the call's group may wait for this work."""
 
     __slots__ = ("_issued", "_order", "_queue", "_was_waited_for")
 
@@ -816,7 +834,10 @@ class GroupWork(PendingWork):
         self._was_waited_for = False
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the call is finished. Inside a callback, or if no other task runs, run the queue up to this call."""
+        """Block until the call is finished.
+
+        Inside a callback, or if no task runs, this thread runs the queue up to the call.
+        """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.
             self._queue.run_until(self.is_completed)
@@ -838,7 +859,7 @@ class GroupWork(PendingWork):
         return future
 
     def _settle(self, future: TensorsFuture) -> None:
-        """Complete the future, which runs its callbacks. See point 5 of Note [One total order] in `queue`."""
+        """Complete the future. This runs the future's callbacks. See point 5 of Note [One total order] in `queue`."""
         # False: no helper runs this call, or the queue has stopped. Then the callbacks run on this thread.
         if not self._queue.hand_over(lambda: self._settle_here(future)):
             self._settle_here(future)
@@ -849,6 +870,6 @@ class GroupWork(PendingWork):
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks with this color, ordered by key, then by rank. A pure function."""
+    """Return the ranks with this color, ordered by key, and ranks with equal keys by rank. A pure function."""
     chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
     return [rank for _, rank in sorted(chosen)]

@@ -55,7 +55,7 @@ class ObservedCall:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
         started: when the method was called.
-        finished: when the call ended. None while the call is in flight. An asynchronous send or receive keeps None, unless it
+        finished: when the call ended. None while the call is in flight. For an asynchronous send or receive, None unless it
             ended at once.
     """
 
@@ -80,7 +80,7 @@ observers: list[Observer] = []
 
 
 class _Here(threading.local):
-    """Whether this thread is inside a call that is already shown. Calls that such a call makes are not shown again."""
+    """Whether this thread is inside a call that is already shown. If so, calls that this call makes are not shown again."""
 
     is_profiled = False
     is_observed = False
@@ -90,9 +90,9 @@ _here = _Here()
 
 
 def observe_calls(observer: Observer) -> Callable[[], None]:
-    """Tell `observer` of each call on any group of this process, on the calling thread, right after it was issued.
+    """Tell `observer` of each call on any group of this process. The thread that issues a call tells of it right afterwards.
 
-    If a call makes other calls, the observer is told of the outermost call only. The observer must be quick, and must not
+    If a call makes other calls, the observer gets the outermost call only. The observer must be quick, and must not
     communicate.
 
     Returns:
@@ -110,8 +110,8 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
 def recorded(method: Method) -> Method:
     """A decorator of a group's public method that shows each call to the profiler and to observers.
 
-    First the decorator replaces tensors that stand for other tensors. A call on tensors without memory ends at once. See Note
-    [Tensors that are no memory] in `tensors.checks`.
+    First the decorator replaces tensors that stand for other tensors (the results of functional collectives, for example). A
+    call on tensors without memory ends at once. See Note [Tensors that are no memory] in `tensors.checks`.
     """
     name = method.__name__
 

@@ -1,4 +1,4 @@
-"""The one total order in which a group's calls run, including the calls that callbacks issue."""
+"""A group's calls run in one total order. This also holds for the calls that callbacks issue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ _IN_CALLBACK = sys.maxsize
 
 
 class Queue:
-    """Runs one task at a time, in the order of issue: on the caller's thread if nothing is in flight, else on its own thread.
+    """Runs tasks in the order of issue, one at a time.
+
+    If no task is in flight, the caller's thread runs a task, else the queue's thread.
 
     Note [One total order]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -45,28 +47,31 @@ class Queue:
        it comes before all queued tasks. So the callback may wait for it.
     4. If a callback waits for a queued task (for its work, or for a future that depends on it), it runs the queue up to that
        task (`run_until`). Futures that torch makes, such as the future of `torch.futures.collect_all`, do not run the queue.
-    5. If a thread waits for a work outside of a callback and the turn is free, it takes the turn and runs the queue up to that
-       task itself (`help`), because waking another thread takes longer than a small collective. The callbacks of the tasks it
-       has run become the next task (`hand_over`). The thread does not wait for them: they may want a lock that it holds.
+    5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn, and runs the
+       queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
+       The callbacks of the tasks that it has run become the next task (`hand_over`). The thread does not wait for these
+       callbacks, because they may want a lock that the thread holds.
 
     So the order is the same on every rank, however threads are scheduled, if every rank issues the same calls from its main
-    thread and attaches the same callbacks to each call before it issues the next one. The calls that callbacks of a call issue
-    come after it and before its successor. (A callback attached to a call that is already over runs at once, on the thread
-    that attaches it. This thread has not issued the successor yet, so the place in the order is the same.)
+    thread and attaches the same callbacks to each call before it issues the next one. If callbacks of a call issue calls, these
+    come after that call and before the next call of the main thread. (If a callback is attached to a call that is already over,
+    it runs at once, on the thread that attaches it. This thread has not issued its next call yet, so the order is the same.)
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
-    A callback is late if it is attached after later calls of the group were issued. One rank may run it before those calls, and
-    another rank after them, so a call that it issues would have another place in the order on each rank. The queue refuses
-    such a call. Whether a callback is late depends only on counts of calls, so all ranks decide the same.
+    A callback is late if it is attached after later calls of the group were issued. One rank may run the callback before those
+    calls, and another rank after them. So if the callback issues a call, the order of calls could differ between ranks. The
+    queue refuses a call from a late callback. Whether a callback is late depends only on counts of calls, so all ranks take the
+    same decision.
 
-    If the program has already waited for the work, the callback runs at once on every rank, and is not late. This also holds
-    for the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from ours, such as the
-    future of `torch.futures.collect_all`.
+    If the program has already waited for the work, the callback runs at once on every rank, and is not late. This is also true
+    for callbacks of the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from our
+    futures, such as the future of `torch.futures.collect_all`.
 
-    A queued task never raises: it stores its own outcome. In `run_here`, an error of the task reaches the caller.
+    A queued task never raises, because it stores its own outcome. In `run_here`, an error of the task reaches the caller.
 
-    The thread starts with the first queued task. It is a daemon, so that it does not keep a failed process alive.
+    The queue's thread starts with the first queued task. The thread is a daemon, so that it does not keep a failed process
+    alive.
 
     Args:
         name: the name of the thread.
@@ -94,7 +99,7 @@ class Queue:
         return self._running_on == get_ident()
 
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
-        """Run a task on this thread if no other task comes before it, or if this thread already runs a task.
+        """Run a task on this thread, if no other task comes before it or if this thread already runs a task.
 
         Returns:
             Whether the task was run. If not, call `enqueue`.
@@ -118,7 +123,7 @@ class Queue:
         return True
 
     def run_in_turn(self, task: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Run a task on this thread, after the task that another thread runs now. Other tasks wait meanwhile.
+        """Run a task on this thread. If another thread runs a task now, wait for its end first. All other tasks wait meanwhile.
 
         Returns:
             The task's result. An error of the task reaches the caller.
@@ -134,13 +139,13 @@ class Queue:
                 self._running_on = None
 
     def enqueue(self, task: Task) -> bool:
-        """Run a task on the queue's thread, after all tasks issued before it. Inside a callback, run it at once on this thread.
+        """Let the queue's thread run a task, after all earlier tasks. Inside a callback, run the task at once on this thread.
 
         Returns:
-            False if `stop` was called: the task will not run.
+            False if `stop` was called, so that the task will not run.
 
         Raises:
-            RuntimeError: the thread cannot start; the task will not run.
+            RuntimeError: the thread cannot start, so the task will not run.
         """
         if self.is_running_here():
             task()
@@ -177,7 +182,7 @@ class Queue:
                 self._turn.release()
 
     def hand_over(self, task: Task) -> bool:
-        """Let the queue's thread run this task next, before all queued tasks. Call it inside a task that `help` runs.
+        """Let the queue's thread run this task next, before all queued tasks. Call this method inside a task that `help` runs.
 
         Returns:
             False if `help` does not run the current task, or the queue's thread may have ended. Then run the task yourself.
@@ -196,14 +201,17 @@ class Queue:
     # ---- the end ----
 
     def leave_to_parent(self) -> None:
-        """Reset the queue in a forked child: it lacks the thread, and a lock may be held for ever. Nothing runs any more."""
+        """Reset the queue in a forked child. The child lacks the queue's thread, and a lock may be held for ever.
+
+        No task runs any more.
+        """
         self._turn, self._running_on = threading.Lock(), None
         self._changed = threading.Condition()
         self._tasks.clear()
         self._stopping, self._thread = True, None
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing runs and nothing is queued. False if this takes longer than `timeout_s` seconds."""
+        """Wait until no task runs or is queued. Return False if this takes longer than `timeout_s` seconds."""
         end_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
         while self._turn.acquire(timeout=max(0.0, end_s - time.monotonic())):
             # Another thread may queue a task right after this, so the caller must have refused new calls before.
@@ -215,15 +223,18 @@ class Queue:
         return False
 
     def stop(self) -> None:
-        """Let the thread end once the queue is empty. This method does not wait for the end."""
+        """Let the queue's thread end once the queue is empty. This method does not wait for the end of the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Stop the queue from a finalizer. A finalizer may run on any thread, which may hold any lock, so it waits for no lock.
+        """Stop the queue from a finalizer.
 
-        If another thread has the lock, the queue's thread is not woken. In the worst case it sleeps until the process ends.
+        This waits for no lock, because a finalizer may run on a thread that already holds the lock.
+
+        If another thread has the lock, this method does not wake the queue's thread. In the worst case the queue's thread
+        sleeps until the process ends.
         """
         self._stopping = True
         if self._changed.acquire(blocking=False):
@@ -233,11 +244,11 @@ class Queue:
                 self._changed.release()
 
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing is queued."""
+        """Whether no task runs or is queued."""
         return not (self._turn.locked() or self._tasks)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end, at most `timeout_s` seconds. Call it after `stop`."""
+        """Wait for the end of the queue's thread, at most `timeout_s` seconds. Call this method after `stop`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -251,7 +262,7 @@ class Queue:
             place: the group in words, for the error.
 
         Returns:
-            The call's number among those issued outside of callbacks.
+            The call's number. It counts the calls that were issued outside of callbacks.
 
         Raises:
             MisuseError: the thread runs a late callback.
@@ -276,7 +287,10 @@ class Queue:
         return get_ident() in self._callbacks
 
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
-        """Wrap a callback that is now attached to the work of call `number`, so that the queue knows when it runs."""
+        """Wrap a callback, so that the queue knows when the callback runs.
+
+        The callback is now attached to the work of call `number`.
+        """
         is_late = self.issued > number and not was_waited_for and not self.is_in_callback()
         return functools.partial(self._run_callback, callback, is_late)
 
@@ -324,7 +338,7 @@ class GuardedFuture(GroupFuture):
         devices: as for `GroupFuture`.
 
     Attributes:
-        was_waited_for: whether this future or its work was waited for.
+        was_waited_for: whether the program has waited for this future or its work.
     """
 
     def __init__(self, queue: Queue, number: int, devices: Devices) -> None:
@@ -366,7 +380,7 @@ def all_idle() -> bool:
 
 @atexit.register
 def finish_all() -> None:
-    """Give calls in flight a few seconds to finish, then end the threads."""
+    """Give calls in flight a few seconds to finish, then end the threads of the queues."""
     for queue in list(_started):
         queue.drain(_EXIT_S)
         queue.stop()
@@ -374,7 +388,7 @@ def finish_all() -> None:
 
 
 def _run_queues_here(is_done: Callable[[], bool]) -> None:
-    """If this thread is in a callback of a queue, run this queue. A future calls this function before it blocks.
+    """If this thread is in a callback of a queue's task, run this queue. A future calls this function before it blocks.
 
     This is point 4 of Note [One total order]. The future may belong to another group, so all queues are asked.
     """

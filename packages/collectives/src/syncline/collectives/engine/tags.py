@@ -1,4 +1,4 @@
-"""Tags of messages: the tags that Syncline reserves, and the tags on the wire.
+"""Tags of messages: tags that Syncline reserves, and tags that messages have on the wire.
 
 On the wire, a tag combines the caller's tag and a code of the dtype, so that a receive matches only sends of its dtype.
 """
@@ -14,7 +14,7 @@ FIRST_RESERVED, LAST_RESERVED = 32_000, 32_767
 
 
 class ReservedTag(int):
-    """A reserved tag. `send` and `recv` accept this type, and refuse a plain number of the same value."""
+    """A reserved tag. `send` and `recv` accept this type, but refuse an int with the value of a reserved tag."""
 
 
 #: NCCL groups that agree over a host group send their messages with these tags, one tag for each topic.
@@ -47,7 +47,9 @@ _OTHER_DTYPE = 2**_BITS - 1
 
 
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
-    """The tag of a message on the wire. If the library has too few tags, this is the caller's tag, without the dtype.
+    """Return the tag that a message has on the wire.
+
+    If the library has too few tags, this is the caller's tag, without the dtype.
 
     Args:
         tag: the caller's tag.
@@ -67,8 +69,10 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
 
 
 def sized_wire_tag(tag: int, dtype: torch.dtype, numel: int, largest: int) -> int:
-    """`wire_tag` with a code for the number of elements. Use it for a library that does not check the size of a message.
+    """Return a `wire_tag` that also codes the number of elements.
 
-    Two numbers of elements have the same code if they differ by a multiple of `SIZES`.
+    Use it for a library that does not check the size of a message.
+
+    Two numbers of elements have the same code if they differ by a multiple of 2039 (`SIZES`).
     """
     return wire_tag(tag, dtype, largest // SIZES) * SIZES + numel % SIZES

@@ -20,13 +20,13 @@ from .transport import Request
 class TransferWork(Work):
     """A send or receive in flight. The transfer makes progress while a thread waits for it.
 
-    If the caller asks for a future, a new thread waits for the transfer. Without a future there is no such thread. `_driving`
-    lets only one thread at a time wait for the request, because a transport need not support more.
+    If the caller asks for a future, a new thread waits for the transfer. Without a future there is no new thread. `_driving`
+    lets only one thread at a time wait for the request, because a transport need not support more threads.
 
     Args:
         request: the transport's request.
         tensors: a list with the tensor that is sent or received.
-        deliver: called when the request is over, for example to copy the result back.
+        deliver: called when the request is over. It may copy the result back, for example.
         describe: returns the transfer's name for messages.
         timeout_s: the time limit of `wait` without an argument: the group's time limit, in seconds.
         ask: returns the reason why waiting is useless, or None.
@@ -70,7 +70,7 @@ class TransferWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the transfer has ended, with or without an error. False if the library cannot tell without waiting."""
+        """Whether the transfer has ended, with or without an error. False if the library cannot say this without waiting."""
         # If another thread drives the request, that thread will note the end.
         if self._generation == generation() and self._driving.acquire(blocking=False):
             try:
@@ -81,19 +81,19 @@ class TransferWork(Work):
         return self._done
 
     def exception(self) -> BaseException | None:
-        """The error with which the transfer failed, or None."""
+        """Return the error with which the transfer failed, or None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensor that was sent or received, in a list."""
+        """Return the tensor that was sent or received, in a list."""
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """The sender's rank in the group, for a receive that is over."""
+        """Return the sender's rank in the group, for a receive that is over."""
         return self._request.source()
 
     def get_future(self) -> TensorsFuture:
-        """The future of this transfer. The first call starts a thread that waits for the transfer."""
+        """Return the future of this transfer. The first call starts a thread that waits for the transfer."""
         with self._settling:
             if self._future is None:
                 self._future = new_future(self._tensors)
@@ -156,7 +156,10 @@ class TransferWork(Work):
         return behind.reworded(f"{self._describe()}: {behind}")
 
     def _finish(self, error: BaseException | None) -> None:
-        """Set the outcome. The first call counts: the future's thread may give up while another thread still waits."""
+        """Set the outcome.
+
+        Only the first call counts, because the future's thread may give up while another thread still waits.
+        """
         with self._settling:
             if self._done:
                 return

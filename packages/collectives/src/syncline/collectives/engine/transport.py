@@ -1,4 +1,4 @@
-"""A Transport moves the tensors of a group. A Plan is its way to carry out one signature."""
+"""A Transport moves the tensors of a group. A Plan says how the transport carries out one signature."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ class Request(ABC):
         """Block until the request is over. Only one thread at a time calls this.
 
         Raises:
-            TimeoutError: the scope's time limit was reached; the caller may wait for the request again.
+            TimeoutError: the scope's time limit was reached. The caller may then wait for the request again.
             BaseException: the reason with which the scope was cancelled.
         """
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether the request is over. Never blocks. May stay false if the library cannot tell before `wait`."""
+        """Whether the request is over. This never blocks.
+
+        It may stay False until `wait`, if the library cannot tell earlier.
+        """
 
     @abstractmethod
     def source(self) -> int | None:
-        """The sender's rank, for a receive that is over."""
+        """Return the sender's rank. Call this only for a receive that is over."""
 
 
 class Plan(ABC):
@@ -49,16 +52,16 @@ class Plan(ABC):
     @property
     @abstractmethod
     def algorithm(self) -> str:
-        """The algorithm that the latest run took, in a word or two, for logs and `algorithm_of`."""
+        """The algorithm of the latest run, in a word or two, for logs and `algorithm_of`."""
 
     @abstractmethod
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """Carry out one call; return when this rank's share is done.
+        """Carry out one call. Return when this rank has done its share of the call.
 
         Args:
             part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
-            whole: the block with one part for each rank, if the collective has such a block; else `part` itself. None in a
-                gather or scatter on the ranks that are not the root.
+            whole: the block with one part for each rank, if the collective has a block; else `part` itself. In a gather or
+                scatter, None on all ranks except the root.
             call: the call. Its scope ends the plan's waits.
 
         Raises:
@@ -68,10 +71,10 @@ class Plan(ABC):
 
 
 class Transport(ABC):
-    """Moves the tensors of one group. `HostGroup` makes a process group of it.
+    """Moves the tensors of one group. `HostGroup` makes a process group out of a transport.
 
-    `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's. Any thread may
-    call `start_send` and `start_recv`, also while a collective runs.
+    `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's thread. Any thread
+    may call `start_send` and `start_recv`, also while a collective runs.
 
     To bring a library with blocking collectives on host memory, write a `LibraryTransport`.
     """
@@ -84,35 +87,41 @@ class Transport(ABC):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether the ranks compare each call before it runs. If not, the group compares later. All ranks return the same."""
+        """Whether the ranks compare each call before it runs. If not, the group compares the calls later.
+
+        All ranks give the same answer.
+        """
         return False
 
     @abstractmethod
     def describe(self) -> str:
-        """The library underneath and its version, in a few words."""
+        """Return the name and version of the library that communicates, in a few words."""
 
     # ---- collectives ----
 
     @abstractmethod
     def plan(self, signature: Signature) -> Plan:
-        """Make the plan for calls of this signature. Does not communicate.
+        """Make the plan for calls of this signature. This does not communicate.
 
-        Ranks may make their plans at different calls, so a new plan must send and receive the same messages as a kept one.
+        Ranks may make their plans at different calls, so a new plan must send and receive the same messages as an older plan.
         """
 
     @abstractmethod
     def barrier(self, call: Call) -> None:
-        """Return once all ranks have entered."""
+        """Return when all ranks have called this method."""
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for those who share memory
-        """Allocate flat memory from which the transport communicates fastest, with undefined content. Default: plain memory."""
+        """Allocate a flat tensor in memory from which the transport communicates fastest. Its content is undefined.
+
+        Default: plain memory.
+        """
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     # ---- two ranks ----
 
     @abstractmethod
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Begin to send a flat, contiguous tensor. Must not wait for the receiver."""
+        """Begin to send a flat, contiguous tensor. This must not wait for the receiver."""
 
     @abstractmethod
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
@@ -122,7 +131,9 @@ class Transport(ABC):
 
     @abstractmethod
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make a transport between some of the ranks, in the order given. All members call it, and no other rank.
+        """Make a transport between some of the ranks, in the given order.
+
+        All members call this method, and no other rank calls it.
 
         `name` and `number` (0 or above) are the same on all members. No two subsets have the same name at the same time.
         """
@@ -132,26 +143,38 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """A place where ranks leave lines of text for rank 0, without interrupting another rank. None if there is none."""
+        """Return an object by which ranks leave lines of text for rank 0, without interrupting another rank.
+
+        None: there is no such object.
+        """
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """Tell the waiting ranks, if possible, that a call has failed here and none will follow. Must not block."""
+        """If possible, tell ranks that wait that a call has failed on this rank, and that this rank makes no further call.
+
+        Must not block.
+        """
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """Leave the library's objects to the parent. A forked child calls it, and must neither use nor free these objects."""
+        """Leave the library's objects to the parent.
+
+        A forked child calls this, because it must neither use nor free these objects.
+        """
 
     def lost_ranks(self) -> Sequence[int]:
-        """The ranks that have failed, as far as the library knows. Must not block."""
+        """Return the ranks that have failed, as far as the library knows. Must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Make the library end, with an error, the call that runs on another thread. No other call comes later. May block."""
+        """Make the library end the call that runs on another thread, with an error. No other call comes later.
+
+        This may block.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. No call is in flight."""
+        """Release everything. The caller makes sure that no call is in flight."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -159,7 +182,9 @@ class Transport(ABC):
 
 
 class LibraryTransport(Transport):
-    """A transport for a library with blocking collectives on host memory. Its plans call the method with the collective's name.
+    """A transport for a library with blocking collectives on host memory.
+
+    For a collective, its plan calls the method of that name.
 
     Each method blocks until this rank's share is done. The caller has checked the tensors: they are flat, contiguous, on the
     CPU, and of any dtype. A "block" holds `size` equal parts, one for each rank. While a method waits, it calls
@@ -172,7 +197,7 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine the tensors of all ranks in place. The result has the same bits on all ranks."""
+        """Combine the tensors of all ranks in place. All ranks get the same bits."""
 
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
@@ -180,7 +205,7 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
-        """Copy the root's tensor to all, in place."""
+        """Copy the root's tensor to the tensors of all ranks."""
 
     @abstractmethod
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
@@ -210,7 +235,10 @@ class LibraryTransport(Transport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Send `input_counts[r]` elements to rank r and receive `output_counts[r]` from it. The parts follow one another."""
+        """Send `input_counts[r]` elements to rank r, and receive `output_counts[r]` elements from it.
+
+        The parts follow one another.
+        """
 
 
 class LibraryPlan(Plan):

@@ -4,15 +4,15 @@ Ranks that make different calls may all succeed, with wrong results. So the rank
 
 - *before a call*, with `Agreement.same`. Over shared memory the transport compares calls itself, at no cost
   (`transports.mpi.node.shared_sync`);
-- *now and then and at the end*, with `Agreement.same_history`: one number stands for all calls so far.
+- *now and then and at the end*, with `Agreement.same_history`: the ranks compare one number that depends on all calls so far.
 
 Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 If a transport does not compare each call before it runs, each rank keeps a digest of all its calls in their total order. The
-ranks compare digest and count at a barrier, when the group is closed, after every `COMPARE_EVERY_CALLS` calls, and at the end
-of each backward that a reducer reduces. `Signature.digest` says which facts about a call are compared. If a rank swaps two
-calls with the same signature, the comparison cannot see it. Sends and receives have no place in the order, so the
-comparison leaves them out. Transports compare the sizes of their messages.
+ranks compare digest and number of calls at a barrier, when the group is closed, after every 1000 calls, and at the end of each
+backward that a reducer reduces. `Signature.digest` says which facts about a call are compared. If a rank swaps two calls with
+equal signatures, the comparison cannot see this. Sends and receives are not in the total order, so the comparison leaves them
+out. Transports compare the sizes of the messages of sends and receives.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ _MASK = (1 << 62) - 1
 
 
 class Carrier(ABC):
-    """Exchanges numbers and texts between the ranks of a group, without its collectives. All ranks call in the same order.
+    """Exchanges numbers and texts between the ranks of a group, without the group's collectives.
 
-    If ranks have made different calls, two different collectives may match each other and mix their data. A carrier's
-    messages match only messages of a carrier.
+    All ranks call in the same order.
+
+    If ranks make different calls, two different collectives may match each other and mix their data. So a carrier's messages
+    match only messages of a carrier.
     """
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """For each index the largest number of all ranks. A rank returns only after all ranks have called.
+        """Return for each index the largest number of all ranks. A rank returns only after all ranks have called.
 
         Raises:
             TimeoutError: another rank did not come.
@@ -63,17 +65,18 @@ class Carrier(ABC):
 
     @abstractmethod
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
-        """The text of each rank, for error messages. Raises the errors of `maximum`.
+        """Return the text of each rank, for error messages. This raises the errors of `maximum`.
 
-        With many ranks the messages would be long. So each message has at most `most_told` different texts; None: all texts.
+        With many ranks the messages would be long. So each message has at most `most_told` different texts. None: messages have
+        all texts.
         """
 
 
 class MessageCarrier(Carrier):
-    """Carries by messages of a transport, with a reserved tag.
+    """A carrier that sends messages of a transport, with a reserved tag.
 
-    Cost: ceil(log2(size)) messages from each rank, one after the other. Statements cost twice as many, because the length of a
-    text goes before the text.
+    Cost: ceil(log2(size)) messages from each rank, one after the other. Statements cost twice as many messages, because a rank
+    sends the length of a text before the text.
 
     Args:
         transport: the transport of the messages.
@@ -120,10 +123,10 @@ class MessageCarrier(Carrier):
 
 
 def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """For each round, the rank that sends to this rank, and the rank that this rank sends to. A pure function.
+    """Return for each round the rank that sends to this rank, and the rank to which this rank sends. A pure function.
 
-    The algorithm is dissemination: in round k each rank sends everything it knows to the rank 2**k after it. It works for any
-    number of ranks. A rank may hear a fact twice, so hearing it twice must do no harm.
+    The algorithm is dissemination: in round k each rank sends everything it knows to the rank 2**k after it. The algorithm
+    works for any number of ranks. A rank may receive a fact twice, so receiving a fact twice must do no harm.
     """
     step = 1
     while step < size:
@@ -132,7 +135,7 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class History(NamedTuple):
-    """The calls until a moment: a digest of all calls, and their number."""
+    """All calls up to some moment: a digest of these calls, and their number."""
 
     digest: int
     calls: int
@@ -159,9 +162,9 @@ class Agreement:
         """Compare one text with the other ranks. A collective, in the group's total order.
 
         Returns:
-            None if all ranks gave the same text; else each rank's text, on all ranks.
+            None if all ranks gave the same text. Otherwise each rank's text. All ranks get the same result.
 
-        Cost: as `Carrier.maximum`, with 16 bytes; if the texts differ, as `Carrier.statements`, too.
+        Cost: as `Carrier.maximum`, with 16 bytes. If the texts differ, also as `Carrier.statements`.
 
         Raises:
             TimeoutError: another rank did not come.
@@ -204,7 +207,7 @@ class Agreement:
 
     @property
     def is_due(self) -> bool:
-        """Whether the ranks must compare their histories after the call that was added last."""
+        """Whether the ranks must compare their histories after the call that `add` got last."""
         # All ranks count the same calls, so all compare after the same one.
         return self._history.calls % COMPARE_EVERY_CALLS == 0
 
@@ -219,7 +222,7 @@ class Agreement:
         Different calls have the same digest with a probability of 1 in 2**62.
 
         Args:
-            scope: ends the wait for the others.
+            scope: ends the wait for the other ranks.
             until: the history to compare; by default all calls until now.
 
         Cost: as `Carrier.maximum`, with 32 bytes.
@@ -236,10 +239,10 @@ class Agreement:
     # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
-        """The texts of all ranks, for an error that all ranks are about to raise.
+        """Return the texts of all ranks, for an error that all ranks are about to raise.
 
-        A rank that returns may leave the job, and break the connections of the others. So each rank first waits until all ranks
-        have the texts. If this wait fails, the rank uses the texts anyway.
+        A rank that returns may leave the job, and break the other ranks' connections. So each rank first waits until all ranks
+        have the texts. If this wait fails, the rank still uses the texts.
         """
         said = self._carrier.statements(text, scope)
         with suppress(TimeoutError, TransportError):
@@ -263,7 +266,7 @@ class Agreement:
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
-    """The calls as text. Ranks that made the same calls must have the same text, so the text has no times and no states."""
+    """Return the calls as text. Ranks with the same calls must get the same text, so the text has no times and no states."""
     return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
 
 
@@ -275,11 +278,11 @@ def _from_text(text: str) -> list[CallRecord]:
 
 
 def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: Collection[int], fewest: int, most: int) -> str:
-    """The error text for ranks with different calls.
+    """Return the error text for ranks with different calls.
 
     Args:
         histories: the last calls of each rank whose calls are known.
-        untold: ranks that have made other calls, which are not known here.
+        untold: ranks that have made other calls. This rank does not know these calls.
         fewest: the smallest number of calls of any rank.
         most: the largest number of calls of any rank.
     """
@@ -299,12 +302,12 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
 
 def options_in_words(options: Mapping[str, object]) -> str:
-    """The options as text, in the order of their names."""
+    """Return the options as text, in the order of their names."""
     return ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
 
 
 def different_options(said: Statements) -> str:
-    """The error text for ranks with different options. `said` has each rank's options."""
+    """Return the error text for ranks with different options. `said` has each rank's options."""
     return with_details(
         "the ranks were given different options; pass the same to init_process_group on all, and in the site file",
         *said.lines(),
@@ -312,15 +315,18 @@ def different_options(said: Statements) -> str:
 
 
 def name_of_run(started_ns: int) -> str:
-    """The name of a run that began at this time, in nanoseconds since the epoch. The name is in UTC."""
+    """Return the name of a run that began at `started_ns`, in nanoseconds since the epoch.
+
+    The name contains the time in UTC.
+    """
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(started_ns // 10**9))}-{started_ns % 10**9 // 1000:06d}"
 
 
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
-    """The error text for an all-to-all whose splits do not match; None if they do.
+    """Return the error text for an all-to-all whose splits do not match, or None if they do.
 
-    A rank cannot see a mismatch from its own counts. If too few elements come, some libraries leave the rest of the output
-    unwritten, and others end the process.
+    A rank cannot see a mismatch from its own counts. If too few elements come, some libraries do not write the rest of the
+    output, and other libraries end the process.
 
     Args:
         counts: for each rank, how many elements it expects from each rank, then how many it sends to each.

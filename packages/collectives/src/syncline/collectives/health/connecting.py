@@ -1,4 +1,4 @@
-"""Connecting: watches a rank while it connects its group, in the way in which the monitor watches a collective."""
+"""Connecting: watches a rank while it connects its group, as the monitor watches a collective."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _LOOKS_IN_LIMIT = 10
 
 
 def speakers(size: int) -> list[int]:
-    """The ranks that report problems at the start for all others: the first, the middle and the last one. A pure function.
+    """Return the ranks that report problems at the start for all ranks: the first, the middle and the last rank.
 
-    There are three, because one of them may be the rank that does not come. Not all ranks report, because 64 ranks must not
+    A pure function.
+
+    Three ranks report, because one of them may be the rank that does not come. Not all ranks report, because 64 ranks must not
     print the same message 64 times.
     """
     return sorted({0, size // 2, size - 1})
@@ -32,7 +34,7 @@ class Connecting:
 
     1. The thread checks `scope` in its own waits.
     2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the step.
-    3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks in `speakers`.
+    3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks that `speakers` returns.
 
     Args:
         timeout_s: the time limit for connecting, in seconds.
@@ -40,9 +42,9 @@ class Connecting:
 
     Attributes:
         scope: the scope of the whole connection.
-        liveness: the liveness of the ranks, once they are known.
+        liveness: finds out which ranks are lost, once the ranks are known.
         who: this rank in words.
-        is_over: whether the context was left.
+        is_over: whether the thread has left the context.
     """
 
     may_block = False
@@ -65,7 +67,7 @@ class Connecting:
 
     @contextmanager
     def step(self, words: str) -> Iterator[None]:
-        """A context for one step. `words` name the step, then a colon, then the reason why the step may not go on."""
+        """A context for one step. `words` are the name of the step, a colon, and the reason why the step may not go on."""
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield
@@ -73,7 +75,7 @@ class Connecting:
         self._step, self._missing, self._has_warned = "what comes next", "", True
 
     def say_who_is_missing(self, words: str, *, speaks: bool) -> None:
-        """Set the missing ranks of the present step in words, and whether this rank warns of it."""
+        """Set which ranks are missing in the present step, in words. Also set whether this rank warns of this step."""
         self._missing, self._speaks = words, speaks
 
     def __enter__(self) -> Connecting:
@@ -89,33 +91,33 @@ class Connecting:
 
     @property
     def running(self) -> Connecting | None:
-        """This object, until the context is left."""
+        """This object; None after the thread has left the context."""
         return None if self.is_over else self
 
     def reason_to_give_up(self) -> TransportError | None:
-        """The loss of a rank that had connected before; None if no rank is lost."""
+        """Return the loss of a rank after it had connected, or None if no rank is lost."""
         return None if self.liveness is None else self.liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
-        """Do nothing: no library can be stopped while it connects."""
+        """Do nothing, because no library can be stopped while it connects."""
 
     def missing_in_words(self) -> str:
-        """The step in which this rank waits, and the missing ranks, in words."""
+        """Return the step in which this rank waits, and the missing ranks, in words."""
         lost = self.reason_to_give_up()
         if lost is not None:
             return f"{self.who} was not connected: {lost}. It was in {self._step}"
         return f"{self.who} was not connected within {self.scope.timeout_s:g} s (timeout); it is in {self._in_words()}"
 
     def report(self, reason: str) -> None:
-        """Do nothing: there are no calls yet."""
+        """Do nothing, because there are no calls yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no warning can come: the context was left, this rank has warned, or it does not warn at all."""
+        """Whether no warning can come: the context has ended, this rank has already warned, or this rank never warns."""
         return self.is_over or self._has_warned or not self._speaks
 
     def look(self, now_s: float) -> None:
-        """Warn if the present step takes too long. The monitor calls it."""
+        """Warn if the present step takes too long. The monitor calls this method."""
         if self.is_idle or now_s - self._since_s < self._warning_s:
             return
         self._has_warned = True

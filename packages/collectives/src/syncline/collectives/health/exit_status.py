@@ -2,8 +2,8 @@
 
 In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So we wrap `sys.exit`, and also `exit` and
 `quit`, which the module `site` gives to scripts. Many programs catch the exception (argparse in a test, a server's loop), so
-only an exception that nobody catches counts. Python frees such an exception when no frame of the main thread is left. Python
-frees a caught exception earlier, while a frame still runs. If something else keeps the exception alive, we treat it as caught.
+only an uncaught exception counts. Python frees an uncaught exception when no frame of the main thread is left. Python frees a
+caught exception earlier, while a frame still runs. If other code keeps the exception alive, we treat the exception as caught.
 
 If a script raises SystemExit in another way (`raise SystemExit(3)`), only `syncline run` sees the status before the process
 ends.
@@ -70,12 +70,15 @@ def set_exit_status(status: int) -> None:
 
 
 def exit_status() -> int:
-    """The status given to `sys.exit`; 0 if nothing called `sys.exit`. Call this function at the interpreter's exit."""
+    """Return the status that `sys.exit` got, or 0 if no code has called `sys.exit`.
+
+    Call this function at the interpreter's exit.
+    """
     return _status or 0
 
 
 def as_status(code: object) -> int:
-    """The status, 0 to 255, that the system sees for an argument of `sys.exit`. A pure function."""
+    """Return the exit status (0 to 255) that an argument of `sys.exit` gives the process. A pure function."""
     if code is None:
         return 0
     # A text or another object: Python prints it and exits with 1. A number is cut to 8 bits by the system.

@@ -2,14 +2,14 @@
 
 Note [Who will not come]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run
-in one total order, which is the same on every rank. So collective k of a group never ends if a member left before it had
-started k collectives. A collective that the leaver had started still finishes, because the leaver stays in an exit barrier and
-lets its library work. A rank that waits for no other rank is never disturbed, even if it computes or saves for long after the
+A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run in
+one total order, which is the same on every rank. So collective k of a group never ends if a member left before it had started k
+collectives. A collective that the leaver had started still finishes, because the leaver stays in an exit barrier, in which its
+library goes on working. If a rank waits for no other rank, nothing disturbs it, even if it computes or saves for long after the
 others have left.
 
-Sends and receives have no place in this order. A rank that waits for a message of a leaver waits for another
-`TRANSFER_GRACE_S` seconds after the leaver's notice. Then it assumes that all messages of the leaver have arrived.
+Sends and receives are not in this order. If a rank waits for a message of a leaver, it waits for another 2 seconds after the
+leaver's notice. Then it assumes that all messages of the leaver have arrived.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Leaving:
 
     Attributes:
         rank: the rank in the job.
-        started: for each of its groups, the number of collectives that it has started.
+        started: for each group of this rank, the number of collectives that the rank has started.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Leaving:
 
 
 def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequence[int]) -> list[int]:
-    """The ranks that will never come to collective `number` of a group, counted from 1. A pure function of the notices."""
+    """Return the ranks that will never come to collective `number` of a group. The first collective is 1. A pure function."""
     return sorted(left.rank for left in notices if left.rank in members and left.started.get(group, 0) < number)
 
 
@@ -58,7 +58,7 @@ class Leavers:
     """The notices that have come so far, and the content of this rank's own notice.
 
     Args:
-        receive: returns the notices that have come since its last call, without waiting. Any thread may call it.
+        receive: returns the notices that have come since the last call of `receive`, without waiting. Any thread may call it.
     """
 
     def __init__(self, receive: Callable[[], Iterable[Leaving]]) -> None:
@@ -70,11 +70,11 @@ class Leavers:
         self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
-        """Count the calls of a new group. All members make groups of the same name in the same order.
+        """Count the calls of a new group. All members make groups with this name in the same order.
 
-        A group's key is the same on all its members, whichever other groups they have made. The key stays when the group is
-        closed, because another member may still be in the last collective. This rank's notice must then say that this rank has
-        started that collective.
+        A group's key is the same on all members of the group, whichever other groups they have made. When the group is closed,
+        its key stays, because another member may still be in the last collective. This rank's notice must say that this rank
+        has started the last collective.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
@@ -90,22 +90,22 @@ class Leavers:
             return {key: calls.count.begun for key, calls in self._groups.items()}
 
     def has_open_group(self) -> bool:
-        """Whether some group is still open that was connected, not made from another group."""
+        """Whether a group is still open. A group that was made from another group does not count."""
         with self._lock:
             return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
 
     def add(self, group: OpenGroup) -> None:
-        """Remember a group whose calls are counted here. Only a weak reference is kept."""
+        """Remember a group whose calls this object counts. Keep only a weak reference to the group."""
         # Groups that are gone are forgotten here, so the list does not grow with each new group.
         self._made_by = [made for made in self._made_by if made() is not None]
         self._made_by.append(weakref.ref(group))
 
     def open_groups(self) -> list[OpenGroup]:
-        """The groups that still exist, the newest first."""
+        """Return the groups that still exist, the newest first."""
         return [group for made in reversed(self._made_by) if (group := made()) is not None]
 
     def left(self) -> dict[int, tuple[Leaving, float]]:
-        """For each rank that has left: its notice, and the time when it came (monotonic clock)."""
+        """Return for each rank that has left its notice, and the time when this notice came (monotonic clock)."""
         with self._lock:
             for notice in self._receive():
                 self._left[notice.rank] = notice, monotonic()
@@ -118,7 +118,7 @@ class GroupLeavers:
     Attributes:
         count: the count of started collectives.
         is_part: whether the group was made from another group.
-        is_closed: whether it was closed properly.
+        is_closed: whether the group was closed properly.
     """
 
     def __init__(self, leavers: Leavers, key: str, ranks: Sequence[int], *, is_part: bool) -> None:
@@ -134,17 +134,17 @@ class GroupLeavers:
         self._leavers.add(group)
 
     def part(self, name: str, members: Sequence[int]) -> GroupLeavers:
-        """The leavers of a group of some members of this one. `members` are ranks in this group."""
+        """Return the leavers of a group that has some members of this group. `members` are ranks in this group."""
         ranks = [self._ranks[member] for member in members]
         return self._leavers.group(f"{self._key}/{name}", ranks, is_part=True)
 
     def reason_to_give_up(self) -> RankLostError | None:
-        """Why the collective that this rank started last will not finish; None if it may."""
+        """Return why the collective that this rank started last will not finish, or None if it may finish."""
         left = [notice for notice, _ in self._leavers.left().values()]
         return self._error(absentees(left, self._key, self.count.begun, self._ranks))
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Why a transfer with one of these ranks of the group will not finish; None if it may."""
+        """Return why a transfer with one of these ranks of the group will not finish, or None if it may finish."""
         left = self._leavers.left()
         latest = monotonic() - TRANSFER_GRACE_S
         # A message may arrive shortly after the notice, so only notices that are old enough count.
@@ -153,7 +153,7 @@ class GroupLeavers:
         return self._error(gone) if len(gone) == len(peers) else None
 
     def _error(self, gone: Sequence[int]) -> RankLostError | None:
-        """The error for these ranks of the job, which have left; None if there are none."""
+        """Return the error that these ranks of the job have left, or None if `ranks` is empty."""
         if not gone:
             return None
         return RankLostError(

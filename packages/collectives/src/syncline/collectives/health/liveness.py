@@ -1,4 +1,4 @@
-"""Find out which members of a group are lost. The module also has the identity of a process, and the run of this process."""
+"""Find out which members of a group are lost. This module also has the identity of a process, and the run of this process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _STOPPED = frozenset("Tt")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process that other processes of its node can find again.
+    """Identifies a process, so that other processes of its node can find the process again.
 
     Attributes:
-        node: host name, boot of the kernel and PID namespace. Processes with the same value can see each other's process ids.
+        node: host name, boot of the kernel and PID namespace. Two processes with the same value can see each other's process
+            ids.
         host: the host's name, for messages.
         pid: the process id.
         started: the start time in the kernel's clock ticks. A later process with the same id has another start time.
@@ -52,7 +53,7 @@ class ProcessIdentity:
         return self.node == _own_node()
 
     def state(self) -> ProcessState | None:
-        """The state according to the system; None for a process on another node."""
+        """Return the state that the system reports, or None for a process on another node."""
         # The process id means nothing on another node, where it may belong to another process.
         if not self.is_here():
             return None
@@ -66,12 +67,12 @@ class ProcessIdentity:
         return f"pid {self.pid} on {self.host}"
 
     def to_text(self) -> str:
-        """The identity as one line of text, which `parse` reads."""
+        """Return the identity as one line of text, which `parse` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> ProcessIdentity | None:
-        """Read the text of `to_text`; None if the text is anything else."""
+        """Read a text from `to_text`. Return None for any other text."""
         try:
             said = json.loads(text)
             return cls(str(said["node"]), str(said["host"]), int(said["pid"]), int(said["started"]))
@@ -81,12 +82,12 @@ class ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity | None) -> bool:
-    """Whether a process has certainly ended. False if this is not known here, and for a process that is only stopped."""
+    """Whether a process has certainly ended. False if this process cannot know this, and for a process that is only stopped."""
     return process is not None and process.state() is ProcessState.GONE
 
 
 def own_identity() -> ProcessIdentity | None:
-    """The identity of this process; None if the system does not tell it (not Linux, or no /proc)."""
+    """Return the identity of this process, or None if the system does not tell it (not Linux, or no /proc)."""
     found, node = _stat(os.getpid()), _own_node()
     return None if found is None or not node else ProcessIdentity(node, socket.gethostname(), os.getpid(), found[1])
 
@@ -101,7 +102,7 @@ def _own_node() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """A process's state and start time; None if there is no such process."""
+    """Return a process's state and start time, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The process has ended, or there is no /proc.
@@ -119,7 +120,7 @@ class Run:
         name: the run's name; the same on all ranks, and different in each run.
         rank: this rank.
         size: the size of the first group.
-        pid: the process id of the rank; a forked child is not the rank.
+        pid: the process id of the rank. A forked child has another process id, and is not the rank.
     """
 
     name: str
@@ -133,7 +134,7 @@ class Run:
 
 
 def rank_here(rank: int, size: int, pid: int) -> str:
-    """A rank on this host, for messages that it prints itself: "rank 1 of 4 (host node7, pid 4242)"."""
+    """Describe this process as a rank, for messages that it prints: "rank 1 of 4 (host node7, pid 4242)"."""
     return f"rank {rank} of {size} (host {socket.gethostname()}, pid {pid})"
 
 
@@ -141,14 +142,14 @@ _run: Run | None = None
 
 
 def note_run(name: str, rank: int, size: int) -> None:
-    """Note that a group has started. The first group with several ranks gives the run its name, because it has all ranks."""
+    """Note that a group has started. The first group with several ranks contains all ranks, so it gives the run its name."""
     global _run
     if size > 1 and current_run() is None:
         _run = Run(name, rank, size, os.getpid())
 
 
 def current_run() -> Run | None:
-    """The run of this process; None if no group with several ranks has started, and in a forked child."""
+    """Return the run of this process. Return None in a forked child, or if no group with several ranks has started."""
     # A forked child has the parent's value, but is not the rank.
     return _run if _run is not None and _run.pid == os.getpid() else None
 
@@ -167,8 +168,8 @@ LostRanks = Callable[[], Sequence[int]]
 class Liveness:
     """Finds out whether the processes of a group's ranks still exist. Any thread may call it.
 
-    It sees only processes of this node, unless `lost_ranks` knows more. It needs no lock, because a lost rank never comes back:
-    two threads that look at the same time find the same ranks.
+    This object sees only processes of this node, unless `lost_ranks` knows more. No lock is needed, because a lost rank never
+    comes back: two threads that look at the same time find the same ranks.
 
     Args:
         members: for each rank of the group its process, as far as known.
@@ -184,12 +185,12 @@ class Liveness:
         self._next_look = 0.0
 
     def part(self, ranks: Sequence[int], rank: int, lost_ranks: LostRanks = tuple) -> Liveness:
-        """The liveness of a group of some of the ranks. `rank` is this process's rank in that group."""
+        """Return the liveness of a group of some of the ranks. `rank` is this process's rank in that group."""
         members = {new: self._members[old] for new, old in enumerate(ranks) if old in self._members}
         return Liveness(members, rank, lost_ranks)
 
     def lost(self) -> tuple[int, ...]:
-        """The lost ranks, ascending. Asks the system at most every `LOOK_S` seconds."""
+        """Return the lost ranks, ascending. Ask the system at most every 0.2 seconds."""
         now = monotonic()
         # Every waiting thread asks often, and each question reads a file for each process.
         if now >= self._next_look:
@@ -198,7 +199,7 @@ class Liveness:
         return tuple(sorted(self._losses))
 
     def reason_to_give_up(self) -> RankLostError | None:
-        """Why a running collective will never end; None if it may."""
+        """Return why a running collective will never end, or None if it may end."""
         lost = self.lost()
         # Too early: the lost rank may have sent its part before it ended, and the collective may still finish.
         if not lost or min(self._losses.values()) > monotonic() - GRACE_S:
@@ -206,16 +207,19 @@ class Liveness:
         return self.error(lost)
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Why a transfer with one of these ranks will never end; None if it may."""
+        """Return why a transfer with one of these ranks will never end, or None if it may end."""
         latest = monotonic() - GRACE_S
         lost = [rank for rank in self.lost() if rank in peers and self._losses[rank] <= latest]
         # A receive from any rank goes on while one of the possible senders is left.
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
-        """The loss of a rank that caused an error of the transport; None if there is none. Blocks for `CAUSE_S` at most.
+        """Return the loss of a rank that caused an error of the transport, or None if there is none.
 
-        It waits because a connection breaks, or a library reports an error, a little before the lost process is gone.
+        Block for at most one second.
+
+        This method waits, because a connection breaks, or a library reports an error, a little before the lost process has
+        ended.
         """
         # The transport has already found the lost rank.
         if isinstance(error, RankLostError):
@@ -228,7 +232,7 @@ class Liveness:
         return self.error(lost) if lost else None
 
     def error(self, lost: Sequence[int]) -> RankLostError:
-        """The error for these lost ranks."""
+        """Return the error for these lost ranks."""
         return RankLostError(
             with_details(
                 f"{self.in_words(lost)} ended, or cannot be reached any more; look there for what ended it",
@@ -238,7 +242,7 @@ class Liveness:
         )
 
     def stopped(self) -> tuple[int, ...]:
-        """The ranks of this node whose process is stopped, by a signal, a debugger or the batch system."""
+        """Return the ranks of this node whose process a signal, a debugger or the batch system has stopped."""
         return tuple(rank for rank, process in self._others.items() if process.state() is ProcessState.STOPPED)
 
     def in_words(self, ranks: Sequence[int]) -> str:

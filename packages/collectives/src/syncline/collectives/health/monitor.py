@@ -1,4 +1,4 @@
-"""The monitor: one thread of the process that watches time limits, lost ranks and stalls, for all groups.
+"""The monitor is one thread of the process. It watches time limits, lost ranks and stalls, for all groups.
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -7,27 +7,27 @@ A call runs on one thread: the caller's, or the thread of the group's queue. It 
 1. *By the calling thread.* If the library allows it, the thread waits in a loop of short checks, and also checks the call's
    `CancelScope`. The scope ends when the time limit is reached, or with a reason, such as a lost rank. Then the thread raises
    the group's error. This is the normal way.
-2. *By the monitor, through the library.* If the thread is inside a library's C code, it does not check the scope. Every
-   `PERIOD_S` seconds, the monitor looks at the running call of each group. When a rank is lost, it cancels the scope. If the
-   scope is over and the thread has not noticed for `INTERRUPT_LOOKS` looks, the monitor makes the library end the call
+2. *By the monitor, through the library.* If the thread is inside a library's C code, it does not check the scope. Every 0.1
+   seconds, the monitor looks at the running call of each group. When a rank is lost, the monitor cancels the scope. If the
+   scope is over and the thread has not noticed this for 6 looks (`INTERRUPT_LOOKS`), the monitor makes the library end the call
    (`interrupt`: ULFM revokes the communicator). Then the library returns with an error, and the thread goes on as in 1.
-3. *By the monitor, through the end of the process.* If the thread still has not noticed after `END_LOOKS` looks, no error can
-   be raised in it. A thread that has noticed asks the other ranks for the reason, and may get stuck in the library again. So
-   the monitor interrupts such a thread as in 2 after half of `NOTICED_LOOKS` looks, and ends the process after all of them. It
-   writes the group's report, prints the call, the ranks that it waits for and the stacks of all threads, and ends the process
-   with status `END_STATUS`. The launcher then ends the job.
+3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), no error
+   can be raised in it, and the monitor ends the process. A thread that has noticed asks the other ranks for the reason, and may
+   get stuck in the library again. So the monitor interrupts this thread, as in 2, after 100 looks since it noticed, and ends
+   the process after 200 (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report, prints the call, the
+   ranks that the call waits for and the stacks of all threads, and exits with status 70. The launcher then ends the job.
 
-The monitor counts looks, not seconds. So a process that was stopped as a whole and goes on still gets its time.
+The monitor counts looks, not seconds. So if a process was stopped as a whole and goes on, its threads still get their time.
 
 Threads: the calling thread writes the attribute with the running call, without a lock. The monitor's thread reads it, and
 cancels scopes. The monitor never makes a call that may block: `interrupt`, and looks that call a library (`Looked`), run on
 threads of their own, and the monitor does not wait for them. It holds its lock only while it copies or extends its lists, and
 takes no lock of a group. It keeps no reference to a group.
 
-The monitor ends at exit, while there still is an interpreter. If a group is dropped while the monitor looks at it, the monitor
-frees the group with its tensors, and torch releases the GIL for that. If the interpreter ended meanwhile, the thread could not
-come back, and the C++ library would abort the process ("terminate called without an active exception"). Handlers that run at
-exit after this one have their own time limits.
+The monitor ends at exit, while there still is an interpreter. If a group is dropped while the monitor looks at it, the
+monitor's thread frees the group with its tensors, and torch releases the GIL to free them. If the interpreter ended at this
+moment, the thread could not get the GIL again, and the C++ library would abort the process ("terminate called without an active
+exception"). Handlers that run at exit after this one have their own time limits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _STOP_S = 5.0
 
 
 class Running(Protocol):
-    """A running operation: a `Call`, or a rank's steps until it has a group.
+    """A running operation: a `Call`, or the steps by which a rank connects its group.
 
     Attributes:
         scope: ends the operation.
@@ -76,16 +76,16 @@ class Monitored(Protocol):
         """The call that runs now, or None."""
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Why the running call will never end, or None. Must not block, or call a library that may block."""
+        """Return why the running call will never end, or None. This must not block, or call a library that may block."""
 
     def interrupt(self) -> None:
-        """Make the library end the call, if it can. May block."""
+        """Make the library end the call, if the library can. This may block."""
 
     def missing_in_words(self) -> str:
-        """The group, the running call and the ranks that it waits for, in words."""
+        """Return in words the group, the running call and the ranks that the call waits for."""
 
     def report(self, reason: str) -> None:
-        """Write a report to a file, if this is possible within a few seconds."""
+        """Write a report to a file, unless this takes more than a few seconds."""
 
 
 class Looked(Protocol):
@@ -94,7 +94,7 @@ class Looked(Protocol):
     Attributes:
         period_s: seconds between two looks.
         may_block: whether a look may wait for a library's lock. If so, each look runs on a thread of its own, and the next look
-            comes only when it is over.
+            begins only after its end.
     """
 
     period_s: float
@@ -102,14 +102,14 @@ class Looked(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to look at. Read on the monitor's thread; must not block."""
+        """Whether there is nothing to look at. The monitor's thread reads this; it must not block."""
 
     def look(self, now_s: float) -> None:
-        """Look once. Must not wait for another rank. After an exception the monitor does not call it again."""
+        """Look once. This must not wait for another rank. After an exception, the monitor does not call `look` again."""
 
 
 class Step(Enum):
-    """The action of the monitor for a running call."""
+    """The monitor's action for a running call."""
 
     NOTHING = 0
     INTERRUPT = 1
@@ -117,7 +117,7 @@ class Step(Enum):
 
 
 class Escalation:
-    """Decides the action for a group's running call: a state machine that counts looks."""
+    """A state machine that counts looks, and decides the monitor's action for a group's running call."""
 
     def __init__(self) -> None:
         self._call: Running | None = None
@@ -153,7 +153,7 @@ class Monitor:
     """Looks at groups until it is stopped. See Note [Who ends a call].
 
     Args:
-        end_process: called with the reason in words when a call cannot be ended in another way.
+        end_process: called with the reason in words, if the call can be ended in no other way.
     """
 
     def __init__(self, end_process: Callable[[str], object]) -> None:
@@ -179,7 +179,10 @@ class Monitor:
             turn.finish(_STOP_S)
 
     def watch(self, group: Monitored) -> None:
-        """Look at the group's calls from now on, while the group exists. The monitor keeps only a weak reference to it."""
+        """Look at the group's calls from now on, as long as the group exists.
+
+        The monitor keeps only a weak reference to the group.
+        """
         with self._lock:
             self._groups.append((weakref.ref(group), Escalation()))
 
@@ -207,7 +210,7 @@ class Monitor:
                 turn.look(thing, now_s)
 
     def _guarded(self, look: Callable[[Monitored, Escalation], object], group: Monitored, escalation: Escalation) -> None:
-        """Look at one group. An error must not end the looks at other groups."""
+        """Look at one group. If this raises an error, the monitor still looks at the other groups."""
         try:
             look(group, escalation)
         except Exception:
@@ -249,7 +252,7 @@ class _Turn:
     """The schedule of one `Looked`.
 
     Attributes:
-        is_over: whether a look has raised, so that no more follow.
+        is_over: whether a look has raised an error, so that no further look follows.
     """
 
     def __init__(self) -> None:
@@ -258,7 +261,7 @@ class _Turn:
         self.is_over = False
 
     def look(self, looked: Looked, now_s: float) -> None:
-        """Call the object's `look` if it is due and its last look has ended."""
+        """Call the object's `look`, if the time has come and the last look has ended."""
         is_looking = self._running is not None and not self._running.done.is_set()
         # Not due yet, still looking, or nothing to see.
         if now_s < self._next_s or is_looking or looked.is_idle:
@@ -270,7 +273,7 @@ class _Turn:
             self._look(looked, now_s)
 
     def finish(self, limit_s: float) -> None:
-        """Wait for a running look. A thread that is inside torch when the interpreter ends would crash the process."""
+        """Wait for a running look. If its thread were inside torch when the interpreter ends, the process would crash."""
         if self._running is not None:
             self._running.done.wait(limit_s)
 
@@ -298,7 +301,7 @@ _has_ended = False
 
 
 def monitor() -> Monitor | None:
-    """The monitor of this process. The first call starts its thread. None while the process ends."""
+    """Return the monitor of this process, or None while the process ends. The first call starts the monitor's thread."""
     global _monitor
     # A process that ends gets no new monitor, because nothing would stop its thread.
     with _starting:
@@ -323,7 +326,10 @@ def call_now_and_then(looked: Looked) -> None:
 
 
 def _forget() -> None:
-    """Forget the parent's monitor in a forked child: its thread does not run there, and its lock may be held for ever."""
+    """Forget the parent's monitor in a forked child.
+
+    The monitor's thread does not run in the child, and its lock may stay locked.
+    """
     global _starting, _monitor
     _starting, _monitor = threading.Lock(), None
 

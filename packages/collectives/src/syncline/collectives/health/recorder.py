@@ -1,4 +1,7 @@
-"""Recorder: the last calls of one group on this rank (torch: flight recorder). Also finds where the ranks diverged."""
+"""Recorder keeps the last calls of one group on this rank (torch: flight recorder).
+
+This module also finds where ranks diverged.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ MOST_CALLS = 256
 
 
 class CallCount:
-    """Counts the calls of a group that have begun, if all ranks issue them.
+    """Counts the calls of a group that have begun. Only calls that all ranks issue count.
 
     Attributes:
         begun: the count; also the position of the next call in the group's total order.
@@ -26,15 +29,15 @@ class CallCount:
 
 
 class Recorder:
-    """Keeps the last `MOST_CALLS` calls. A call that is over holds no tensor, so the recorder keeps no memory alive.
+    """Keeps the last 256 calls. A call that is over holds no tensor, so the recorder keeps no memory alive.
 
-    Any thread may call the methods. The group calls `begin` for one call after the other, in its total order.
+    Any thread may call the methods. The group calls `begin` for its calls one after the other, in their total order.
 
     Args:
         group_name: the group's name in messages.
         rank: this rank in the group.
         ranks: for each rank of the group its rank in the job.
-        count: counts the calls that begin; None makes a new count.
+        count: the count of calls that have begun. None makes a new count.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:
@@ -46,7 +49,7 @@ class Recorder:
         self.add = self._calls.append  # not a method, because every call uses it and a method would cost one more call
 
     def begin(self, call: Call) -> None:
-        """Note that the call begins to run. If all ranks issue it, give it its position in the total order."""
+        """Note that the call begins to run. If all ranks issue the call, give the call its position in the total order."""
         # Calls without a number run on some ranks only, so they have no place in the order of all.
         if call.number is not None:
             call.position = self.count.begun
@@ -54,7 +57,7 @@ class Recorder:
         call.state = RUNNING
 
     def latest(self) -> float:
-        """The time when the last call was issued, in seconds since the epoch; 0 if there is none."""
+        """Return the time when the last call was issued, in seconds since the epoch, or 0 if there is none."""
         # The group has issued no call yet. A test before the access would race with other threads.
         try:
             return self._calls[-1].issued_at
@@ -62,11 +65,11 @@ class Recorder:
             return 0.0
 
     def running(self) -> Call | None:
-        """The latest running call; None if no call runs."""
+        """Return the latest running call, or None if no call runs."""
         return next((call for call in reversed(self._all()) if call.state == RUNNING), None)
 
     def records(self) -> list[CallRecord]:
-        """The remembered calls, in the order in which they were issued."""
+        """Return the remembered calls, in the order in which they were issued."""
         return [call.record() for call in self._all()]
 
     def _all(self) -> list[Call]:
@@ -86,7 +89,7 @@ class Divergence:
 
     Attributes:
         position: the position in the total order, from 0.
-        calls: for each rank its call at this position; None if the rank has not come to it.
+        calls: for each rank its call at this position; None if the rank has not reached this position.
         sentence: a sentence that says which rank did what.
     """
 
@@ -102,7 +105,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
         histories: for each rank its calls. Calls without a position are ignored.
 
     Returns:
-        The first divergence; None if the ranks agree on all positions that all of them remember.
+        The first divergence, or None if there is no divergence. Positions that some rank no longer remembers are not compared.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}
@@ -138,7 +141,7 @@ def _sentence(position: int, placed: Mapping[int, Calls]) -> str:
 
 
 def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
-    """The call that most ranks made. If several calls are equally frequent, the call of the lowest rank."""
+    """Return the call that most ranks made. Of equally frequent calls, return the call of the lowest rank."""
     present = [calls[position] for _, calls in sorted(placed.items()) if position in calls]
     most = Counter(call.digest for call in present).most_common(1)[0][0]
     return next(call for call in present if call.digest == most)
@@ -147,7 +150,7 @@ def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
 def _deviation(
     usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
 ) -> tuple[str, str]:
-    """The words for a rank that did not make the usual call: for one rank, and for several ranks."""
+    """Describe what a rank did that did not make the usual call. Return the words for one rank, and for several ranks."""
     place = f"{usual.name} #{usual.position}"
     # The rank waits somewhere before, or still computes.
     if mine is None:

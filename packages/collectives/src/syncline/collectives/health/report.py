@@ -67,7 +67,7 @@ class RankReport:
         """Read the text of a report file.
 
         Raises:
-            ValueError, KeyError, TypeError: the text is something else.
+            ValueError, KeyError, TypeError: the text is no report.
         """
         content = json.loads(text)
         groups = tuple(
@@ -79,10 +79,10 @@ class RankReport:
 
 
 def read_reports(folder: Path) -> list[RankReport]:
-    """The latest report of each rank, by rank.
+    """Return the latest report of each rank, by rank.
 
     Raises:
-        InvalidArgumentError: the folder has no report, or one that cannot be read.
+        InvalidArgumentError: the folder has no report, or has a report that cannot be read.
     """
     latest: dict[int, RankReport] = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -99,10 +99,10 @@ def read_reports(folder: Path) -> list[RankReport]:
 
 
 def merged(reports: Sequence[RankReport]) -> str:
-    """The reports of all ranks as text. A pure function.
+    """Return the reports of all ranks as text. A pure function.
 
-    The text names the rank that reported first, and its reason. For each group, the text has a table of the ranks and a
-    sentence. The sentence says which rank is behind, or where the ranks diverge.
+    The text names the rank that reported first, and the reason of this rank. For each group, the text has a table of the ranks
+    and a sentence. The sentence says which rank is behind, or where the ranks diverge.
     """
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
@@ -137,7 +137,7 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
 
 
 def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] = ()) -> str:
-    """The problem of a group in one sentence. A pure function.
+    """Return the problem of a group in one sentence. A pure function.
 
     Args:
         calls: the calls of each rank that has reported.
@@ -158,7 +158,10 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
 
 
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
-    """The first call that has begun but not succeeded; else the last call that has begun; else the last call."""
+    """Return the first call that has begun but not succeeded.
+
+    If there is none, return the last call that has begun, else the last call.
+    """
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
     # The rank stands in its first call that failed or still runs.
@@ -192,10 +195,10 @@ def is_in(folder: Path) -> bool:
 
 
 def text(folder: Path, arguments: argparse.Namespace) -> str:
-    """The merged reports of all ranks. If jobs failed several times, one text follows the other.
+    """Return the merged reports of all ranks. If several jobs failed, one job's text follows the other's.
 
     Raises:
-        InvalidArgumentError: a file is not a report, or the rank whose stacks are wanted has written none.
+        InvalidArgumentError: a file is no report. Or the user wants the stacks of a rank that has written no report.
     """
     reports = [read_reports(one) for one in _folders(folder)]
     written = sorted({report.rank for of_job in reports for report in of_job})
@@ -207,7 +210,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folder itself and the folders of runs in it, if they have reports."""
+    """Return the folder itself, and the folders of runs in it. Leave out folders without reports."""
     return [one for one in (folder, *sorted(folder.glob("syncline-report-*"))) if any(one.glob("rank-*.json"))]
 
 
@@ -230,27 +233,31 @@ _site_folder: str | None = None
 
 
 def set_report_folder(folder: str | None) -> None:
-    """Set the folder for reports from the site's settings; None if the settings do not have one."""
+    """Set the folder for reports that the site's settings name. None: the settings name no folder."""
     global _site_folder
     _site_folder = folder
 
 
 def report_folder() -> str:
-    """The folder for reports: `SYNCLINE_REPORT_DIR`, else the site's folder, else the working directory. "": no reports."""
+    """Return the folder for reports: `SYNCLINE_REPORT_DIR`, else the site's folder, else the working directory.
+
+    It is "" for no reports.
+    """
     return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
 
 
 class Reporter:
     """Writes the records of this process's groups and the stacks of its threads.
 
-    A file has at most `_MOST_GROUPS` groups of 256 calls, and `_MOST_STACK_CHARACTERS` of stacks, about 3 MB. A process writes
-    at most `_MOST_REPORTS` files. The reporter keeps no group's record alive.
+    A file has the last 256 calls of at most 32 groups, and at most 200,000 characters of stacks: about 3 MB. A process writes
+    at most 16 files. The reporter does not keep the record of a group alive.
 
     Args:
         job: the run's name, the same on all ranks.
         rank: the rank in the job.
         size: the number of ranks in the job.
-        folder: the folder in which the run's folder is made; "" for no reports; None: `report_folder()` at each report.
+        folder: the folder in which the reporter makes the run's folder. "" switches reports off. None: ask `report_folder()` at
+            each report.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -273,8 +280,8 @@ class Reporter:
             reason: why the report is written.
 
         Returns:
-            The folder of the run. None if reports are switched off, if `_MOST_REPORTS` were written, if writing fails, and in a
-            forked child.
+            The folder of the run. None if reports are switched off, if this process has written 16 reports, if writing fails,
+            or if this process is a forked child.
         """
         base = self._folder if self._folder is not None else report_folder()
         if not base or os.getpid() != self._pid:  # a forked child, such as a data loader's worker, is not the rank
@@ -294,9 +301,11 @@ class Reporter:
         return folder
 
     def write_within(self, reason: str, limit_s: float) -> Path | None:
-        """Call `write` on a thread of its own, because a file system may not answer. Returns None after `limit_s` seconds, too.
+        """Call `write` on a separate thread, because a file system may not answer.
 
-        If no thread can start, it writes on this thread.
+        Return None if `write` takes longer than `limit_s` seconds.
+
+        If no thread can start, call `write` on this thread.
         """
         written: list[Path | None] = []
         thread = threading.Thread(target=lambda: written.append(self.write(reason)), name="syncline-report", daemon=True)
@@ -336,7 +345,7 @@ def reported(reporter: Reporter | None, failure: BaseException) -> BaseException
     """Write a report of a failure, if there is a reporter.
 
     Returns:
-        The failure. If it is an error of ours, its text also has the report's folder.
+        The failure. If the failure is a `SynclineError`, its text also names the report's folder.
     """
     if reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
         return failure
@@ -350,7 +359,7 @@ def reported(reporter: Reporter | None, failure: BaseException) -> BaseException
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
-    """Write a new file, with the next free number. So no report of another group, or of another job, is overwritten."""
+    """Write a new file, with the next free number. So this report overwrites no report of another group or job."""
     while True:
         path = folder / f"{stem}.{number}.json"
         try:
@@ -364,7 +373,7 @@ def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
 
 
 def _stacks() -> str:
-    """The Python stacks of all threads."""
+    """Return the Python stacks of all threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -23,17 +23,20 @@ _STOP_S = 5.0
 
 
 def report_on_signal(reporter: Reporter) -> bool:
-    """Write a report on every SIGUSR1 from now on. A Python handler that exists already is still called, too.
+    """Write a report on every SIGUSR1 from now on.
 
-    If the program sets its own handler after the first call, this handler replaces ours. Then there are no more reports. A
-    later call, for another group, does not set our handler again.
+    If there is already a Python handler, the signal still calls this handler, too.
 
-    Python runs handlers between two instructions of the main thread, which may be inside a library for long. So a thread
-    listens, too. Python's own C handler tells it through a pipe (`signal.set_wakeup_fd`), unless the program uses this pipe.
+    If the program sets its own handler after the first call, the program's handler replaces ours, and there are no more
+    reports. A later call, for another group, does not set our handler again.
+
+    Python runs handlers between two instructions of the main thread, but the main thread may be inside a library for long. So
+    another thread waits for the signal, too. Python's own C handler tells that thread through a pipe (`signal.set_wakeup_fd`),
+    unless the program uses this pipe.
 
     Returns:
-        Whether reports are written on the signal. Not if another thread than the main thread calls, if C code has set a
-        handler, or if the program has replaced ours.
+        Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the
+        program has replaced our handler.
     """
     global _ours
     # Python allows only the main thread to set handlers, and Windows has no such signal.
@@ -72,9 +75,9 @@ class _OnSignal:
         return signal.getsignal(signal.SIGUSR1) is self
 
     def report(self) -> None:
-        """Write one report for each signal. If a report is being written, do nothing.
+        """Write one report for each signal. If another report is being written, do nothing.
 
-        Do not wait for the writer: it may be this thread itself, interrupted by the signal.
+        Do not wait for the other report. Its writer may be this thread, which the signal has interrupted.
         """
         if not self._writing.acquire(blocking=False):
             return
@@ -109,7 +112,10 @@ def _listen(handler: _OnSignal) -> None:
 
 
 def _report_when_told(heard: int, handler: _OnSignal) -> None:
-    """Read the pipe and write reports. The pipe has one byte for each signal; it ends with `_STOP`, or if it is closed."""
+    """Read the pipe and write reports. The pipe gets one byte for each signal.
+
+    Stop at a zero byte, or when the pipe is closed.
+    """
     while True:
         try:
             signals = os.read(heard, 64)

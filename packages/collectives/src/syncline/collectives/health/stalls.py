@@ -1,4 +1,4 @@
-"""Stall warnings: rank 0 logs which rank waits for which, long before the time limit."""
+"""Stall warnings: rank 0 logs which rank waits for which rank, long before the time limit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LONGEST = 1000
 
 
 class StatusPost(ABC):
-    """A place where each rank of a group leaves one line for rank 0. One thread calls it, while others communicate.
+    """Lets each rank of a group leave one line for rank 0. One thread calls the methods, while other threads communicate.
 
-    It never waits for a rank, but may wait for a library's lock or a store's answer.
+    The methods never wait for another rank, but may wait for a library's lock or a store's answer.
 
     Attributes:
         hops: how many looks a line needs at most to reach rank 0.
@@ -42,10 +42,13 @@ class StatusPost(ABC):
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
-        """On rank 0: the latest line of each rank that has left a line since the last call. It may also contain older lines."""
+        """On rank 0, return the latest line of each rank that has left a line since the last call.
+
+        The result may have older lines, too.
+        """
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
-        """On other ranks: send the lines that have arrived here from other ranks on to rank 0."""
+        """On other ranks, send the lines that have arrived from further ranks on to rank 0."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,9 @@ class Waiting:
 
 
 class StallWatch:
-    """Looks at one group now and then. If a call runs for long, rank 0 logs which ranks wait in it, and which do not.
+    """Looks at one group now and then. If a call runs for long, rank 0 logs which ranks wait in this call, and which do not.
 
-    The monitor calls `look`, each time on a thread of its own, because it calls a library.
+    The monitor calls `look` on a new thread each time, because `look` calls a library.
 
     Args:
         recorder: the group's recorder.
@@ -91,7 +94,7 @@ class StallWatch:
 
     @property
     def _gather_s(self) -> float:
-        """How long rank 0 waits for the lines of others."""
+        """How many seconds rank 0 waits for the lines of other ranks."""
         return (self._post.hops + 1) * self.period_s
 
     def stop(self) -> None:
@@ -136,7 +139,7 @@ class StallWatch:
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
 
     def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
-        """Log once, when the limit is reached and the lines of the others have had time to arrive."""
+        """Log once, when the limit is reached and the lines of the other ranks have had time to arrive."""
         first = min((one.position for one in waiting.values()), default=None)
         # The earliest call in which ranks wait has changed: set the time of the warning anew.
         if first != self._noticed:
@@ -153,7 +156,7 @@ def _parsed(line: str) -> Waiting | None:
 
 
 def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int, Waiting], limit_s: float) -> str:
-    """The warning: which ranks wait, in which call, and which ranks do not. A pure function.
+    """Return the warning: which ranks wait, in which call, and which ranks do not. A pure function.
 
     Args:
         group_name: the group's name in messages.

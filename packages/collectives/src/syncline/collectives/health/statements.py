@@ -1,4 +1,4 @@
-"""The texts of many ranks in few words: ranks with the same text are listed together."""
+"""The texts of many ranks in few words. Ranks with the same text are listed together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Statements:
 
     Attributes:
         ranks: for each text its ranks.
-        untold: ranks with another text, which is not known here.
+        untold: ranks with another text. This rank does not know that text.
         heard: all ranks of `ranks` and `untold`.
     """
 
@@ -43,7 +43,10 @@ class Statements:
             self.ranks.setdefault(text, []).extend(new)
 
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
-        """The most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`. None: all texts."""
+        """Return the most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`.
+
+        None: return all texts.
+        """
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]
         # Texts that do not fit: the receiver gets only the ranks.
@@ -59,11 +62,11 @@ class Statements:
         self.heard.update(self.untold)
 
     def in_words(self) -> str:
-        """All texts in words: "ranks 0-5, 7: that; rank 6: this"."""
+        """Return all texts in words: "ranks 0-5, 7: that; rank 6: this"."""
         return "; ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """All texts in words, one line for each text: "ranks 0-5, 7: that"."""
+        """Return all texts in words, one line for each text: "ranks 0-5, 7: that"."""
         said = [(sorted(ranks), text) for text, ranks in self.ranks.items()]
         if self.untold:
             said.append((sorted(self.untold), "something else"))
@@ -71,7 +74,7 @@ class Statements:
 
 
 def different_calls(said: Statements) -> DisagreementError:
-    """The error for ranks that are about to call different collectives. `said` has each rank's call."""
+    """Return the error for ranks that are about to call different collectives. `said` has each rank's call."""
     return DisagreementError(
         with_details("the ranks called different collectives; make every rank issue the same ones", *said.lines())
     )
@@ -88,7 +91,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last rank of each run of consecutive ranks: [(0, 2), (4, 4)] for 0, 1, 2, 4.
+    """Return the first and the last rank of each run of consecutive ranks: [(0, 2), (4, 4)] for 0, 1, 2, 4.
 
     Args:
         ranks: the ranks, ascending.
@@ -101,7 +104,7 @@ def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def ranks_of(found: Iterable[Sequence[int]]) -> Iterator[int]:
-    """The ranks of runs, as `runs` returns them."""
+    """Return the ranks of runs, as `runs` returns them."""
     for first, last in found:
         yield from range(first, last + 1)
 

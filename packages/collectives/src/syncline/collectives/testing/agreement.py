@@ -1,4 +1,4 @@
-"""Lets all ranks exchange the outcomes of tests, over an MPI communicator that nothing else uses."""
+"""Lets all ranks exchange the outcomes of tests, over an MPI communicator that no other code uses."""
 
 from __future__ import annotations
 

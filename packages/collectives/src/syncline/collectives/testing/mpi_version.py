@@ -30,10 +30,10 @@ def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
     """Whether a library matches the predicate. A pure function.
 
     Args:
-        predicate: a library's name, then conditions on its version, all of which must hold: "openmpi", "Open MPI<5.0.0",
-            "mpich>=4.1,<4.2". Case and spaces in the name do not matter.
+        predicate: a library's name, then conditions on its version: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2". All
+            conditions must hold. Case and spaces in the name do not matter.
         name: the library's name, as `mpi4py.MPI.get_vendor` returns it.
-        version: its version, from the same function.
+        version: the library's version, from `get_vendor`.
 
     Raises:
         InvalidArgumentError: the predicate cannot be read.

@@ -41,11 +41,11 @@ def run_processes(
         script: the script that each rank runs.
         world_size: the number of ranks.
         folder: a folder in which the ranks may meet and write results. The file `output-r` in it has the output of rank r.
-        timeout_s: time limit of all ranks together, in seconds. Ranks that still run then are killed. Their output is shown,
-            with the stacks of all their threads.
+        timeout_s: time limit of all ranks together, in seconds. When the limit is over, ranks that still run are killed. The
+            error shows their output, with the stacks of all their threads.
         killed: ranks that are expected to die of a signal.
-        preload: modules to load before the fork. They stay loaded for later calls. For example, the first optimizer of torch
-            loads `torch._dynamo`, which would take more than a second in each rank.
+        preload: modules to load before the fork. These modules stay loaded for later calls. For example, the first optimizer of
+            torch loads `torch._dynamo`, which would take more than a second in each rank.
 
     Raises:
         AssertionError: a rank did not end as expected. The message has the output of all ranks.
@@ -74,7 +74,7 @@ def run_processes(
 
 
 class _RankServer:
-    """The process that forks ranks, started when it is needed. The server and its ranks are one process group.
+    """The process that forks ranks. It is started when a job needs it. The server and its ranks are one process group.
 
     Only one thread at a time can run a job. If that thread stops waiting, because of a signal, an error or the end of this
     process, the server and its ranks are killed. A fork of this process does not touch the server.

@@ -6,13 +6,13 @@
 
 1. A test that fails on one rank fails on all ranks. Rank 0 reports it, with the texts of all ranks that failed. The other ranks
    print nothing. All ranks end with the same exit status.
-2. A rank may fail while the others wait for it in a collective, so that they cannot agree. Then after `mpi_patience_s` it
-   prints its failure and ends the job.
-3. If a test takes longer than `mpi_limit_s` on any rank, the job ends, and that rank prints the stacks of its threads.
+2. A rank may fail while the other ranks wait for it in a collective, so that the ranks cannot agree. Then this rank waits for
+   `mpi_patience_s` seconds, prints its failure, and ends the job.
+3. If a test takes longer than `mpi_limit_s` seconds on a rank, this rank prints the stacks of its threads, and the job ends.
 4. Outside mpirun, tests marked `mpi` are skipped.
 
-Fixtures: `mpi_group` is a group over backend "mpi", which all tests share until one fails. `world` is the default group over
-backend "mpi", connected for one test.
+Fixtures: `mpi_group` is a group over backend "mpi". All tests share this group until a test fails. `world` is the default group
+over backend "mpi". It is connected for one test.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Under mpirun, join the other ranks. This runs after the terminal reporter was made, so that ranks can silence it."""
+    """Under mpirun, join the other ranks.
+
+    This runs after pytest has made its terminal reporter, so that ranks can silence the reporter.
+    """
     config.addinivalue_line("markers", "mpi: needs mpirun; runs under N ranks")
     if _mpi_launch() is None:
         return
@@ -65,9 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
-    """Return a group of all ranks over backend "mpi", which is not the default group.
+    """Return a group of all ranks over backend "mpi". It is not the default group.
 
-    All tests of the session share it. After a test failed, the next one gets a new group.
+    All tests of the session share the group. After a test has failed, the next test gets a new group.
     """
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):

@@ -41,7 +41,9 @@ class RankOutcome:
 
 
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
-    """Return the message with which a phase fails on every rank. None if no rank failed and all outcomes are equal. Pure.
+    """Return the message with which a phase fails on every rank, or None if all ranks have the same outcome and none failed.
+
+    Pure.
 
     Args:
         rank_outcomes: the outcomes of this phase on all ranks, in the order of the ranks.
@@ -79,11 +81,14 @@ class RankPlugin:
 
     @property
     def collective_limit_s(self) -> float:
-        """The time limit of one collective, in seconds. It is shorter than a test's, so its error precedes the watchdog's."""
+        """The time limit of one collective, in seconds.
+
+        It is shorter than a test's limit, so the collective fails before the watchdog acts.
+        """
         return self._limit_s / 2
 
     def group(self, connect: Callable[[], ProcessGroup]) -> ProcessGroup:
-        """Return the session's group. Connect a new one at first use, and after a test failed."""
+        """Return the session's group. Connect a new group at the first use, and after a test has failed."""
         if self._group is None:
             self._group = connect()
         return self._group
@@ -132,7 +137,7 @@ class RankPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Wait until rank 0 has printed its summary: the first rank that exits with a failure ends the job."""
+        """Wait until rank 0 has printed its summary, because the first rank that exits with a failure ends the job."""
         self._exchange(None, "the exit", self._patience_s)
 
     # ---- agreeing ----
@@ -145,7 +150,10 @@ class RankPlugin:
         return rank_outcomes
 
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
-        """Return the values of all ranks. End the job if not all ranks call in time, or if they are at different places."""
+        """Return the values of all ranks.
+
+        End the job if a rank does not call in time, or if ranks are in different tests or phases.
+        """
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
         except TimeoutError:
@@ -173,7 +181,7 @@ class RankPlugin:
             self._group = None
 
     def _silence(self, config: pytest.Config) -> None:
-        """Replace the terminal reporter by one that discards its output. Some plugins need a reporter."""
+        """Replace the terminal reporter by a reporter that discards its output. Some plugins need a reporter."""
         config.pluginmanager.unregister(name="terminalreporter")
         self._silent_output = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the session
         config.pluginmanager.register(TerminalReporter(config, self._silent_output), "terminalreporter")

@@ -76,7 +76,7 @@ class _Rank(Generic[T]):
 
 
 class _Ranks(Generic[T]):
-    """All ranks. Notes when they end, and which one failed first."""
+    """All ranks. This object notes when ranks end, and which rank failed first."""
 
     def __init__(self, members: list[_Rank[T]]) -> None:
         self.members = members

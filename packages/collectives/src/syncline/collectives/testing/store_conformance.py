@@ -8,8 +8,8 @@ Each check takes a function that opens another handle on the same store. The sto
         check(lambda: MyStore(server.address))
 
 If the handle of a store is the table itself (for threads of one process), the function returns the same object each time. A
-check fails with an AssertionError that says what was expected and what was found. The checks measure no times. A time limit is
-right if the earlier events have happened, and if the limit has ended the call that it must end.
+check fails with an AssertionError that says what was expected and what was found. The checks measure no times. A check of a
+time limit is passed if all earlier events have happened, and if the limit has ended the call.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def delete_key_says_whether_it_was_there(open_store: OpenStore) -> None:
 def a_key_that_never_comes_is_named(open_store: OpenStore) -> None:
     """Check that `get` and `wait` end with an error that names the missing keys and the time limit.
 
-    The error is both a TimeoutError, as Python's, and a TransportError, as ours.
+    The error is both Python's TimeoutError and our TransportError.
     """
     store = open_store()
     store.set("here", "1")
@@ -169,7 +169,7 @@ def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -
 
 
 def a_wait_ends_when_the_last_key_comes(open_store: OpenStore) -> None:
-    """Check that a wait ends when the last key comes, and not before, however many other keys come."""
+    """Check that a wait ends when the last key comes, and not before, no matter how many other keys come."""
     waiter, writer = open_store(), open_store()
     log: list[str] = []
 

@@ -94,10 +94,10 @@ def _in_words(traced: int, between: Link, per_node: int) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """The numbers of ranks in a text. "2..1024" means both ends and all powers of two between them. "2,6,12" is a list.
+    """Return the numbers of ranks in a text. "2..1024" means both ends and all powers of two between them. "2,6,12" is a list.
 
     Raises:
-        InvalidArgumentError: the text is neither, or a number is below 2.
+        InvalidArgumentError: the text has neither of these forms, or a number is below 2.
     """
     span = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
     if span:

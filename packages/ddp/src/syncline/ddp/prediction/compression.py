@@ -1,4 +1,4 @@
-"""Compression: how many bytes a communication hook sends for a bucket, and how long it computes."""
+"""Compression: how many bytes a communication hook sends for a bucket, and how long the hook computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Compression:
 
     Attributes:
         name: the compression's name in tables.
-        messages: the bytes of each all-reduce for a bucket, in their order.
+        messages: takes a bucket, and returns the bytes of each all-reduce for this bucket, in the order of the all-reduces.
         speed: how many bytes of gradients are compressed and decompressed in a second.
     """
 
@@ -34,7 +34,7 @@ class Compression:
     speed: float
 
     def reduce_s(self, bucket: ReadyBucket, all_reduce_s: Callable[[float], float]) -> float:
-        """The seconds that a bucket takes: first the computation, then the all-reduces one after the other."""
+        """Return the seconds that a bucket takes: first the computation, then the all-reduces one after the other."""
         return bucket.nbytes / self.speed + sum(all_reduce_s(nbytes) for nbytes in self.messages(bucket))
 
 
@@ -43,10 +43,10 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """All known compressions. The first one does not compress. If a speed is not given, it is measured here, on the CPU.
+    """Return all known compressions. The first one does not compress. If a speed is not given, it is measured here, on the CPU.
 
     Args:
-        speeds: by name, in bytes of gradients a second.
+        speeds: for some names of compressions, the speed in bytes of gradients per second.
 
     Raises:
         InvalidArgumentError: a name is unknown.
@@ -64,7 +64,7 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Bytes of gradients that are sent whole (vectors, and matrices that shrink too little), then of the others' factors."""
+    """Return two numbers of bytes: gradients that are sent whole (vectors, small matrices), and factors of all others."""
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1
@@ -89,7 +89,7 @@ def _factorize(gradients: torch.Tensor) -> None:
 
 
 def _speed(compress: Callable[[torch.Tensor], None]) -> float:
-    """How many bytes of float32 a function compresses in a second, in the fastest of some trials."""
+    """Return how many bytes of float32 a function compresses in a second. The fastest of some trials counts."""
     gradients = torch.ones(_NUMEL)
     compress(gradients)
     # The first call above is not measured: it is slower than later ones.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks: the seconds until the first byte, then the bytes per second."""
+    """A link between two ranks: the seconds until the first byte arrives, and the bytes per second after that."""
 
     latency_s: float
     bandwidth: float
@@ -19,12 +19,12 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost model for nodes on one network, each with the same number of ranks.
+    """The cost model for nodes on one network. Each node has the same number of ranks.
 
     Attributes:
         between: the link between nodes.
-        within: the link between the ranks of a node. It is not used if each node has one rank.
-        per_node: ranks on a node.
+        within: the link between the ranks of a node. If each node has one rank, this link is not used.
+        per_node: the number of ranks on a node.
         ring_bytes: nodes reduce in a ring if a node's part (the size divided by the number of nodes) has at least this many
             bytes. Smaller tensors use recursive halving and doubling. 0: always a ring.
     """
@@ -35,7 +35,7 @@ class CostModel:
     ring_bytes: float = 0.0
 
     def all_reduce_s(self, ranks: int, nbytes: float) -> float:
-        """Seconds of one all-reduce.
+        """Return the seconds of one all-reduce.
 
         Within a node, the tensor is reduced to one rank and sent back. Nodes use a ring, or halving and doubling.
 
@@ -49,19 +49,22 @@ class CostModel:
 
 
 def between_s(nodes: int, nbytes: float, link: Link, ring_bytes: float = 0.0) -> float:
-    """Seconds of an all-reduce between nodes."""
+    """Return the seconds of an all-reduce between nodes."""
     return messages(nodes, nbytes, ring_bytes) * link.latency_s + volume(nodes, nbytes, ring_bytes) / link.bandwidth
 
 
 def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
-    """How many messages follow one another in an all-reduce between nodes."""
+    """Return how many messages follow one another in an all-reduce between nodes."""
     if nbytes / nodes >= ring_bytes:
         return 2 * (nodes - 1)
     return 2 * math.floor(math.log2(nodes)) + 2 * (not _is_power_of_two(nodes))
 
 
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
-    """How many bytes a node sends. Beyond a power of two nodes, halving first pairs each surplus node with another."""
+    """Return how many bytes a node sends.
+
+    If the number of nodes is no power of two, halving first pairs each surplus node with another.
+    """
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes
         return 2 * (parts - 1) / parts * nbytes

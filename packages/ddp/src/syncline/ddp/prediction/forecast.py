@@ -45,20 +45,23 @@ class Forecast:
     steps: Mapping[int, Mapping[Choice, Prediction]]
 
     def traced(self, ranks: int) -> Prediction:
-        """The prediction for the traced buckets without compression."""
+        """Return the prediction for the traced buckets without compression."""
         return self.steps[ranks][AS_TRACED]
 
     def best(self, ranks: int, compression: str) -> Choice:
-        """The choice with this compression and the shortest step. If no other buckets are faster, the traced ones."""
+        """Return the choice with this compression and the shortest step.
+
+        If no other buckets are faster, return the traced buckets.
+        """
         steps = self.steps[ranks]
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
 
     def gain(self, ranks: int, choice: Choice) -> float:
-        """How many times faster a step is than with the traced buckets."""
+        """Return how many times faster a step is with this choice than with the traced buckets."""
         return self.traced(ranks).step_s / self.steps[ranks][choice].step_s
 
     def efficiency(self, ranks: int, choice: Choice) -> float:
-        """The duration of a step on one rank, divided by the predicted duration on `ranks` ranks."""
+        """Return the duration of a step on one rank, divided by the predicted duration on `ranks` ranks."""
         return self.alone_s / self.steps[ranks][choice].step_s
 
 
@@ -86,7 +89,7 @@ def _predict(workload: Workload, model: CostModel, ranks: int, compression: Comp
 
 
 def advice(found: Forecast) -> str:
-    """One sentence that says which choice is faster than the traced buckets, on how many ranks, and by how much."""
+    """Say in one sentence which choice is faster than the traced buckets, on how many ranks, and how much faster."""
     most = max(found.steps)
     said = [f"at {most} ranks the traced buckets keep {100 * found.efficiency(most, AS_TRACED):.0f} % of a rank's speed"]
     before = _WORTH
@@ -104,6 +107,9 @@ def advice(found: Forecast) -> str:
 
 
 def _from(found: Forecast, compression: str, most: int) -> str:
-    """From how many ranks on a compression pays, in words. Empty if it pays only on the largest number of ranks."""
+    """Say from how many ranks on a compression makes a step faster.
+
+    Empty if this holds only for the largest number of ranks.
+    """
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

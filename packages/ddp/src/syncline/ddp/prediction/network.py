@@ -30,16 +30,16 @@ class AllReduceTime:
 
 
 def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """The link that the text of `--network` describes.
+    """Return the link that the text of `--network` describes.
 
     Args:
-        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second; or the path of a file of
+        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second. Or the path of a file of
             `bench --json`.
-        ring_bytes: see `CostModel`. It holds for the measured all-reduces.
-        backend: the name of a backend in the file. None: the first one that is not a baseline.
+        ring_bytes: see `CostModel`. The measured all-reduces used this value, too.
+        backend: the name of a backend in the file. None: the first backend that is not a baseline.
 
     Raises:
-        InvalidArgumentError: the text is neither of the two, or no link can be fitted to the file.
+        InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file.
     """
     if "=" in text:
         return link_in_words(text)
@@ -55,7 +55,7 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
 
 
 def link_in_words(text: str) -> Link:
-    """The link that a text such as "latency_us=50,bandwidth_gbps=10" describes.
+    """Return the link that a text such as "latency_us=50,bandwidth_gbps=10" describes.
 
     Raises:
         InvalidArgumentError: the text is something else.
@@ -75,10 +75,12 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """The link that best explains figures of `syncline bench --json` that were measured with one rank on each node.
+    """Return the link that best explains figures of `syncline bench --json`.
+
+    The figures were measured with one rank on each node.
 
     Raises:
-        InvalidArgumentError: the file `name` does not contain such figures, or has too few.
+        InvalidArgumentError: the file `name` has no figures of this kind, or has too few figures.
     """
     try:
         nodes, size = int(figures["environment"]["nodes"]), int(figures["environment"]["world_size"])
@@ -118,7 +120,8 @@ def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str
     to 1 for all of them.
 
     Raises:
-        InvalidArgumentError: there are fewer than two sizes, or larger tensors do not take longer. The text has `name`.
+        InvalidArgumentError: there are fewer than two sizes, or larger tensors do not take longer. The error's text contains
+            `name`.
     """
     if len({time.nbytes for time in times}) < 2:
         raise InvalidArgumentError(

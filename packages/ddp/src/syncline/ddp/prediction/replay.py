@@ -10,7 +10,7 @@ from syncline.reducer import GradientSpec, assign_buckets
 
 @dataclass(frozen=True)
 class Gradient:
-    """One gradient: its shape and bytes, and when it came, in seconds from the start of the step."""
+    """One gradient: its shape, its bytes, and when this gradient came, in seconds from the start of the step."""
 
     shape: tuple[int, ...]
     nbytes: float
@@ -19,7 +19,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class ReadyBucket:
-    """A bucket: its gradients, and when it could be reduced, in seconds from the start of the step."""
+    """A bucket: its gradients, and when the bucket was ready, in seconds from the start of the step."""
 
     gradients: tuple[Gradient, ...]
     ready_s: float
@@ -37,7 +37,7 @@ class Workload:
     Attributes:
         buckets: the buckets, in the order of their start.
         backward_s: when backward had computed everything.
-        rest_s: the duration of everything after the wait for the buckets, such as the optimizer.
+        rest_s: the seconds of everything after the wait for the buckets, such as the optimizer.
     """
 
     buckets: tuple[ReadyBucket, ...]
@@ -52,7 +52,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's duration, and how much of it is exposed communication, in seconds."""
+    """A step's duration in seconds, and how many of these seconds are exposed communication."""
 
     step_s: float
     exposed_s: float
@@ -73,13 +73,13 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """Assume that a bucket's gradients come evenly, byte by byte, because a trace has only the time of the last one.
+    """Assume that a bucket's gradients come evenly, byte by byte, because a trace has only the time of the last gradient.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.
         nbytes: the gradients' bytes, in the same order.
-        since_s: the time in the step from which on they come, in seconds.
-        until_s: the time in the step at which the last one came, in seconds.
+        since_s: when the first of these gradients may come, in seconds from the start of the step.
+        until_s: when the last of these gradients came, in seconds from the start of the step.
     """
     total, before, found = sum(nbytes), 0.0, []
     for shape, size in zip(shapes, nbytes, strict=True):

@@ -7,7 +7,7 @@ from .forecast import AS_TRACED, MIB, Choice, Forecast
 
 
 def tables(found: Forecast, title: str) -> str:
-    """One row for each number of ranks, with the traced buckets, and with the best bucket size of each compression.
+    """Return tables of the traced buckets and of each compression with its best bucket size. Each number of ranks has a row.
 
     Raises:
         MisuseError: rich is not installed.

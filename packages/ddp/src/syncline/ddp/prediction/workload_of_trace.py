@@ -1,4 +1,4 @@
-"""Find the workload of a step in a trace: the median step of the rank that computes longest. Pure functions."""
+"""Find the workload of a step in a trace. It is the median step of the rank that computes longest. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .replay import ReadyBucket, Workload, spread
 
 
 def workload_of(timeline: Timeline) -> Workload:
-    """The workload of the rank that computes longest, because the others wait for it.
+    """Return the workload of the rank that computes longest, because the other ranks wait for this rank.
 
     The clocks of the ranks need not be aligned, because only times of one rank are compared with each other.
 
@@ -31,7 +31,10 @@ def workload_of(timeline: Timeline) -> Workload:
 
 
 def _of_rank(rank: RankTimeline) -> Workload | None:
-    """The workload of one rank; None if it has traced too little. Only the last layout counts, because buckets are rebuilt."""
+    """Return the workload of one rank, or None if it has traced too few steps.
+
+    Only steps with the last layout of buckets count.
+    """
     # A step ends where the next one begins, so both must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]
     layout = max((step.layout for step, _ in pairs if step.buckets), default=0)
@@ -60,5 +63,8 @@ def _buckets(steps: Sequence[StepEvent], layout: Sequence[BucketLayout]) -> tupl
 
 
 def _communicated(step: StepEvent) -> float:
-    """The time when backward had ended and the last bucket was reduced. The copy back and the optimizer come later."""
+    """Return the time when backward had ended and the last bucket was reduced.
+
+    The copy back and the optimizer follow after it.
+    """
     return min(step.finished, max([step.finalize_started, *(bucket.finished for bucket in step.buckets)]))

@@ -16,7 +16,7 @@ _WORDS = 11
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and how it is trained.
+    """A model, and the options for its training.
 
     Attributes:
         build: makes the model. The training overwrites its parameters.
@@ -32,7 +32,7 @@ class Model:
 
 
 class Convolutional(torch.nn.Module):
-    """Has batch normalisation, whose statistics must cover the whole batch."""
+    """Has batch normalisation. Its statistics must be those of the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Recurrent(torch.nn.Module):
 
 
 class Mixture(torch.nn.Module):
-    """Sends each row to one expert. So each rank uses other experts in each step. One expert is never used."""
+    """Sends each row to one expert. So each rank uses different experts in each step. One expert is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class SparseEmbedding(torch.nn.Module):
 
 
 class Checkpointed(torch.nn.Module):
-    """Has re-entrant and other checkpoints. One block runs twice, and two parameters are never used."""
+    """Has re-entrant checkpoints and others. One block runs twice, and two parameters are never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Outputs:
 
 
 class SeveralOutputs(torch.nn.Module):
-    """Has nested outputs. The loss uses another output in each step, and never uses one of them."""
+    """Has nested outputs. The loss uses a different output in each step, and never uses one of the outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,8 +22,8 @@ _RTOL, _ATOL = 1e-8, 1e-10
 def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
     """Train one of `MODELS` for 20 steps, each rank on its own four rows, and check the result. Every rank calls it.
 
-    Everything is in float64. Each rank starts with different weights, so that only the broadcast at construction makes them
-    equal. Rank 0 also trains alone on the rows of all ranks. Its result must be the same except for rounding.
+    All numbers are float64. Each rank starts with different weights, so that only the broadcast at construction makes the
+    weights equal. Rank 0 also trains alone on the rows of all ranks. Both results must be equal except for rounding.
 
     Args:
         group: the group, with any number of ranks.
@@ -31,8 +31,8 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
         options: further options for `DistributedDataParallel`.
 
     Raises:
-        AssertionError: on all ranks, if the trained replicas differ in any bit. On rank 0, if they differ by more than 1e-8
-            (relative) from the model that was trained alone.
+        AssertionError: on all ranks, if the trained replicas differ in any bit. On rank 0, if the replicas differ by more than
+            1e-8 (relative) from the model that rank 0 has trained alone.
     """
     model = MODELS[name]
     inputs, targets = _data(group.size)
@@ -57,7 +57,7 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
 
 
 def _build(model: Model, *, seed: int) -> torch.nn.Module:
-    """Build a model, and set its parameters by a generator of this call, because ranks as threads share torch's generator."""
+    """Build a model, and set its parameters by a generator of this call. Ranks that are threads share torch's own generator."""
     module = model.build().double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def _build(model: Model, *, seed: int) -> torch.nn.Module:
 
 
 def _data(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all ranks for each step, and their classes."""
+    """Return the rows of all ranks for each step, and their classes."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(STEPS, world_size * _SHARE, FEATURES, generator=generator, dtype=torch.float64)
     return rows, (rows[..., :CLASSES] + rows[..., -CLASSES:]).argmax(-1)
@@ -83,7 +83,7 @@ def _train(module: torch.nn.Module, model: Model, inputs: torch.Tensor, targets:
 
 
 def _digest(state: dict[str, torch.Tensor]) -> str:
-    """A digest of every bit of a state."""
+    """Return a digest of every bit of a state."""
     digest = hashlib.sha256()
     for tensor in state.values():
         digest.update(tensor.contiguous().numpy().tobytes())

@@ -15,7 +15,7 @@ class CallLog:
     """Notes calls from its construction until `stop`.
 
     Args:
-        group: says which rank this is. If ranks are threads of one process, only calls of this rank count.
+        group: the group whose rank is ours. If ranks are threads of one process, only calls of this rank count.
         reducer: the reducer. The all-reduces of its buckets do not count. Calls of a communication hook on other tensors count.
     """
 
@@ -26,7 +26,7 @@ class CallLog:
         self._stop = observe_calls(self._note)
 
     def take(self) -> list[CallEvent]:
-        """The calls since the last `take`."""
+        """Return the calls since the last `take`."""
         seen, self._seen = self._seen, []
         return [
             CallEvent(
@@ -50,6 +50,6 @@ class CallLog:
         self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
 
     def _is_bucket(self, tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor is the buffer of the bucket that was started last."""
+        """Whether a tensor is the buffer of the bucket whose reduction started last."""
         started, buckets = self._reducer.statistics.buckets, self._reducer.buckets
         return bool(started) and started[-1].number < len(buckets) and tensor is buckets[started[-1].number].buffer

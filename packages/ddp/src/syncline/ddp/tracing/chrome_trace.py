@@ -1,8 +1,8 @@
 """Write a timeline in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open. Pure functions.
 
 A rank is a process of the format. Its threads are `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
-backward, waiting and optimizers inside each step. If several buckets are in flight at once, there are also `buckets, 2` and so
-on. An arrow goes from a bucket's start on each rank to its start on the rank that came last.
+backward, waiting and optimizers inside each step. If several buckets are in flight at once, there are also threads `buckets, 2`
+and so on. An arrow goes from a bucket's start on each rank to the bucket's start on the rank that started it last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Starts: TypeAlias = dict[tuple[int, int], list[tuple[float, int, int]]]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The whole trace as an object for `json.dumps`. Times are in microseconds since the first event."""
+    """Return the whole trace as an object for `json.dumps`. Times are in microseconds since the first event."""
     origin = origin_of(timeline)
     events: list[Event] = []
     starts: _Starts = {}
@@ -45,7 +45,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def origin_of(timeline: Timeline) -> float:
-    """The time of the first event, by rank 0's clock."""
+    """Return the time of the first event, by rank 0's clock."""
     return min((step.forward_started for rank in timeline.ranks for step in rank.steps.values()), default=0.0)
 
 
@@ -71,7 +71,7 @@ def _rank_events(rank: RankTimeline, origin: float, starts: _Starts) -> Iterator
 
 
 def _end(step: StepEvent) -> float:
-    """The end of a step whose next step was not traced."""
+    """Return the end of a step whose next step was not traced."""
     return max([step.finished, *(one.finished for one in step.optimizers), *(one.finished for one in step.calls)])
 
 
@@ -103,7 +103,7 @@ def _call_event(pid: int, tid: int, call: CallEvent, origin: float) -> Event:
 
 
 def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[Event]:
-    """Arrows from each bucket's start on every rank to its start on the rank that came last."""
+    """Return arrows from each bucket's start on every rank to this bucket's start on the rank that started it last."""
     numbers = count()
     for (step, _), ranks in starts.items():
         if step in steps:
@@ -117,7 +117,7 @@ def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[
 
 
 def _flow(phase: str, number: int, pid: int, tid: int, time: float, origin: float) -> Event:
-    """One end of an arrow. Its id is an integer, because Perfetto leaves out arrows with other ids."""
+    """Return one end of an arrow. The arrow's id is an integer, because Perfetto leaves out arrows with other ids."""
     ts = _us(time, origin)
     return {"ph": phase, "cat": "bucket", "name": "waits for the last rank", "id": number, "pid": pid, "tid": tid, "ts": ts}
 
@@ -132,7 +132,7 @@ class _Lanes:
         self._ends: list[float] = []
 
     def lane(self, started: float, finished: float) -> int:
-        """The thread for the next slice. Call it for the slices in the order of their start."""
+        """Return the thread for the next slice. Call this method for all slices, in the order in which they start."""
         number = next((number for number, end in enumerate(self._ends) if end <= started), len(self._ends))
         self._ends[number : number + 1] = [finished]
         return self._first + number

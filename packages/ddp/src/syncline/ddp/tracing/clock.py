@@ -1,4 +1,4 @@
-"""Measure the difference of each rank's `time.perf_counter()` from rank 0's, by ping-pong over the group."""
+"""Measure how much each rank's `time.perf_counter()` differs from rank 0's, by ping-pong over the group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One round of ping-pong. `sent` and `received` are times of rank 0's clock, `answered` of the other rank's."""
+    """One round of ping-pong.
+
+    `sent` and `received` are times of rank 0's clock, and `answered` is a time of the other rank's clock.
+    """
 
     sent: float
     answered: float
@@ -39,10 +42,10 @@ class RoundTrip:
 
 
 def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
-    """The clock offset of the rank that answered, from the shortest round. There is at least one. A pure function.
+    """Return the clock offset of the rank that answered, from the shortest of one or more rounds. A pure function.
 
-    The other rank answered at some moment between sending and receiving. The middle of this span is wrong by at most half of
-    the span (Cristian's algorithm).
+    The other rank answered between rank 0's sending and receiving. If we take the middle of this span as the moment of the
+    answer, the error is at most half of the span (Cristian's algorithm).
     """
     best = min(rounds, key=lambda one: one.received - one.sent)
     return ClockOffset(best.answered, (best.sent + best.received) / 2 - best.answered, (best.received - best.sent) / 2)
@@ -86,7 +89,7 @@ def _answer(group: ProcessGroup) -> ClockOffset:
 
 
 def _message(group: ProcessGroup) -> torch.Tensor:
-    """A tensor of three float64 numbers, on a device whose tensors the group can send."""
+    """Return a tensor of three float64 numbers, on a device whose tensors the group can send."""
     device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
     return torch.zeros(3, dtype=torch.float64, device=device)
 

@@ -1,4 +1,4 @@
-"""The events of a step on one rank. All times are seconds of one clock."""
+"""The events of a step on one rank. All times of an event are seconds of one clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CallEvent:
         name: the call's name, such as "broadcast".
         group: the name of the group.
         nbytes: the bytes of the call's first tensor; 0 without a tensor.
-        started, finished: the times. They are equal if the end is not known.
+        started, finished: the times of start and end. If the end is not known, both are equal.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Floor is the time of an all-reduce that only memory bandwidth limits. `syncline bench` measures it."""
+"""Floor is the time that an all-reduce would take if only memory bandwidth limited it. `syncline bench` measures the floor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """Pairs of a size in bytes and the seconds of one rank's share of adds and copies. Sizes ascend; there is at least one."""
+    """Pairs of a size in bytes and the seconds of one rank's share of adds and copies. One or more pairs; sizes ascend."""
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of an all-reduce. They are linear between two sizes, and proportional to the nearest size outside."""
+        """Return the seconds of an all-reduce.
+
+        The seconds are linear between two sizes. Outside, they are proportional to the size, from the nearest pair.
+        """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
         if 0 < place < len(sizes):
@@ -30,12 +33,15 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """The floor of tensors of these sizes, one after the other, divided by their seconds. 1 is the best possible value."""
+        """Return the floor of tensors of these sizes, one after the other, divided by the seconds that they took.
+
+        The best is 1.
+        """
         return sum(map(self.seconds, sizes)) / seconds
 
 
 def read_floor(path: Path) -> Floor:
-    """The floor in a file of `syncline bench --json`.
+    """Return the floor in a file of `syncline bench --json`.
 
     Raises:
         InvalidArgumentError: the file is no file of `bench --json`, or has no floor.

@@ -13,10 +13,10 @@ from .events import OptimizerEvent
 
 
 class OptimizerSteps:
-    """Notes the steps of optimizers of some parameters, from the construction until `stop`.
+    """Notes when optimizers of some parameters step, from the construction until `stop`.
 
     Args:
-        parameters: the parameters. An optimizer counts if its first parameter is one of these.
+        parameters: the parameters. An optimizer counts if its first parameter is one of them.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:
@@ -26,7 +26,7 @@ class OptimizerSteps:
         self._handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)
 
     def take(self) -> tuple[OptimizerEvent, ...]:
-        """The steps since the last `take`."""
+        """Return the steps since the last `take`."""
         seen, self._seen = self._seen, []
         return tuple(seen)
 

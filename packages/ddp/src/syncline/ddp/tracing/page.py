@@ -42,7 +42,7 @@ def fragment(timeline: Timeline) -> str:
 
 
 def _rows(timeline: Timeline) -> list[str]:
-    """The rows from top to bottom. Each rank has a row, and below it a row for its buckets."""
+    """Return the rows from top to bottom. Each rank has a row, and below it a row for its buckets."""
     return [row for rank in timeline.ranks for row in (_row(rank), _bucket_row(rank))]
 
 
@@ -55,7 +55,7 @@ def _bucket_row(rank: RankTimeline) -> str:
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
-    """The bars of the timeline: for each phase, its slices on all ranks."""
+    """Return the bars of the timeline: for each phase, its slices on all ranks."""
     origin = min(step.forward_started for step in timeline.of_step(number))
     slices = [one for rank in timeline.ranks for one in _slices(rank, number)]
     bars = []

@@ -1,4 +1,4 @@
-"""Part is the trace of one rank. Each line of its file is a JSON object, so the file of a job that dies can still be read."""
+"""Part is the trace of one rank. Each line of its file is a JSON object, so you can read the file even if the job has died."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ PATTERN = "trace-rank-*.jsonl"
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """The path of one rank's file."""
+    """Return the path of one rank's file."""
     return folder / f"trace-rank-{rank:05d}.jsonl"
 
 
 @dataclass(frozen=True)
 class Header:
-    """The rank that traced, and its place.
+    """The rank that traced, and its host and group.
 
     Attributes:
         rank, size: the rank and the size of the group whose ranks average.
         host, pid: the host's name and the process id.
         group: the group in words, such as "mpi: MPICH 4.3.0".
         epoch_s: seconds since the epoch, minus the seconds of the rank's clock at the same moment.
-        run: a text that is the same for all ranks of a run, and different for each run.
+        run: a name of the run: the same on all ranks of a run, and different in each run.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class Part:
         clocks: the offsets to rank 0's clock, in the order of measurement.
         layouts: the layouts of the buckets.
         steps: the steps, in their order.
-        is_complete: whether the trace came to its end.
+        is_complete: whether the trace has its last line, so it is complete.
     """
 
     header: Header
@@ -63,27 +63,27 @@ class Part:
 
 
 def header_line(header: Header) -> str:
-    """The first line of the file."""
+    """Return the first line of the file."""
     return _line("header", {"version": VERSION, **asdict(header)})
 
 
 def clock_line(clock: ClockOffset) -> str:
-    """A line for a measurement of the clock."""
+    """Return a line for a measurement of the clock."""
     return _line("clock", asdict(clock))
 
 
 def layout_line(buckets: Iterable[BucketLayout]) -> str:
-    """A line for the next layout."""
+    """Return a line for the next layout."""
     return _line("layout", {"buckets": [asdict(bucket) for bucket in buckets]})
 
 
 def step_line(step: StepEvent) -> str:
-    """A line for a step."""
+    """Return a line for a step."""
     return _line("step", asdict(step))
 
 
 def end_line() -> str:
-    """The last line of a trace that came to its end."""
+    """Return the last line of a complete trace."""
     return _line("end", {})
 
 
@@ -92,7 +92,7 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def read_parts(folder: Path) -> list[Part]:
-    """The parts of the latest run in a folder, sorted by rank.
+    """Return the parts of the latest run in a folder, sorted by rank.
 
     Raises:
         InvalidArgumentError: there are no parts, or a part cannot be read.
@@ -111,7 +111,7 @@ def _began(part: Part) -> float:
 
 
 def read_part(path: Path) -> Part:
-    """Read the part in one file. If the last line was cut off, it is left out.
+    """Read the part in one file. If the last line was cut off, leave this line out.
 
     Raises:
         InvalidArgumentError: the file is not a part.

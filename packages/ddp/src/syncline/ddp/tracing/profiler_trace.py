@@ -23,7 +23,7 @@ def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, pro
 
     Args:
         trace: the result of `chrome_trace(timeline)`.
-        timeline: the timeline whose clock all times use.
+        timeline: the timeline. All times in the trace use the clock of this timeline.
         rank: the rank of the profile.
         profile: the content of a file of `export_chrome_trace`, read as JSON.
         path: the file's name, for errors.

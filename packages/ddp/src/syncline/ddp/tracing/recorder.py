@@ -25,7 +25,7 @@ _WRITE_EVERY_S = 1.0
 
 @dataclass
 class _OpenStep:
-    """A step whose backward is over. Later events belong to this step until the next step's forward begins."""
+    """A step whose backward is over. Until the next step's forward begins, further events belong to this step."""
 
     number: int
     layout: int
@@ -62,8 +62,8 @@ class StepRecorder:
         folder: the folder for the file. It is created if it is missing.
         header: the file's first line.
         group: the group whose ranks average.
-        reducer: the reducer whose backwards are the steps. The recorder does not keep it alive.
-        parameters: the parameters whose optimizers' steps are noted.
+        reducer: the reducer whose backwards are the steps. The recorder does not keep the reducer alive.
+        parameters: the parameters. The recorder notes steps of their optimizers.
 
     Raises:
         OSError: the file cannot be written.
@@ -89,7 +89,7 @@ class StepRecorder:
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """Note a step, because its backward was reduced. Events until the next step's forward belong to this step."""
+        """Note a step, because its backward was reduced. All events until the next step's forward belong to this step."""
         # Events before this step's forward belong to the step before.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started

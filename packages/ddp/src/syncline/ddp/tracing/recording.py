@@ -35,17 +35,17 @@ class TraceRecording:
         step `first` .. `last`   each rank notes its events, and writes them to its own file
         the step after      clocks again, a barrier, and rank 0 merges all files into `trace.json`
 
-    A step is a reduced backward. All ranks have equally many, so the collectives of a trace are at the same place on all ranks.
-    If a file cannot be written, the rank logs a warning, and training goes on. If ranks may have different numbers of steps
-    (`ranks_may_differ`), the trace issues no more collectives. The files stay, and `syncline trace` can merge them.
+    A step is a reduced backward. All ranks have the same number of steps, so they issue the collectives of a trace in the same
+    order. If a file cannot be written, the rank logs a warning, and training goes on. If ranks may have different numbers of
+    steps (`ranks_may_differ`), the trace issues no more collectives. The files stay, and `syncline trace` can merge them.
 
     Args:
         settings: the steps to trace, and the folder.
         group: the group whose ranks average.
-        reducer: the reducer whose backwards are the steps. The recording does not keep it alive.
+        reducer: the reducer whose backwards are the steps. The recording does not keep the reducer alive.
         parameters: the model's parameters.
-        only_first: trace only if no other model of this process has reached the first traced step before. So a model that a
-            script only makes to check one step does not take the place of the trained model.
+        only_first: trace only if no other model of this process has reached the first traced step before. So the trained model
+            is traced, even if the script made another model before, and ran a few steps with it.
 
     Attributes:
         ranks_may_differ: whether some rank may have fewer steps than others.
@@ -78,7 +78,7 @@ class TraceRecording:
             self._start()
 
     def note_step(self, statistics: IterationStatistics) -> None:
-        """Note a reduced backward. The call for the first step after the traced ones is a collective."""
+        """Note a reduced backward. The call for the first step after the traced steps is a collective."""
         self._steps += 1
         if self._is_over:
             return
@@ -95,7 +95,7 @@ class TraceRecording:
             self._try(lambda recorder: recorder.note_step(self._steps, statistics))
 
     def finish(self) -> None:
-        """End the trace and merge the ranks' files. A collective. A second call does nothing."""
+        """End the trace and merge the ranks' files. This is a collective. A second call does nothing."""
         if self._is_over:
             return
         self._is_over = True

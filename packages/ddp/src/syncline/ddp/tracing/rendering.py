@@ -33,7 +33,7 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
 
 def printed(*parts: str | Table) -> str:
-    """Texts and tables, one below the other, as text for a terminal.
+    """Return texts and tables, one below the other, as text for a terminal.
 
     Raises:
         MisuseError: rich is not installed.
@@ -57,12 +57,12 @@ def printed(*parts: str | Table) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as the text of a cell in a column with milliseconds."""
+    """Convert seconds to milliseconds, as the text of a table's cell."""
     return f"{1e3 * seconds:.2f}"
 
 
 def script() -> str:
-    """Plotly's own script as HTML. A page contains it once, and then needs no other file.
+    """Return Plotly's own script as HTML. A page contains this script once, and then needs no other file.
 
     Raises:
         MisuseError: Plotly is not installed.
@@ -74,7 +74,7 @@ def script() -> str:
 
 
 def figure(div_id: str, data: Sequence[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], **layout: Any) -> str:
-    """One figure as HTML, for a page that contains `script()`.
+    """Return one figure as HTML, for a page that contains `script()`.
 
     Args:
         div_id: the id of the figure's element.

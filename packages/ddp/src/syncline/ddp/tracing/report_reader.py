@@ -30,7 +30,7 @@ def is_in(folder: Path) -> bool:
 
 
 def text(folder: Path, arguments: argparse.Namespace) -> str:
-    """Tables of the ranks and the steps.
+    """Return tables of the ranks and the steps.
 
     Raises:
         InvalidArgumentError: a file cannot be read.
@@ -40,7 +40,7 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def html(folder: Path, arguments: argparse.Namespace) -> str:
-    """Plots and tables as HTML.
+    """Return plots and tables as HTML.
 
     Raises:
         InvalidArgumentError: a file cannot be read.

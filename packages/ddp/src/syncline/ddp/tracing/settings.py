@@ -18,12 +18,12 @@ DEFAULT_STEPS = "10-20"
 class TraceSettings:
     """The steps to trace, and the folder.
 
-    A step is a reduced backward, with its forward and everything until the next forward. The first step is number 1.
+    A step is a reduced backward, its forward, and everything until the next forward. The first step has number 1.
 
     Attributes:
         folder: the folder for the files of all ranks. It is created if it is missing.
         first: the first traced step, 1 or above.
-        last: the last traced step; None: trace until the trace is ended.
+        last: the last traced step; None: trace until the script ends the trace.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class TraceSettings:
 
 
 def settings_from(environ: Mapping[str, str]) -> TraceSettings | None:
-    """The settings in the variables `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`; None if `SYNCLINE_TRACE` is not set.
+    """Return the settings in the variables `SYNCLINE_TRACE` and `SYNCLINE_TRACE_STEPS`, or None if `SYNCLINE_TRACE` is not set.
 
     Raises:
         InvalidArgumentError: the steps are not written as in "10-20".

@@ -1,4 +1,4 @@
-"""Summarise how the ranks spent the time of traced steps, and for which rank the others waited. Pure functions."""
+"""Summarise how the ranks spent the time of traced steps, and for which rank the other ranks waited. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class StepSummary:
         compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
         exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
         last_rank: the rank whose last gradient came last.
-        late_s: how much later its last gradient came than the median of the other ranks' last gradients. 0 with one rank.
+        late_s: how many seconds after the median of the other ranks' last gradients the last gradient of `last_rank` came. 0
+            with one rank.
         caused_s: the sum of the times that the other ranks waited for `last_rank`.
         bucket_bytes: the bytes of each bucket on one rank.
-        reducing_s: the time in which at least one bucket was being reduced. A reduction begins when the last rank starts it.
+        reducing_s: the seconds in which at least one bucket was being reduced. A reduction begins when the last rank starts it.
     """
 
     number: int
@@ -43,7 +44,7 @@ class StepSummary:
 
     @property
     def bandwidth(self) -> float:
-        """The bytes of buckets that were reduced in a second of `reducing_s`. 0 if nothing was reduced."""
+        """The bytes of buckets, divided by `reducing_s`. 0 if nothing was reduced."""
         return self.nbytes / self.reducing_s if self.reducing_s > 0 else 0.0
 
 
@@ -55,7 +56,7 @@ class RankSummary:
         rank: the rank in the group.
         compute_s, exposed_s: the median of these times over the steps.
         times_last: in how many steps this rank's last gradient came last.
-        late_s: the median of this rank's delay over these steps. 0 if there are none.
+        late_s: the median of this rank's delay over the steps in which it came last. 0 if there are no such steps.
         caused_s: the sum of the times that other ranks waited for this rank, in all steps.
     """
 
@@ -68,13 +69,13 @@ class RankSummary:
 
 
 def summarize_steps(timeline: Timeline) -> list[StepSummary]:
-    """A summary of each step that all ranks have traced."""
+    """Return a summary of each step that all ranks have traced."""
     ranks = [one.header.rank for one in timeline.ranks]
     return [_step(number, timeline.of_step(number), ranks) for number in timeline.steps]
 
 
 def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[RankSummary]:
-    """A summary of each rank over these steps. There must be at least one step."""
+    """Return a summary of each rank over these steps. There must be at least one step."""
     found = []
     for one in timeline.ranks:
         own = [one.steps[step.number] for step in steps]
@@ -93,7 +94,7 @@ def summarize_ranks(timeline: Timeline, steps: Sequence[StepSummary]) -> list[Ra
 
 
 def compute_of(step: StepEvent) -> float:
-    """Seconds from the forward's start to the last gradient, on one rank."""
+    """Return the seconds from the forward's start to the last gradient, on one rank."""
     return step.last_gradient - step.forward_started
 
 
@@ -116,7 +117,7 @@ def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> S
 
 
 def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
-    """For each bucket, the time when the last rank started it, and the time when it was reduced on all ranks."""
+    """Return for each bucket the time when the last rank started it, and the time when it was reduced on all ranks."""
     by_bucket: dict[int, list[tuple[float, float]]] = {}
     for step in on_ranks:
         for bucket in step.buckets:
@@ -125,7 +126,7 @@ def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The total length that the spans cover. Overlaps count once."""
+    """Return the length of time that the spans cover. A time in several spans counts once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

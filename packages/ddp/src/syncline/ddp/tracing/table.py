@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tables(timeline: Timeline, floor: Floor | None = None) -> str:
-    """A table of the ranks and a table of the steps, with the facts that a reader needs to understand them.
+    """Return a table of the ranks and a table of the steps, with the facts that a reader needs to understand them.
 
     Args:
         timeline: the trace.

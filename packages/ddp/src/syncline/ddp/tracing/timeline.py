@@ -61,7 +61,7 @@ class Timeline:
         return None if None in errors else max(error for error in errors if error is not None)
 
     def of_step(self, number: int) -> list[StepEvent]:
-        """One step on each rank, in the order of `ranks`."""
+        """Return one step on each rank, in the order of `ranks`."""
         return [rank.steps[number] for rank in self.ranks]
 
 
@@ -80,7 +80,7 @@ def _by_rank_0(part: Part) -> RankTimeline:
 
 
 def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
-    """Make a function that converts a rank's clock to rank 0's: the straight line through the first and last measurement."""
+    """Make a function that converts a rank's clock to rank 0's. It is linear, through the first and the last measurement."""
     if not clocks:
         # The clock was never measured: leave the times as they are.
         return lambda time: time
@@ -93,7 +93,7 @@ def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
 
 
 def error_of(part: Part) -> float | None:
-    """The largest error of a rank's times in seconds; None if its clock was never measured."""
+    """Return the largest error of a rank's times in seconds, or None if its clock was never measured."""
     if not part.clocks or part.header.rank == 0:
         return 0.0 if part.header.rank == 0 else None
     measured = max(clock.error_s for clock in part.clocks)

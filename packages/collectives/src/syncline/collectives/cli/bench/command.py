@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
     Args:
         arguments: the parsed options of `add_arguments`.
-        judge: takes the measurements, and returns more lines to print on rank 0 and to keep.
+        judge: takes the measurements, and returns further lines. Rank 0 prints them, and the result file keeps them.
     """
     cases = _cases(arguments)
     _check_outputs(arguments)
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
 
 def _say_progress(case: Case, number: int, of: int) -> None:
-    """Show the progress. On a terminal each text replaces the one before; in a job's log each gets its own line."""
+    """Show the progress. On a terminal each text replaces the text before. In a job's log each text gets its own line."""
     dtype = str(case.dtype).removeprefix("torch.")
     start, end = ("\r", "\033[K\r") if sys.stderr.isatty() else ("", "\n")
     print(f"{start}measuring {number} of {of}: {case.collective} {dtype} {in_words(case.size_bytes)}", end=end, file=sys.stderr)

@@ -1,12 +1,12 @@
 """The collectives that can be measured: their data, their expected results, and their bandwidth factors.
 
-Sizes and factors are those of nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
+Sizes and factors are defined as in nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
 collective is the size of its larger side: the whole tensor of an `all_reduce`, the parts of all ranks of an `all_gather`. In
 `send_recv` each rank sends to the next rank and receives from the previous one, and S is what one rank sends.
 
-- algorithm bandwidth = S / t: what the program sees.
-- bus bandwidth = S / t * factor(n ranks): what the slowest link carries, if the algorithm is the best possible. It does not
-  depend on the number of ranks, so it can be compared with the bandwidth of the hardware.
+- algorithm bandwidth = S / t: the bandwidth that the program sees.
+- bus bandwidth = S / t * factor(n ranks): the bandwidth of the slowest link, if the algorithm is the best possible. Bus
+  bandwidth does not depend on the number of ranks, so you can compare it with the bandwidth of the hardware.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Buffers:
     """The tensors of one case on one rank.
 
     Attributes:
-        block: the larger side. If the collective has a single tensor, the block is this tensor.
+        block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
         part: this rank's share, the block divided by `size`. Empty if the block cannot be divided.
         output: a second block, for `all_to_all` and `send_recv`.
 
@@ -87,10 +87,12 @@ class Buffers:
             tensor.zero_()
 
     def pattern(self, rank: int, numel: int) -> torch.Tensor:
-        """Return the data of a rank: numbers from -15 to 15, which differ between ranks and indices within a period.
+        """Return the data of a rank: numbers from -15 to 15, which repeat after 31 elements.
 
-        Sums over ranks are exact in every dtype that can be reduced: over a whole period they are 0, over a part of it they
-        are below 128.
+        Rank r + 1 begins one number after rank r.
+
+        The sum over ranks is exact in every dtype that can be reduced. The sum over 31 ranks is 0, so a sum over any number of
+        ranks is between -120 and 120.
         """
         return self._repeated((torch.arange(PERIOD) + rank) % PERIOD - PERIOD // 2, numel)
 
@@ -108,12 +110,12 @@ class Kind:
     """A collective that can be measured.
 
     Attributes:
-        name: its name, as a method of process groups.
+        name: the collective's name, which is a method of process groups.
         has_parts: whether each rank has a part of the block.
         bus_factor: takes the number of ranks; bus bandwidth is algorithm bandwidth times this factor, as in nccl-tests.
         fill: puts this rank's data into the buffers.
         is_right: whether the result is right on this rank.
-        least_ranks: the smallest number of ranks with which it can be measured.
+        least_ranks: the smallest number of ranks with which this collective can be measured.
     """
 
     name: str

@@ -1,14 +1,15 @@
-"""Measures one case: verifies every subject once, then takes samples of all subjects in turn.
+"""Measures one case. First each subject's result is checked once. Then all subjects take samples in turn.
 
 1. Each subject runs the collective once on known data, and the ranks check the result. Before and after this run, the ranks
-   tell each other whether they could run it. If one rank refuses, all ranks skip the subject.
-2. Each subject runs it a few times more. This warms it up, and gives an estimate of its time.
+   tell each other whether they could run the collective. If one rank refuses, all ranks skip the subject.
+2. Each subject runs the collective a few times more, to warm up and to estimate the time of one call.
 3. In each round, every subject takes one sample:
-   - It runs once without timing, so that the caches hold its own data and not those of the subject before.
+   - The subject runs the collective once without timing, so that the caches hold this subject's data, not the data of the
+     subject before.
    - All ranks meet in a barrier.
-   - It runs often enough that the sample is long enough for the clock. On a GPU, the clock stops when the GPU has finished.
-   So a disturbance of the machine affects all subjects alike. Every second round runs in reverse order.
-4. The time of a sample is the time of its slowest rank.
+   - The subject runs the collective so often that the sample is long enough for the clock. On a GPU, the clock stops when the
+   GPU has finished. So a disturbance of the machine affects all subjects alike. Every second round runs in reverse order.
+4. The time of a sample is the time on the slowest rank.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Case:
     size_bytes: int
 
     def numel(self, world_size: int) -> int:
-        """Return the number of elements of the block: the size, rounded down to equal parts of at least one element."""
+        """Return the number of elements of the block.
+
+        The size is rounded down, so that all parts have equally many elements (one or more).
+        """
         parts = world_size if KINDS[self.collective].has_parts else 1
         return max(1, self.size_bytes // (self.dtype.itemsize * parts)) * parts
 
@@ -112,7 +116,7 @@ def _prepared(case: Case, subject: Subject, common: Buffers) -> tuple[Buffers, C
 
 
 class _RefusedError(Exception):
-    """The subject refused the case on at least one rank. Raised on all ranks."""
+    """The subject refused the case on at least one rank. All ranks raise this error."""
 
 
 def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
@@ -133,7 +137,10 @@ def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
 
 
 def refusal_of_all(refusals: Sequence[str]) -> str:
-    """Join the ranks' reasons for a refusal into one text. A reason is empty if that rank did not refuse. A pure function."""
+    """Join the ranks' reasons for a refusal into one text. The reason of a rank that did not refuse is empty.
+
+    A pure function.
+    """
     if len(set(refusals)) == 1:
         return refusals[0]
     return "; ".join(f"rank {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal)

@@ -12,7 +12,7 @@ from .results import Measurement
 
 
 def require_matplotlib() -> None:
-    """Raise an error before the measurement if there can be no plot after it.
+    """Check, before the measurement, that it will be possible to draw a plot.
 
     Raises:
         MisuseError: matplotlib is not installed.

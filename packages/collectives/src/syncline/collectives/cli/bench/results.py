@@ -29,7 +29,7 @@ class Measurement:
         size_bytes: the size S, see `kinds`.
         world_size: the number of ranks.
         backend: the name of the subject that ran it.
-        samples_s: the samples; each is the time of one call on the slowest rank. Empty if the backend refused.
+        samples_s: the samples. A sample is the time of one call on the slowest rank. Empty if the backend refused the case.
         note: why the backend refused, or empty.
     """
 

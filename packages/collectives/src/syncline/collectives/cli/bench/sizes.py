@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
 
 
 def ladder(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return sizes from the smallest to the largest. Each is `factor` times the one before, and the last is the largest.
+    """Return sizes from the smallest to the largest. Each size is `factor` times the size before. The last size is the largest.
 
     Raises:
         InvalidArgumentError: the largest is below the smallest, or the factor is below 2.

@@ -1,4 +1,4 @@
-"""The subjects of a measurement: Syncline's backends, two libraries called directly, and a lower bound from memory speed."""
+"""The subjects of a measurement: Syncline's backends, two libraries without Syncline, and a lower bound by memory speed."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ IN_WINDOW = "-in-window"
 
 
 class Subject(ABC):
-    """Something that runs collectives, to be measured.
+    """An object that runs collectives, so that the bench can measure them.
 
     Attributes:
-        name: its name on the command line.
-        communicates: whether it gives the collective's result. If not, only its time is measured.
+        name: the subject's name on the command line.
+        communicates: whether the subject computes the collective's result. If not, the bench only measures its time.
     """
 
     name: str
     communicates = True
 
     def allocate(self) -> Allocate | None:
-        """Return the function that allocates this subject's block. None: it uses the same block as the other subjects."""
+        """Return the function that allocates this subject's block. None: the subject uses the block of the other subjects."""
         return None
 
     @abstractmethod
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that runs the collective once, to its end, with as little other work as possible.
+        """Return a function that runs the collective once, to its end, and does as little other work as possible.
 
         Raises:
             NotImplementedError: the library has no such collective for this dtype. It is raised on every rank.
@@ -73,7 +73,7 @@ class GroupSubject(Subject):
         self._owned = owned
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a call of the group's method of that name."""
+        """Return a call of the group's method with the collective's name."""
         g, b = self._group, buffers
         on_root = b.parts(b.block) if b.rank == ROOT else None
         return {
@@ -92,13 +92,13 @@ class GroupSubject(Subject):
         }[collective]
 
     def close(self) -> None:
-        """Close the group, if it is the bench's own."""
+        """Close the group, if the bench has made it."""
         if self._owned:
             self._group.close()
 
 
 class InWindowSubject(GroupSubject):
-    """One of our process groups, with a block in memory that the group allocates, as for gradients."""
+    """One of our process groups. The group allocates the block in its own memory, as a reducer does for gradients."""
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         super().__init__(group, owned=owned)
@@ -110,7 +110,7 @@ class InWindowSubject(GroupSubject):
 
 
 class RawMPI(Subject):
-    """Blocking calls of mpi4py on buffers: the code one would write without this package."""
+    """Blocking calls of mpi4py on buffers. A program without this package would use them."""
 
     name = RAW_MPI
 
@@ -118,7 +118,7 @@ class RawMPI(Subject):
         self._communicator = communicator
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return the blocking call. Its arguments are made now, so that they take no time later."""
+        """Return the blocking call. Make the call's arguments now, so that they take no time in the measurement."""
         from mpi4py import MPI
 
         from ...transports.mpi.datatypes import REDUCIBLE, memory
@@ -165,7 +165,7 @@ class TorchGloo(Subject):
         self._group = group
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a call of the method that torch.distributed's function calls, and a wait for it."""
+        """Return a function that calls the method that torch.distributed's function calls, and waits for the result."""
         g, b = self._group, buffers
         rows = b.parts(b.block)
         calls: dict[str, Call] = {
@@ -188,7 +188,10 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """A lower bound from memory speed. One rank does its share of the adds and copies of an `all_reduce` in its own memory."""
+    """A lower bound by memory speed.
+
+    One rank does its share of the additions and copies of an `all_reduce` in its own memory.
+    """
 
     name = FLOOR
     communicates = False

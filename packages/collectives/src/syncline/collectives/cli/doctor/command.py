@@ -77,10 +77,10 @@ def _end_with_parent() -> None:
 
 
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
-    """Diagnose without MPI, because the child ended before it printed findings. One rank of a node prints.
+    """Diagnose without MPI, because the child ended before it printed findings. One rank of each node prints.
 
-    Rank 0 cannot do this. Its child may still wait for the child that ended, and the launcher may end the job before this wait
-    ends.
+    Rank 0 cannot print this. Rank 0's child may still wait for the child that ended, and the launcher may end the job before
+    this wait ends.
     """
     if not is_first(f"{os.getppid()} doctor", started_s()):
         return 1
@@ -120,7 +120,10 @@ def _choice(argument: str | None) -> BackendChoice:
 
 
 def _cuda_awareness() -> str | None:
-    """Try a transfer of CUDA memory by MPI. Call this before connecting, or a hang there would look like missing ranks."""
+    """Try a transfer of CUDA memory by MPI. Call this before connecting.
+
+    Otherwise a hang of the transfer would look like missing ranks.
+    """
     if not torch.cuda.is_available() or what_is_missing("mpi") is not None:
         return None
     return try_cuda_awareness(timeout_s=_CUDA_TIMEOUT_S).in_words
@@ -155,7 +158,7 @@ def _observe_alone() -> Observation:
 
 
 def _speaks(*, is_connected: bool) -> bool:
-    """Whether this process prints the findings. This is rank 0, or one rank of a node.
+    """Whether this process prints the findings. Usually only rank 0 prints.
 
     Without a connection and without MPI, rank 0 may not have started. Then one rank of each node prints.
     """

@@ -28,7 +28,7 @@ def diagnose(
 
     Args:
         ranks: one observation for each rank.
-        choice: the backend that would be chosen, or None if the choice failed.
+        choice: the backend that a job would choose, or None if the choice failed.
         problem: why the ranks could not be connected or did not compute the right sum, or None.
         shrink_lack: why the group cannot go on without a rank, or None.
         backends: the names of the installed backends.
@@ -194,7 +194,7 @@ def _thread_level(ranks: Observations) -> Finding:
 
 
 def _other_mpi(ranks: Observations) -> list[Finding]:
-    """Find a launcher and a library of different MPIs. Every process then believes that it is alone."""
+    """Find a launcher and a library of different MPIs. With them, every process believes that it is alone."""
     contradictions = [_contradiction(rank) for rank in ranks]
     if not any(contradictions):
         return []

@@ -25,9 +25,9 @@ class Finding:
 
     Attributes:
         name: what was checked, in a word or two.
-        status: how bad it is.
+        status: how bad the finding is.
         found: what was found.
-        remedy: how to repair it; empty if and only if the status is OK.
+        remedy: how to repair the problem; empty if and only if the status is OK.
     """
 
     name: str

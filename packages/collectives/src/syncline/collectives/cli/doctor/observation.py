@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class MPIFacts:
-    """What mpi4py says once the library is loaded.
+    """Facts that mpi4py tells when the MPI library is loaded.
 
     Attributes:
         library: name and version, such as "MPICH 5.0.2".
@@ -55,8 +55,8 @@ class Observation:
         launch_problem: what is wrong with the launcher's variables, or None.
         launch_world_size: the number of processes according to the launcher, or None.
         launch_is_mpi: whether the launcher starts MPI programs. The MPI library must then see the same number of processes.
-        mpi: what the library says, or None if it was not loaded.
-        mpi_lack: what MPI lacks here, or None.
+        mpi: the facts from the MPI library, or None if it was not loaded.
+        mpi_lack: why MPI cannot be used on this host, or None.
         cores: the cores that this process may run on.
         node_cores: the number of cores of the node.
         threads: the number of threads with which torch computes.
@@ -64,7 +64,7 @@ class Observation:
         memory_limits: the memory limits of this process.
         sharing: whether this rank could share memory with the other ranks of the node, in words; None if it was not tried.
         gpus: the names of the visible CUDA devices.
-        gpu_ids: their UUIDs, by which ranks know whether they see the same device.
+        gpu_ids: the UUIDs of these devices, by which ranks know whether they see the same device.
         cupy, nccl: the versions of CuPy and of the NCCL that CuPy finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
         tolerates_faults: whether mpirun was told not to end the other ranks when one is lost (`--with-ft ulfm`).
@@ -100,7 +100,7 @@ class Observation:
 def observe(
     environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
 ) -> Observation:
-    """Observe this process's machine. Not a collective, and does not start MPI."""
+    """Observe this process's machine. This is no collective, and does not start MPI."""
     launch, problem = _launch(environ)
     shm_total, shm_free = _shared_memory()
     cupy, nccl = _cupy()

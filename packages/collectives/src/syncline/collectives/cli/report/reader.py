@@ -15,20 +15,20 @@ ENTRY_POINT_GROUP = "syncline.report_readers"
 class ReportReader(Protocol):
     """An object or a module that an entry point in the group `syncline.report_readers` names.
 
-    A reader may also have `html(folder, arguments) -> str`. It returns the reader's part of the HTML page. Without it, the page
-    shows the reader's text.
+    A reader may also have `html(folder, arguments) -> str`. `html` returns the reader's part of the HTML page. If the reader
+    has no `html`, the page shows the reader's text.
 
     Attributes:
-        EXPECTED: the files that it looks for, in words, such as "failure records (rank-*.json)".
+        EXPECTED: the files that the reader looks for, in words, such as "failure records (rank-*.json)".
     """
 
     EXPECTED: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the reader's own options to `syncline report`. All must be optional."""
+        """Add the reader's own options to `syncline report`. All these options must be optional."""
 
     def is_in(self, folder: Path) -> bool:
-        """Whether the folder has such files."""
+        """Whether the folder has files of this kind."""
 
     def text(self, folder: Path, arguments: argparse.Namespace) -> str:
         """Return the text for the terminal.

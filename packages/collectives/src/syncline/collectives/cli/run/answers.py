@@ -2,11 +2,12 @@
 
 When the script has imported torch, four things in torch are changed:
 
-1. `env://` and `tcp://` lead to a store on rank 0, which the other ranks reach by MPI messages. No port is opened.
+1. At `env://` and `tcp://` the ranks meet through a store on rank 0. The other ranks reach this store by MPI messages, so no
+   port is opened.
 2. torch reads the backend of each device from `BackendConfig`. Our class names our backend in place of the backend that the
    script named. The script and torch still see the script's name.
-3. torch has one function that makes every group, of all ranks or of some. Our function decides whether 2 applies, and logs
-   this.
+3. torch makes every group, of all ranks or of some, by one function. Our function replaces it, decides whether point 2 applies
+   to the group, and logs this decision.
 4. `DistributedDataParallel` and the default time limit are replaced, if the command line says so.
 
 Collectives do not pass through this code, so they are not slower.
@@ -98,7 +99,10 @@ class Answers:
     # ---- where the ranks meet ----
 
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """Return a rendezvous through MPI for all ranks of the job. Others, as of a forked child, use torch's rendezvous."""
+        """Return a rendezvous through MPI, if all ranks of the job meet.
+
+        All other meetings, as of a forked child, use torch's rendezvous.
+        """
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
             asked = dict(parse_qsl(urlsplit(url).query))
@@ -113,7 +117,8 @@ class Answers:
     def _store_of_all(self, timeout: timedelta | None) -> Any:
         """Return a store for the next default group. The first call is a collective.
 
-        One store serves all default groups. Each gets its own prefix, so that it does not see keys of an earlier group.
+        One store serves all default groups. Each default group gets its own prefix, so that it does not see keys of an earlier
+        group.
         """
         import torch.distributed as dist
 
@@ -129,7 +134,7 @@ class Answers:
         answers, torchs_helper, torchs_config = self, c10d._new_process_group_helper, c10d.BackendConfig
 
         class BackendConfig(torchs_config):  # type: ignore[misc, valid-type]
-            """Names our backend for every device, while a group is made that our backend carries."""
+            """Names our backend for every device, while torch makes a group over our backend."""
 
             def get_device_backend_map(self) -> dict[str, str]:
                 named: dict[str, str] = super().get_device_backend_map()
@@ -160,7 +165,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return our backend that carries a group for which the script named these backends, or None for torch's own."""
+        """Return our backend for a group for which the script named these backends. None: the group stays torch's own."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -175,7 +180,10 @@ class Answers:
         return carrier if carrier == self._carrier_of_all or is_of_all else None
 
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
-        """Whether the script numbers all ranks as MPI does. A collective if the script counts as many ranks as MPI."""
+        """Whether the script counts and numbers all ranks as MPI does.
+
+        A collective if the script counts as many ranks as MPI.
+        """
         if size == -1:
             return True
         return size == self._job.size and all(self._job.exchange(rank == self._job.rank))
@@ -195,13 +203,13 @@ class Answers:
 
 
 def unknown_names(c10d: object, rendezvous: object) -> list[str]:
-    """Return the names to change that these modules of torch.distributed lack."""
+    """Return the names that we must replace, but that these modules of torch.distributed lack."""
     asked = [(c10d, name) for name in _OF_C10D] + [(rendezvous, name) for name in _OF_RENDEZVOUS]
     return [name for module, name in asked if not hasattr(module, name)]
 
 
 def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
-    """Return our backend that carries a group, or None for torch's own. A pure function.
+    """Return our backend for a group. None: the group stays torch's own. A pure function.
 
     Args:
         named: for each type of device, torch's backend that the script named.
@@ -224,7 +232,7 @@ class _WhenLoaded(MetaPathFinder):
         self._act = act
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Return the spec that the other finders give. Its loader also calls the function, after it ran the module."""
+        """Return the spec from the other finders, with a loader that calls our function after it has run the module."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)

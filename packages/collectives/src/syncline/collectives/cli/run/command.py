@@ -148,7 +148,10 @@ def _load_ddp(name: str) -> type:
 
 
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
-    """Find the script. If any rank cannot find it, all ranks end, and the first such rank prints the reason."""
+    """Find the script. If any rank cannot find the script, all ranks end.
+
+    The first rank that cannot find it prints the reason.
+    """
     problem: tuple[str, int] | None = None
     script = None
     try:
@@ -191,7 +194,7 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 def _refuse(message: str, status: int = 2) -> NoReturn:
     """End with a message. If ranks of a node have the same message, only one of them prints it.
 
-    MPI does not run yet, so the ranks choose this one by a file on their node.
+    MPI does not run yet, so the ranks choose the rank that prints by a file on their node.
     """
     # The name has the parent's process id. Each run of a launcher has its own parent, so runs do not silence each other.
     spread_s = 0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S

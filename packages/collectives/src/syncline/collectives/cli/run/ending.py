@@ -1,6 +1,6 @@
-"""How a rank leaves its job, so that no other rank waits for it in vain.
+"""How a rank leaves its job. No other rank must wait for a rank that never comes.
 
-torchrun ends a job when one worker fails. If no worker fails, each may end when it is done. Here:
+torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. `syncline run` does this:
 
 1. An exception that nobody caught ends the job at once. The rank that failed first prints it. Ranks that fail at about the same
    time print one line that names the first.
@@ -9,7 +9,7 @@ torchrun ends a job when one worker fails. If no worker fails, each may end when
 3. A rank that ends without failure sleeps until the others end too. Every process must finalize MPI before it ends, otherwise
    the launcher kills the other ranks. `os._exit(0)` does not finalize MPI, so it is replaced here.
 
-All this holds for ranks only, not for their child processes.
+These rules hold for ranks only, not for child processes of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PATIENCE_S = 10.0
 class Ending:
     """What happens when this process ends. The constructor replaces `os._exit` and registers an exit handler.
 
-    Make it right after MPI has started. Exit handlers run in reverse order, so this one then runs last.
+    Make this object right after MPI has started. Exit handlers run in reverse order, so the handler of this object runs last.
     """
 
     def __init__(self, job: Job) -> None:
@@ -58,7 +58,10 @@ class Ending:
         set_exit_status(self.status)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End the job, because nobody caught this exception. Print it, or the rank that failed first."""
+        """End the job, because nobody caught this exception. Print the exception.
+
+        If another rank failed before, name that rank instead.
+        """
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         set_exit_status(status)
         if os.getpid() != self._job.pid:
@@ -78,7 +81,7 @@ class Ending:
         raise SystemExit(status)
 
     def _failed_first(self) -> str | None:
-        """Return in words which rank failed before this one, or None if none is known."""
+        """Return in words which rank failed before this rank, or None if no such rank is known."""
         job = self._job
         if not self._has_mpi():
             # Without MPI the ranks cannot send notices. Those of one node have the same parent, so they share a file.
@@ -102,7 +105,10 @@ class Ending:
         return None
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Replace `atexit.register`. Keep Syncline's handlers for `_exit_at_once`, because they close objects that use MPI."""
+        """Replace `atexit.register`.
+
+        Keep a list of Syncline's handlers, which close objects that use MPI: `_exit_at_once` runs them.
+        """
         if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)
@@ -154,8 +160,8 @@ class Ending:
 def _leave_hydra() -> None:
     """Tell MPICH's mpiexec that this process ends in good order.
 
-    MPICH itself does so in an exit handler of the C library, but `os._exit` skips these. mpiexec would then kill the other
-    ranks.
+    MPICH itself does this in an exit handler of the C library, but `os._exit` skips exit handlers. Then mpiexec would kill the
+    other ranks.
     """
     number = os.environ.get("PMI_FD", "")
     if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:

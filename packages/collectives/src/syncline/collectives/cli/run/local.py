@@ -27,7 +27,8 @@ def start_ranks(count: int) -> int:
     With MPI, mpiexec replaces this process, and handles signals, input and the exit status.
 
     Returns:
-        The exit status of the first rank that failed, or 128 plus the signal that ended it. 0 if none failed.
+        The exit status of the first rank that failed, or 128 plus the number of the signal that ended this rank. 0 if no rank
+        failed.
     """
     command = _this_command()
     mpiexec = _mpiexec() if find_spec("mpi4py") is not None else None
@@ -43,7 +44,10 @@ def _this_command() -> list[str]:
 
 
 def _mpiexec() -> str | None:
-    """Return the mpiexec of the library that mpi4py would load. One that pip installed beside this Python comes first."""
+    """Return the mpiexec of the library that mpi4py would load.
+
+    An mpiexec that pip has installed beside this Python comes first.
+    """
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     named = os.environ.get("MPI4PY_LIBMPI")
     if named:  # lib/libmpi.so, or lib/release/libmpi.so

@@ -1,4 +1,4 @@
-"""Finds this process's rank in its job, and sets torchrun's variables, from which the script reads it."""
+"""Finds this process's rank in its job. Then sets torchrun's variables, from which the script reads the rank."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ class Job:
 
     Attributes:
         rank, size: this rank's number in the job, and the number of ranks.
-        local_rank, local_size: this rank's number among the ranks of this node, and their number.
+        local_rank, local_size: this rank's number among the ranks of this node, and the number of these ranks.
         node, nodes: this node's number, and the number of nodes. Nodes are numbered in the order of their lowest ranks.
         address, port: where rank 0 may listen. The port was free when it was chosen.
         run_id: a name of this run, the same on all ranks.
         carrier: the launcher that gave this information, in words.
-        world: a communicator of all ranks that only this command uses; None without MPI.
+        world: a communicator of all ranks; None without MPI. Only `syncline run` uses this communicator.
         local_cores: for each rank of this node, the cores that it may use.
         without_mpi: why MPI is not used, or None.
         has_blocks: whether each node has consecutive ranks, as with torchrun.
-        pid: the process id of this process. Forked children have another: they are no ranks.
+        pid: the process id of this process. A forked child has another process id, because the child is no rank.
     """
 
     rank: int
@@ -97,7 +97,7 @@ class Job:
     pid: int = field(default_factory=os.getpid)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, or without MPI of this rank only. A collective."""
+        """Return the values of all ranks. Without MPI, return only this rank's value. A collective."""
         return [value] if self.world is None else self.world.allgather(value)
 
     def variables(self) -> dict[str, str]:
@@ -123,9 +123,9 @@ class Job:
 
 
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
-    """Find this process's job. None if no launcher started this process, and `wanted` ranks must be started.
+    """Find this process's job. Return None if no launcher has started this process, so that `wanted` ranks must be started.
 
-    With MPI this starts MPI and is a collective of all ranks.
+    In an MPI job, this function starts MPI, and is a collective of all ranks.
 
     Args:
         environ: the environment variables.
@@ -160,7 +160,7 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
 
 
 def started_id(starter: int) -> str:
-    """Return the start of the run id of ranks that the process `starter` (`syncline run -n N`) started without MPI."""
+    """Return how the run id begins, if the process `starter` (`syncline run -n N`) has started the ranks without MPI."""
     return f"{RUN_ID_PREFIX}started-{starter}-"
 
 
@@ -179,7 +179,7 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
 
 
 def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: float) -> int:
-    """Return how many threads a rank should run: its share of its cores, but not more than its share of the quota.
+    """Return how many threads a rank should run: its share of the cores that it may use, but at most its share of the quota.
 
     A pure function.
 
@@ -267,7 +267,7 @@ def _start_mpi(launch: Launch) -> str | None:
     """Start MPI together with the other ranks.
 
     Returns:
-        None, or why ranks that srun started run without MPI.
+        None if MPI has started. Otherwise the reason why ranks that srun started run without MPI.
 
     Raises:
         LaunchError: the launcher is an mpirun that belongs to another MPI.
@@ -294,7 +294,7 @@ def _start_mpi(launch: Launch) -> str | None:
 def _let_the_script_start_mpi(mpi: Any) -> None:
     """Let `MPI.Init` and `MPI.Finalize` in the script do nothing: MPI is started already, and ends with the process.
 
-    MPI cannot be started twice. And our groups and stores may be in use after the script's `MPI.Finalize()`.
+    MPI cannot be started twice. Our groups and stores may be in use after the script's `MPI.Finalize()`.
     """
     global _finalize
     _finalize = mpi.Finalize
@@ -404,7 +404,8 @@ def _agree_on_address(
 ) -> tuple[str, int]:
     """Agree on an address and a free port of rank 0's host, which a process of every other node has reached. A collective.
 
-    MASTER_ADDR and MASTER_PORT of rank 0 are used, if the address is of its host and the port is free.
+    If MASTER_ADDR of rank 0 is an address of rank 0's host, the ranks use this address. If MASTER_PORT is free, the ranks use
+    this port.
     """
     is_host = world.Get_rank() == 0
     port = world.bcast(_free_port(environ) if is_host else None)

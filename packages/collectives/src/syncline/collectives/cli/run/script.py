@@ -37,7 +37,7 @@ def find_script(name: str, *, is_module: bool) -> Script:
 
     Raises:
         ScriptError: there is no such script.
-        SyntaxError: it is no valid Python.
+        SyntaxError: the script is no valid Python.
     """
     return _module(name) if is_module else _file(name)
 
@@ -103,6 +103,6 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _set_first_path(folder: str) -> None:
-    """Replace this command's folder in `sys.path` by the script's. With `python -P` there is none to replace."""
+    """Replace the folder of `syncline` in `sys.path` by the script's folder. With `python -P` there is no folder to replace."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder

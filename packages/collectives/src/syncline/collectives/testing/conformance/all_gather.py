@@ -1,4 +1,4 @@
-"""all_gather: every dtype, every layout, outputs that share memory with the input."""
+"""Checks of all_gather: every dtype, every layout, outputs that share memory with the input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """Check an input that is the rank's own output, which is common, and an input that is another output."""
+    """Check an input that is this rank's own output, which is a common case, and an input that is another output."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]

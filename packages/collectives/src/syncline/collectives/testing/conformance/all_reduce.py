@@ -1,4 +1,4 @@
-"""all_reduce: every dtype with every reduction, every layout, the same bits everywhere."""
+"""Checks of all_reduce: every dtype with every reduction, every layout, and the same bits on all ranks."""
 
 from __future__ import annotations
 

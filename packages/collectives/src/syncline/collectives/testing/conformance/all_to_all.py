@@ -1,4 +1,4 @@
-"""all_to_all and all_to_all_single: even and uneven, every dtype, parts without elements."""
+"""Checks of all_to_all and all_to_all_single: equal and unequal parts, every dtype, parts without elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""barrier: no rank leaves before every rank has come."""
+"""Checks of barrier: no rank leaves the barrier before every rank has come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 
 def waits_for_all(group: ProcessGroup) -> None:
-    """Check that the first rank leaves after the last has come. It compares times of one clock, so it needs a single node."""
+    """Check that the first rank leaves after the last has come.
+
+    The check compares times of one clock, so all ranks must be on one node.
+    """
     jitter = random.Random(group.rank)
     stamps = []
     for round_number in range(20):

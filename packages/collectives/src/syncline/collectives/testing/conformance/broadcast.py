@@ -1,4 +1,4 @@
-"""broadcast: every root, every dtype, every layout."""
+"""Checks of broadcast: every root, every dtype, every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""broadcast_coalesced: with every buffer size, the result is the same as if each tensor were broadcast alone."""
+"""Checks of broadcast_coalesced. With every buffer size, the result is as if each tensor were broadcast alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def every_buffer_size(group: ProcessGroup) -> None:
 
 
 def mixed_dtypes(group: ProcessGroup) -> None:
-    """Check a list with alternating dtypes, so that tensors of one buffer are not neighbours in it."""
+    """Check a list with alternating dtypes, so that tensors of one buffer are not neighbours in the list."""
     root = group.size - 1
     dtypes = MOVABLE_DTYPES * 2
     for size_bytes in _BUFFER_SIZES_BYTES:

@@ -1,4 +1,4 @@
-"""Work and futures: several collectives in flight, waited for in any order."""
+"""Checks of work and futures: several collectives are in flight, and the program waits for them in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Object collectives, with objects of any type and length, and memory that the group allocates."""
+"""Checks of object collectives (with objects of any type and length), and of memory that the group allocates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .values import expect as expect_tensor
 
 
 def gathered(group: ProcessGroup) -> None:
-    """Check that each rank gets all objects, in the order of the ranks. They differ in type and length."""
+    """Check that each rank gets all objects, in the order of the ranks. The objects differ in type and length."""
     kinds = [{"rank": group.rank, "text": "ä" * 100 * group.rank}, None, list(range(1000 * group.rank))]
     for shift in range(len(kinds)):
         everyone = exchange_objects((group.rank, kinds[(group.rank + shift) % 3]), group=group)

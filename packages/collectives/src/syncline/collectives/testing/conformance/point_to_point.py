@@ -1,4 +1,4 @@
-"""send and recv: a ring, tags, any source, and futures. Most checks do nothing in a group of one rank."""
+"""Checks of send and recv: a ring, tags, any source, and futures. Most checks do nothing in a group of one rank."""
 
 from __future__ import annotations
 

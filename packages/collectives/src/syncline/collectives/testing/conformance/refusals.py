@@ -1,4 +1,4 @@
-"""Wrong arguments are refused before anything is sent, and the group stays usable."""
+"""Checks of wrong arguments. The group refuses them before it sends anything, and stays usable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .values import Check, expect, expect_raises, sum_of_terms, terms
 
 
 def _refused(group: ProcessGroup, what: str, call: Callable[[], Work], mentions: str) -> None:
-    """Check that the call is refused on all ranks, that the message has `mentions`, and that the next collective works."""
+    """Check that all ranks refuse the call, that the error's text contains `mentions`, and that the next collective works."""
     expect_raises(InvalidArgumentError, call, what, mentions)
     expect_raises(InvalidArgumentError, call, what, f"rank {group.rank} of {group.size}")
     tensor = terms((5,), group.rank)
@@ -44,7 +44,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check that a tensor is refused if it is a piece of the block, but not this rank's part."""
+    """Check that the group refuses a tensor that shares memory with the block, but is not this rank's part of it."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -52,7 +52,7 @@ def overlapping_parts(group: ProcessGroup) -> None:
 
 
 def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
-    """Check that inputs with overlapping memory are allowed, and outputs that `expand` has left at one element."""
+    """Check that an input may have overlapping memory, and that an output of one element may have been expanded."""
     outputs = [torch.empty(3, 4) for _ in range(group.size)]
     group.all_gather(outputs, torch.full((1, 4), float(group.rank)).expand(3, 4))
     for rank, output in enumerate(outputs):
@@ -153,10 +153,10 @@ def wrong_numbers(group: ProcessGroup) -> None:
 
 
 def tensors_that_stand_for_others(group: ProcessGroup) -> None:
-    """Check tensors that stand for others.
+    """Check tensors that stand for other tensors: functional collectives and fake tensors.
 
-    A call waits for the result of a functional collective. A fake tensor has no values, so a call with it returns at once, and
-    nothing is sent.
+    A call that gets the result of a functional collective waits for this result. A fake tensor has no values, so a call with a
+    fake tensor returns at once, and sends nothing.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -1,4 +1,4 @@
-"""reduce, gather and scatter: every root, every dtype, every layout."""
+"""Checks of reduce, gather and scatter: every root, every dtype, every layout."""
 
 from __future__ import annotations
 

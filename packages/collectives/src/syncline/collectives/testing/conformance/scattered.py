@@ -1,4 +1,4 @@
-"""all_gather_into_tensor, reduce_scatter and reduce_scatter_tensor: one tensor that has a part for each rank."""
+"""Checks of all_gather_into_tensor, reduce_scatter and reduce_scatter_tensor. Their large tensor has a part for each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors. Elements are on one rank, on several ranks, or on none. Shapes may differ."""
+"""Checks of all_reduce of sparse tensors. Elements are on one rank, on several ranks, or on no rank. Shapes may differ."""
 
 from __future__ import annotations
 

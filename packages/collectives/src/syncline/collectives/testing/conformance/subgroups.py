@@ -1,4 +1,4 @@
-"""split: groups of some ranks, in another order, nested, and in use at the same time."""
+"""Checks of split. Groups have some of the ranks, or another order, are parts of parts, or are in use at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of a group run in the same order on all ranks, also collectives that callbacks issue.
+"""All ranks run the collectives of a group in one order. This includes the collectives that callbacks issue.
 
 See Note [One total order] in `engine.queue`. Each collective here gathers a label from all ranks. If the order differs between
 ranks, the labels differ. On some backends the ranks then hang, or report a disagreement.
@@ -21,7 +21,7 @@ _ROUNDS = 25
 
 
 class _LabelledCollectives:
-    """Labelled collectives of one rank, and a log of the order in which they finished on it."""
+    """Labelled collectives of one rank, and a log of the order in which they finished on this rank."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -64,12 +64,15 @@ def _wait_for_all(futures: list[torch.futures.Future[Any]]) -> None:
 
 
 def callbacks_that_wait(group: ProcessGroup) -> None:
-    """Check a callback that issues a collective and waits for it. The main thread's next collective comes after it."""
+    """Check a callback that issues a collective and waits for it.
+
+    The main thread's next collective comes after this collective.
+    """
     _callbacks_that_wait(_LabelledCollectives(group), lambda _collectives, _k: None)
 
 
 def callbacks_while_the_main_thread_issues(group: ProcessGroup) -> None:
-    """Check that the main thread can issue collectives and wait for them while callbacks do the same."""
+    """Check that the main thread can issue collectives and wait for them while callbacks also issue collectives and wait."""
     _callbacks_that_wait(
         _LabelledCollectives(group), lambda collectives, k: collectives.start(f"C{k}", async_op=k % 2 == 0).wait()
     )
@@ -132,7 +135,10 @@ def chains_that_do_not_wait(group: ProcessGroup) -> None:
 
 
 def callbacks_attached_late(group: ProcessGroup) -> None:
-    """Check a callback that is attached after the collective finished. It runs at once, at the same place in the order."""
+    """Check a callback that is attached after its collective has finished.
+
+    It runs at once, so the order is the same on all ranks.
+    """
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         work = collectives.start(f"A{k}")
@@ -149,7 +155,7 @@ def callbacks_attached_late(group: ProcessGroup) -> None:
 
 
 def a_callback_waits_for_what_is_queued(group: ProcessGroup) -> None:
-    """Check that a callback may wait for a collective that was issued after the callback's own."""
+    """Check that a callback may wait for a collective that was issued after the callback's own collective."""
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         later: list[Work] = []

@@ -95,7 +95,7 @@ SAME_SHAPE = (
 
 
 class Laid:
-    """A tensor in some layout, in a block whose other elements must not change."""
+    """A tensor in some layout, inside a block of memory. The other elements of the block must not change."""
 
     def __init__(self, layout: Layout, content: torch.Tensor) -> None:
         self._layout = layout
@@ -115,7 +115,7 @@ def expect(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Compare shape, dtype and every bit.
 
     Raises:
-        CheckError: they differ. The message shows the first difference.
+        CheckError: the tensors differ. The message shows the first difference.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise CheckError(f"{what}: expected {expected.dtype}{list(expected.shape)}, found {found.dtype}{list(found.shape)}")
@@ -147,7 +147,7 @@ def expect_raises(kind: type[BaseException], call: Callable[[], Any], what: str,
     """Check that the call raises an error of this kind, whose message contains `mentions`.
 
     Raises:
-        CheckError: it raised no such error, or one without that text.
+        CheckError: the call raised no error of this kind, or an error without this text.
     """
     try:
         call()

@@ -1,4 +1,4 @@
-"""MPI through mpi4py, which is imported when a group is first connected, not before."""
+"""MPI through mpi4py. mpi4py is imported when the first group is connected, not before."""
 
 from .backend import backend
 

@@ -1,4 +1,4 @@
-"""The backend "mpi": checks before MPI starts, and its start. `connection` does the rest."""
+"""The backend "mpi" checks the process before MPI starts, and starts MPI. `connection` then connects the ranks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ in_forks(_note_mpi_of_parent)
 
 
 class MPIBackend(Backend):
-    """Ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
+    """The backend "mpi". Its ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
 
     def missing(self) -> str | None:
-        """The problem if mpi4py is missing, finds no MPI library, or does not fit the launcher; None if there is no problem.
+        """Return the problem if mpi4py is missing, finds no MPI library, or does not fit the launcher. None: no problem.
 
         To find out, mpi4py loads the MPI library.
         """

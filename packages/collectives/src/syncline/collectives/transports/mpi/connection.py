@@ -32,7 +32,7 @@ from .waiting import spin_for
 
 
 def connect(request: ConnectRequest, connecting: Connecting) -> HostGroup:
-    """Make a group over a duplicate of MPI_COMM_WORLD, or of the request's communicator. MPI must be started already."""
+    """Make a group over a duplicate of MPI_COMM_WORLD, or of the request's communicator. MPI must have started already."""
     abort_on_uncaught()
     spin_for(request.spin_s)
     job = MPI.COMM_WORLD if request.communicator is None else _checked(request.communicator)
@@ -73,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Connect the ranks of a communicator. All of them call this function. `members` are their ranks in the job."""
+    """Connect the ranks of a communicator. All its ranks call this function. `members` are their ranks in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -105,7 +105,7 @@ def _cuda_awareness() -> CudaAwareness:
 
 
 def _checked(communicator: object) -> MPI.Intracomm:
-    """The caller's communicator. `launch_by` has checked that this rank is in it."""
+    """Return the caller's communicator. `launch_by` has checked that this rank is in it."""
     if not isinstance(communicator, MPI.Intracomm):
         raise InvalidArgumentError(
             f"communicator={communicator!r}: expected an intra-communicator of mpi4py, such as MPI.COMM_WORLD.Split(color)"

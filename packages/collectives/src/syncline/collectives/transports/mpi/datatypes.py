@@ -52,9 +52,9 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 
 @functools.lru_cache(maxsize=256)
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-    """The MPI type and reduction with which MPI computes exactly the result of `op`; None if MPI cannot.
+    """Return the MPI type and the MPI reduction that give exactly the result of `op`, or None if MPI has none.
 
-    For AVG and PREMUL_SUM this is a SUM, and the caller scales. The result is None for:
+    For AVG and PREMUL_SUM the reduction is a SUM, and the caller scales the result. The function returns None for:
 
     - dtypes that are not in `REDUCIBLE`.
     - MIN and MAX of floats: with not-a-number, MPI's result depends on the rank.
@@ -69,7 +69,7 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
-    """A contiguous tensor's memory, for MPI to read and write. The caller keeps the tensor alive.
+    """Return a contiguous tensor's memory, so that MPI can read and write it. The caller keeps the tensor alive.
 
     MPI knows nothing of CUDA streams. So for a CUDA tensor, this function blocks until the current stream is finished.
     """
@@ -79,12 +79,12 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 
 
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
-    """Describe a contiguous tensor as one message of bytes, of any size, although MPI before version 4 counts in C ints.
+    """Describe a contiguous tensor of any size as one message of bytes. MPI before version 4 counts in C ints.
 
     Args:
         tensor: as for `memory`.
-        unit_bytes: if the tensor has more bytes, it is sent as one element of an MPI type, which consists of units of this
-            size. The type is not part of the message, so the other side may count in bytes.
+        unit_bytes: a tensor with more bytes is one element of an MPI type. This type consists of units of `unit_bytes`. The
+            type is not part of the message, so the other rank may count in bytes.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

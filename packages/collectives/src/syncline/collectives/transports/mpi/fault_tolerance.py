@@ -22,7 +22,7 @@ def is_fault_tolerant() -> bool:
 
 
 def missing_for_shrink() -> str | None:
-    """Why the surviving ranks cannot go on, and what the user can do; None if they can go on."""
+    """Return why the surviving ranks cannot go on, and what the user can do. Return None if they can go on."""
     if is_fault_tolerant():
         return None
     # The right library with the wrong option: the remedy is only another start.
@@ -35,7 +35,10 @@ def missing_for_shrink() -> str | None:
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
-    """The ranks of a communicator that have failed, as far as this process's MPI knows. Does not communicate or block."""
+    """Return the ranks of a communicator that have failed, as far as this process's MPI knows.
+
+    Does not communicate or block.
+    """
     if not is_fault_tolerant() or MPI.Is_finalized():
         return []
     try:
@@ -62,7 +65,10 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
 
 @contextmanager
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
-    """Revoke the communicators if the body fails, because other ranks may wait in them for this rank, which won't come."""
+    """A context that revokes the communicators if its body fails.
+
+    Other ranks may wait in them for this rank, which will not come.
+    """
     try:
         yield
     except BaseException:

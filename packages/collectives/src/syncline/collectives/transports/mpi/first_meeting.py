@@ -2,23 +2,23 @@
 
 Note [The first meeting]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-The communicator is the user's: MPI_COMM_WORLD, or the one given to `init_process_group`. The user's own messages may be in
-flight on it, and the user's receive from any rank with any tag would match a message of ours. So we use only collectives there,
-which no receive matches. All of them are non-blocking, because a rank may never come::
+The communicator is the user's: MPI_COMM_WORLD, or the communicator that `init_process_group` got. The user's own messages may
+be in flight on it, and the user's receive from any rank with any tag would match a message of ours. So we use only collectives
+on this communicator, because no receive matches a collective. They are non-blocking, because a rank may never come::
 
     1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): bytes that have arrived show who is here
     2. all ranks tell each other their version of Syncline (Iallgather)
     3. each rank tests its requests until all are complete, or the time limit is reached
     4. all ranks compare the versions; messages that another version might not understand are sent only after this
 
-If the time limit is reached in 3, the listeners look which bytes have arrived, although the gather will never be complete.
-Nothing else reads this memory. The requests stay in MPI, which cannot cancel a collective. If a rank calls again, it goes on
-with the same requests. So the collectives of ranks that come late still match.
+If the time limit is reached in step 3, the listeners look which bytes have arrived, although the gather will never be complete.
+No other code reads the memory of these bytes. The requests stay in MPI, because MPI cannot cancel a collective. If a rank calls
+again, it goes on with its earlier requests. So the collectives of ranks that come late still match.
 
-Ranks form blocks so that no rank needs a connection to all others (over TCP, each connection is an open file). Each block has
-three listeners, because one of them may be the rank that does not come.
+Ranks form blocks, so that no rank needs a connection to all other ranks (over TCP, each connection is an open file). Each block
+has three listeners, because one of them may be the rank that does not come.
 
-Never change this protocol. By this protocol, ranks with different versions find out that their versions differ.
+Never change this protocol, because ranks with different versions use it to find out that their versions differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
     """Return when all ranks of the communicator have come and run the same version of Syncline. A collective.
 
     Raises:
-        CollectiveTimeout: some ranks did not come; the message names them, or the ranks that know them.
+        CollectiveTimeout: some ranks did not come. The message names these ranks, or names the listeners that know them.
         DisagreementError: the ranks run different versions. All ranks raise it.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
@@ -87,7 +87,10 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """Start the gather to one listener. All ranks of the communicator take part. Ranks outside the block send no bytes."""
+        """Start the gather to one listener. All ranks of the communicator take part.
+
+        Ranks outside the listener's block send no bytes.
+        """
         landing = None
         if listener == self._rank:
             counts = [int(rank in block) for rank in range(size)]
@@ -116,7 +119,7 @@ class _Meeting:
         return [piece.rstrip(b"\0").decode(errors="replace") for piece in pieces]
 
     def _absent(self) -> list[int]:
-        """The ranks of the block that have not come. Empty if this rank is not a listener."""
+        """Return the ranks of the block that have not come. If this rank is no listener, the list is empty."""
         # Only listeners have memory in which the bytes of the others arrive.
         if self._rank not in self._listeners:
             return []

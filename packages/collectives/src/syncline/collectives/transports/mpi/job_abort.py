@@ -1,23 +1,23 @@
-"""End the job when a rank fails, and keep it running when a rank merely finishes first.
+"""End the job when a rank fails, but keep the job running when a rank only finishes earlier than the other ranks.
 
 MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. Without our guards,
 a rank that fails with an exception would wait there silently for ever, while the other ranks wait for it in a collective.
 There are three guards:
 
-1. If nobody catches an exception in the main thread, the rank prints it, with its rank, and aborts the job. (At an interactive
-   prompt, the exception ends only the command that was typed.)
-2. `sys.exit` with a status other than 0, before the group was closed, aborts the job with this status.
-3. A rank that exits in any other way enters a barrier on a separate communicator, and waits there until all ranks come. If they
-   do not come at once, it tells them that it has left (see `LeaveNotices`). Ranks that wait for it then fail with an error that
-   names the call: see Note [Who will not come] in `health.leaving`.
+1. If nobody catches an exception in the main thread, the rank prints the exception and its own rank, and aborts the job. (At an
+   interactive prompt, the exception ends only the command that was typed.)
+2. If a rank calls `sys.exit` with a status other than 0 before the group was closed, the rank aborts the job with this status.
+3. A rank that exits in any other way enters a barrier on a separate communicator, and waits there until all ranks come. If the
+   others do not come at once, the rank tells them that it has left (see `LeaveNotices`). Ranks that wait for this rank then
+   fail with an error that names the call: see Note [Who will not come] in `health.leaving`.
 
-   The exiting rank does not wait for a rank whose process is gone. MPI cannot end such a job in order, so the rank aborts the
-   job. If MPI tolerates faults, the rank does not abort the job; its process then has `FINALIZE_S` seconds to end.
+   The exiting rank does not wait for a rank whose process is gone. MPI cannot end a job in order if a process is gone, so the
+   rank aborts the job. If MPI tolerates faults, the rank does not abort the job, and its process then has 15 seconds to end.
 
-A program may end MPI itself with `MPI.Finalize()`, and go on. MPI first deletes the attributes of MPI_COMM_SELF. In such a
-callback we close our groups, and the ranks meet as in 3. Afterwards our threads must not call MPI, which would abort the
-process. Threads that look now and then call MPI only inside `while_mpi_runs`. The end of MPI waits for such a look, but at most
-one second, because the look may be blocked inside MPI.
+A program may end MPI itself with `MPI.Finalize()`, and go on. MPI first deletes the attributes of MPI_COMM_SELF, which calls
+our callback. In this callback we close our groups, and the ranks meet as in 3. Afterwards our threads must not call MPI,
+because a call would abort the process. Threads that look at MPI now and then call it only inside `while_mpi_runs`. The end of
+MPI waits for a look that is under way, but at most one second, because the look may be blocked inside MPI.
 
 A forked child of a rank is not a rank: its exceptions, its exit status and its end concern only itself, and it does not call
 MPI. See Note [Forks] in `forks`.
@@ -65,7 +65,7 @@ _FORWARDING_S = 0.3
 
 
 def abort_on_uncaught() -> None:
-    """Install the first guard. It needs no other rank, so call this function before any step that may fail."""
+    """Install the first guard. This guard needs no other rank, so call this function before any step that may fail."""
     # `syncline run` or another caller prints the exception itself.
     if are_handled_elsewhere():
         return
@@ -99,9 +99,9 @@ def is_interactive() -> bool:
 
 
 class ExitBarrier(Inherited):
-    """The second and the third guard. Its construction is a collective of all processes of the job.
+    """The second and the third guard. The constructor is a collective of all processes of the job.
 
-    The job here is all ranks of MPI, or the ranks of the communicator that was given to `init_process_group`.
+    The job is all ranks of MPI, or the ranks of the communicator that `init_process_group` got.
 
     Args:
         job: a communicator of all ranks of the job.
@@ -109,7 +109,8 @@ class ExitBarrier(Inherited):
     Attributes:
         leavers: the ranks that have left.
         liveness: finds out whose process is gone.
-        period_s: the monitor calls `look` this often, also while the rank computes, to receive notices and pass them on.
+        period_s: the seconds between two calls of `look` by the monitor. It calls `look` also while the rank computes, so that
+            the rank receives notices and passes them on.
         may_block: True, because `look` calls MPI.
     """
 
@@ -135,13 +136,19 @@ class ExitBarrier(Inherited):
 
     @override
     def in_fork(self) -> None:
-        """Remove the guards in a forked child, and leave out mpi4py's end of MPI, which would never return there."""
+        """Remove the guards in a forked child.
+
+        Also remove mpi4py's exit handler, which ends MPI, and would never return in a child.
+        """
         atexit.unregister(self._on_exit)
         atexit.register(_end_without_mpi)
 
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
-        """The barrier of the job's ranks in the job's order, made at the first call. Every rank of the job calls this."""
+        """Return the exit barrier of the job. The first call makes it.
+
+        Every rank of the job calls this. `job` has the ranks in the job's order.
+        """
         # Communicators of the same ranks in the same order need only one barrier.
         same = (MPI.IDENT, MPI.CONGRUENT)
         for made in _made:
@@ -157,7 +164,7 @@ class ExitBarrier(Inherited):
                 self.leavers.left()
 
     def _on_finalize(self, *_: object) -> None:
-        """MPI calls this when the program ends MPI: close our groups, the newest first, then meet the other ranks."""
+        """Close our groups, the newest first, then meet the other ranks. MPI calls this method when the program ends MPI."""
         # MPI ends for good: `_on_exit` has met the other ranks already.
         if self._has_met:
             return
@@ -202,7 +209,7 @@ class ExitBarrier(Inherited):
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
-        """Whether all ranks have come. If not, send this rank's notice once, when it has no call in flight."""
+        """Whether all ranks have come. If not, and this rank has no call in flight, send this rank's notice once."""
         if everybody_left.Test():
             return True
         # Calls in the queue have not begun yet, so a notice before their end would give too low a number.
@@ -229,7 +236,7 @@ _made: list[ExitBarrier] = []
 def _end_without_mpi() -> None:
     """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
 
-    Python has already run the functions that were registered with `atexit` after this one. Run the other functions, and flush
+    Python has already run the `atexit` functions that were registered after ours. Run the other `atexit` functions, and flush
     open files.
     """
     atexit.unregister(_end_without_mpi)
@@ -243,7 +250,10 @@ def _end_without_mpi() -> None:
 
 
 def _end_within(limit_s: float) -> None:
-    """Let SIGALRM end this process after `limit_s` seconds. Python code could not, because none runs inside MPI_Finalize."""
+    """Let SIGALRM end this process after `limit_s` seconds.
+
+    Python code cannot do this, because no Python code runs inside MPI_Finalize.
+    """
     # Only the main thread may set handlers. Exit functions normally run there.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

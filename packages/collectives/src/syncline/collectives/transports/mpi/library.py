@@ -1,4 +1,4 @@
-"""The MPI library: its name, its errors, our tags on its communicators, and the wait for a request."""
+"""The MPI library: its name, its errors, the tags of our messages, and the wait for a request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tag(enum.IntEnum):
 
 
 def library_name() -> str:
-    """The MPI library in a few words: "MPICH 5.0.2", "Open MPI 5.0.11"."""
+    """Return the MPI library in a few words: "MPICH 5.0.2", "Open MPI 5.0.11"."""
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
@@ -55,7 +55,7 @@ def mpi_errors() -> Iterator[None]:
 
 
 def mapped(error: MPI.Exception) -> TransportError:
-    """The `TransportError` for an error of MPI."""
+    """Return the `TransportError` for an error of MPI."""
     return TransportError(f"{library_name()} reported: {error.Get_error_string()}")
 
 
@@ -66,15 +66,18 @@ _LONGEST_CALL_S = 1.0
 
 @contextmanager
 def while_mpi_runs() -> Iterator[bool]:
-    """A context for threads that look now and then. Its value says whether MPI may be called until the context ends."""
+    """A context for threads that call MPI now and then.
+
+    Its value says whether the thread may call MPI until the context ends.
+    """
     with _calling:
         yield not (_is_over or MPI.Is_finalized())
 
 
 def no_more_mpi() -> None:
-    """Forbid calls of MPI, because the program ends MPI. Waits at most `_LONGEST_CALL_S` for a thread inside `while_mpi_runs`.
+    """Forbid calls of MPI, because the program ends MPI. Wait at most one second for a thread inside `while_mpi_runs`.
 
-    A longer wait could be endless, because MPI may block that thread until MPI ends.
+    An unlimited wait might never end, because MPI may block that thread until MPI ends.
     """
     global _is_over
     _is_over = True
@@ -83,7 +86,7 @@ def no_more_mpi() -> None:
 
 
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """The ranks in the MPI group `whole` of the members of another group. Frees `members`."""
+    """Return which ranks the members of another group have in the MPI group `whole`. Free `members`."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:
@@ -100,18 +103,18 @@ def wait(
 ) -> None:
     """Block until an MPI request is complete.
 
-    The thread first tests the request a few times without a pause. Then it rests between tests, because with as many ranks as
-    cores the backward pass runs on the same core as this thread. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce):
+    The thread first tests the request a few times without a pause. Then it rests between tests, because if there are as many
+    ranks as cores, this thread and the backward pass share a core. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce):
     spinning 6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
 
     Args:
         request: the request.
         scope: ends the wait.
-        status: the status of the request, to be filled in.
+        status: an MPI status. This function fills it in.
         longest_nap_s: see `Patience`.
         naps_at_once: sleep from the first rest on. If other threads compute on the core, a sleeping thread gets the core back
-            sooner than a yielding one, and leaves them more time. Set it only for a single message over a network. An MPI
-            library makes progress only when called, and its collectives take many steps.
+            sooner than a yielding thread, and leaves the other threads more time. Set this only for a single message over a
+            network: an MPI library makes progress only when it is called, and its collectives take many steps.
 
     Raises:
         TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.

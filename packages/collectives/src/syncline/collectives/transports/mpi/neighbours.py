@@ -1,4 +1,4 @@
-"""Messages between neighbours beside the collectives: after a time-out, when a call takes long, and when a rank leaves the job.
+"""Messages between neighbours. Ranks send them after a time-out, when a call takes long, and when a rank leaves the job.
 
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
@@ -7,7 +7,7 @@ without a connection may never return. MPICH over TCP connects two processes at 
 the other process also calls MPI. The rank that everybody waits for may never call it.
 
 So a rank talks only to its neighbours: the ranks that are 1, 2, 4, ... before and after it. Neighbours are connected when the
-group is made. All other ranks are at most log2 N steps away. A rank passes on to its neighbours what it hears::
+group is made. All other ranks are at most log2 N steps away. A rank passes everything that it hears on to its neighbours::
 
       message of this rank --> its 2 log2 N neighbours --> their neighbours --> ...      a rank sends again when it hears news
 
@@ -40,7 +40,10 @@ _LONGEST_BYTES = 4096
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The neighbours of a rank, ascending: its partners in `rounds`. Two neighbours have each other. A pure function."""
+    """Return the neighbours of a rank, ascending. They are its partners in `rounds`. Neighbours are always mutual.
+
+    A pure function.
+    """
     return sorted({peer for partners in rounds(rank, size) for peer in partners})
 
 
@@ -59,14 +62,14 @@ def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
 
 
 class TimeoutReport:
-    """Lets ranks whose time limit was reached tell each other in which call they wait. Its construction is a collective.
+    """Lets ranks whose time limit was reached tell each other in which call they wait. The constructor is a collective.
 
     Ranks that wait for the same missing rank time out at about the same time, so the silent rank is the one to look for. Each
-    rank tells its neighbours (see Note [Neighbours]) in which call it waits, and what it has heard of other ranks. It listens
-    for `_LISTEN_S` seconds, or until it has heard of all ranks.
+    rank tells its neighbours (see Note [Neighbours]) in which call it waits, and everything that it has heard of other ranks.
+    It listens for 1.5 seconds, or until it has heard of all ranks.
 
-    Cost: with N ranks, each rank sends at most 2 log2 N messages, and repeats this every `_TELL_EVERY_S` seconds while it hears
-    of more ranks: about log2 N times. Ranks that wait in the same call share one entry.
+    Cost: with N ranks, each rank sends at most 2 log2 N messages. While it hears of more ranks, it repeats this every 0.1
+    seconds: about log2 N times. Ranks that wait in the same call share one entry.
 
     Args:
         communicator: a private communicator, on which no other message has the tag `STATEMENTS`.
@@ -82,7 +85,7 @@ class TimeoutReport:
         self._coming: list[tuple[MPI.Request, bytearray]] = []
 
     def collect(self, signature: str) -> str:
-        """Tell the other ranks in which call this rank waits, and describe in words where they are."""
+        """Tell the other ranks in which call this rank waits. Return in words in which calls the other ranks wait."""
         said = Statements()
         said.add(signature.encode()[:_LONGEST_BYTES].decode(errors="replace"), [self._rank])
         self._exchange(said)
@@ -113,7 +116,7 @@ class TimeoutReport:
                 self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Add the messages that have arrived to `said`. Returns whether there was one.
+        """Add the messages that have arrived to `said`. Return whether a message has arrived.
 
         This method never waits for the rest of a long message. If the sender has stopped listening, the rest never comes.
         """
@@ -144,11 +147,11 @@ class TimeoutReport:
 
 
 class MPIStatusPost(StatusPost):
-    """Sends lines to rank 0, from neighbour to neighbour, each line on up to two ways. See Note [Neighbours].
+    """Sends lines to rank 0, from neighbour to neighbour. Each line takes up to two routes. See Note [Neighbours].
 
-    Rank 13 = 8 + 4 + 1 sends to ranks 12 and 5: its number without the lowest bit, and without the highest bit. So a line
-    reaches rank 0 even if one rank on the way is stopped. No rank waits, because a line has at most 4 KB, and MPI accepts such
-    a message at once.
+    For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13 without its highest bit). So
+    a line reaches rank 0 even if one rank on a route is stopped. No rank waits, because a line has at most 4 KB, and MPI
+    accepts such a message at once.
 
     Args:
         communicator: a communicator with connected neighbours, on which no other message has the tag `STATUS`.
@@ -188,7 +191,7 @@ class MPIStatusPost(StatusPost):
             self._sent.append((self._communicator.Isend([packed, MPI.BYTE], rank, Tag.STATUS), packed))
 
     def _new(self) -> dict[int, bytes]:
-        """The latest line of each rank that has sent a new one. Most lines arrive twice, by two ways."""
+        """Return the latest line of each rank that has sent a new line. Most lines arrive twice, by two routes."""
         found: dict[int, bytes] = {}
         status = MPI.Status()
         while self._communicator.Iprobe(MPI.ANY_SOURCE, Tag.STATUS, status):
@@ -203,18 +206,18 @@ class MPIStatusPost(StatusPost):
 
 
 def towards_zero(rank: int) -> list[int]:
-    """The neighbours to which a rank sends lines for rank 0. A pure function."""
+    """Return the neighbours to which a rank sends lines for rank 0. A pure function."""
     return sorted({rank & (rank - 1), rank ^ (1 << (rank.bit_length() - 1))}) if rank else []
 
 
 class LeaveNotices:
     """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 
-    A rank receives notices and passes them on when it looks for them. It looks often while it waits for others (in a call or at
-    the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the methods.
+    A rank receives notices and passes them on when it looks for notices. It looks often while it waits for other ranks (in a
+    call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the methods.
 
-    Cost: with N ranks, each rank sends 2 log2 N messages for all ranks that leave within `_TELL_LEAVING_EVERY_S` seconds.
-    Ranks that have started the same calls share one entry. Construction is a collective.
+    Cost: with N ranks, each rank sends 2 log2 N messages for all ranks that leave within 0.2 seconds. Ranks that have started
+    the same calls share one entry of a message. The constructor is a collective.
 
     Args:
         communicator: a communicator of all processes of the job. No other message on it has the tag `LEAVING`.
@@ -240,7 +243,7 @@ class LeaveNotices:
             self._tell()
 
     def receive(self) -> list[Leaving]:
-        """Receive the notices that have arrived since the last call, return new ones, and pass them on."""
+        """Receive the notices that have arrived since the last call. Return the new notices, and pass them on."""
         with self._lock:
             found: list[Leaving] = []
             # The communicator is freed, or will be in a moment.
@@ -272,7 +275,7 @@ class LeaveNotices:
             return not self._sent
 
     def _note(self, notice: Leaving) -> bool:
-        """Remember a notice. Returns whether it is new."""
+        """Remember a notice. Return whether the notice is new."""
         is_new = notice.rank not in self._known
         if is_new:
             self._known.add(notice.rank)

@@ -35,15 +35,16 @@ class MPIReconnector(Reconnector):
            of step 2; after `MOST_ATTEMPTS` times with the same members, all of them give up
 
     All four steps run in this order on one separate thread (`DetachedCall`), because a call of MPI cannot be ended. The thread
-    that called `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits for the
-    same thread. If that thread has failed, a new one starts with the communicator of the last step 2, because a rank never
-    shrinks the same communicator twice.
+    that called `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits for
+    this separate thread, too. If the separate thread has failed, a new thread starts with the communicator of the last step 2,
+    because a rank never shrinks a communicator twice.
 
     MPI counts a silent rank as alive, so it never leaves a silent rank out. `shrink` then fails, and may be called again.
 
     Args:
         communicator: a communicator of all members of the first generation, for this object only.
-        connect: makes the transport; takes a communicator, and its members' ranks in the job. All members call it.
+        connect: makes the transport. It takes a communicator, and the ranks of the communicator's members in the job. All
+            members call it.
         leavers: the leavers of the job.
         name: the group's name.
     """
@@ -124,7 +125,10 @@ class MPIReconnector(Reconnector):
         return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
-        """The transport, or the error if there is no transport. Step 4 follows in both cases, and tells the other ranks."""
+        """Return the transport, or the error if connecting has failed.
+
+        Step 4 follows in both cases, and tells the other ranks.
+        """
         try:
             return self._connect(self._communicator, generation.members), None
         except Exception as error:  # noqa: BLE001 - see above

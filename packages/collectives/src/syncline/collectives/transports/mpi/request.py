@@ -17,10 +17,12 @@ from .waiting import MESSAGE_NAP_S
 
 
 class MPIRequest(Request):
-    """A non-blocking MPI send or receive. Its tensor stays alive until MPI has finished, even if the object is dropped before.
+    """A non-blocking MPI send or receive.
 
-    MPI reads or writes the tensor at the time when the other rank comes. A receive that was given up is not cancelled. Its
-    message may be in flight, and the next receive would take this message.
+    Its tensor stays alive until MPI has finished, even if this object is dropped earlier.
+
+    MPI reads or writes the tensor when the other rank comes. If a receive is given up, it is not cancelled: its message may be
+    in flight, and the next receive would take this message.
     """
 
     _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
@@ -54,7 +56,7 @@ class MPIRequest(Request):
 
     @classmethod
     def free_abandoned(cls) -> None:
-        """Release the tensors of dropped requests that are over by now."""
+        """Release the tensors of those dropped requests that are over now."""
         for _ in range(len(cls._abandoned)):
             try:
                 entry = cls._abandoned.popleft()

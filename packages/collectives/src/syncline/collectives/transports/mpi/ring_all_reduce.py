@@ -1,4 +1,4 @@
-"""All-reduce of large tensors in a ring, for ranks that are each alone on a node. Sending and reducing overlap."""
+"""All-reduce of large tensors in a ring, if each rank is alone on its node. Sending and reducing overlap."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ class RingAllReduce:
     """Reduces in a ring, piece by piece, as in Patarasu and Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009.
 
     The tensor is divided into one part for each rank, and each part into pieces. In the first p - 1 steps, each rank adds its
-    own terms to a part and passes it on, until every rank has one part of the result. In p - 1 more steps the results go around
-    the ring. A rank passes a piece on as soon as the piece is ready. So the steps overlap, and only the first piece of each
-    step waits for the network's latency.
+    own terms to a part and passes this part on, until every rank has one part of the result. In p - 1 more steps the results go
+    around the ring. A rank passes a piece on as soon as the piece is ready. So the steps overlap, and only the first piece of
+    each step waits for the network's latency.
 
-    Every wait is for a single message, and ends with the scope. This is also true for an MPI library whose collectives must
-    block. The same inputs give the same bits in every run and on every rank, because one chain of ranks reduces each part.
+    Every wait is for a single message, and ends with the scope. So the ring can be given up, even if the MPI library's
+    collectives must block. The same inputs give the same bits in every run and on every rank, because one chain of ranks
+    reduces each part.
 
-    Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: `LANDING_BYTES`, and in
-    Open MPI up to n/p on a rank that is slower than its network.
+    Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: 2 MiB, and in Open MPI up
+    to n/p bytes on a rank that is slower than its network.
 
     Why not MPI's own all-reduce: over TCP, MPICH sends a whole part and then reduces the whole part, so wire and processor wait
     for each other. For 25 MiB between two hosts with 1 Gbit/s, it took 1.5 to 1.8 times as long (see docs/figures.md, "Between
@@ -128,17 +129,18 @@ class RingAllReduce:
 
 
 def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
-    """The number of pieces for a part of `nbytes` bytes. All ranks get the same number. A pure function."""
+    """Return the number of pieces for a part of `nbytes` bytes. All ranks get the same number. A pure function."""
     size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), piece_bytes)
     return max(1, -(-nbytes // size))
 
 
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
-    """The largest piece that this rank would send, in bytes.
+    """Return the size in bytes of the largest piece that this rank would send.
 
-    Over TCP, Open MPI sends a message within its eager limit at once. It sends a larger one only when the receiver asks for it,
-    and this request queues behind the receiver's own data. Data then moves in one direction at a time. So pieces stay within
-    the limit. The user sets the limit for mpirun or in the environment; Open MPI assumes that it is the same on all ranks.
+    Over TCP, Open MPI sends a message within its eager limit at once. Open MPI sends a larger message only when the receiver
+    asks for it, and this request waits behind the receiver's own data. Data then moves in only one direction at a time. So
+    pieces are not larger than the eager limit. The user sets this limit for mpirun or in the environment. Open MPI assumes that
+    the limit is the same on all ranks.
     """
     # Open MPI takes other notations, too; then assume its default.
     given = environ.get(TCP_EAGER_LIMIT, "")

@@ -1,4 +1,4 @@
-"""Sync lets the ranks of a group come together for one call and compare it. MessageSync does so by MPI messages."""
+"""Sync lets the ranks of a group come together for one call and compare this call. MessageSync does this by MPI messages."""
 
 from __future__ import annotations
 
@@ -35,24 +35,27 @@ class Sync(ABC):
 
         Args:
             call: this rank's call; `Call.digest` is compared.
-            place: the place of this rank's tensor; compared, too.
+            place: the place of this rank's tensor. The ranks compare their places, too.
 
         Returns:
             Whether all ranks gave the same place, and the place is not `NOWHERE`.
 
         Raises:
             DisagreementError: the ranks make different calls. All ranks raise it.
-            TimeoutError: a rank did not come; the text says what is known of the ranks.
+            TimeoutError: a rank did not come. The text says what this rank knows of the other ranks.
             TransportError: a rank has given up, the library failed, or the scope was cancelled with this reason.
         """
 
     @abstractmethod
     def wait(self, call: Call) -> None:
-        """Return when all ranks have come, without comparing calls. Raises `TimeoutError` and `TransportError` as `same`."""
+        """Return when all ranks have come, without comparing calls.
+
+        This raises `TimeoutError` and `TransportError`, as `same` does.
+        """
 
 
 class MessageSync(Sync):
-    """Syncs by MPI collectives on its own communicator. It also runs any non-blocking MPI operation to the end.
+    """Syncs by MPI collectives on its own communicator. It can also run any non-blocking MPI operation to its end.
 
     Args:
         communicator: a communicator on which nobody else starts collectives.
@@ -66,9 +69,10 @@ class MessageSync(Sync):
         self._given_up: list[object] = []
 
     def same(self, call: Call, place: int = NOWHERE) -> bool:
-        """As `Sync.same`. One reduction by MAX compares the calls.
+        """As `Sync.same`. One reduction (MAX) compares the calls.
 
-        It reduces each number and its negative. If largest and smallest agree, all numbers are equal.
+        The reduction contains each number and its negative, so it gives the largest and the smallest number. If these two are
+        equal, all numbers are equal.
         """
         digest, numbers = call.digest(), self._numbers
         numbers[0], numbers[1], numbers[2], numbers[3] = digest, -digest, place, -place
@@ -84,7 +88,7 @@ class MessageSync(Sync):
         self.run(call, self._communicator.Ibarrier)
 
     def disagreement(self, call: Call) -> DisagreementError:
-        """The error that lists each rank's call. A collective: all ranks call it when they know that their calls differ.
+        """Return the error that lists each rank's call. A collective: all ranks call it when they know that their calls differ.
 
         Raises:
             TimeoutError: a rank does not answer, because it has given up before.
@@ -103,7 +107,7 @@ class MessageSync(Sync):
         """Start an operation and wait for it, as `library.wait` does.
 
         Raises:
-            TimeoutError: the time limit was reached; the text says where the other ranks are.
+            TimeoutError: the time limit was reached. The text says in which calls the other ranks wait.
             TransportError: MPI failed, or the scope was cancelled with this reason.
         """
         request = None
@@ -125,7 +129,10 @@ class MessageSync(Sync):
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:
-        """A TimeoutError that says where the other ranks are. Asking them takes one or two seconds."""
+        """Return a TimeoutError that says in which calls the other ranks wait.
+
+        Asking the other ranks takes one or two seconds.
+        """
         with mpi_errors():
             return TimeoutError(self._report.collect(call.words))
 
@@ -134,7 +141,7 @@ def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[
     """Gather an object from each rank of a communicator, without blocking inside MPI.
 
     mpi4py's own `allgather` blocks without a time limit. With some MPI libraries it also blocks the other threads of the
-    process. If two groups then do this on two ranks in a different order, both ranks wait for ever.
+    process. If two ranks call `allgather` on two groups in a different order, both ranks then wait for ever.
     """
     packed = MPI.pickle.dumps(mine)
     sizes = array("q", [0]) * communicator.Get_size()

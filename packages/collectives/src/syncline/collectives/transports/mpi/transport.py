@@ -41,20 +41,21 @@ _TAGS = 32_767  # MPI guarantees at least this many
 class MPITransport(LibraryTransport):
     """Runs non-blocking MPI collectives. Each wait ends with the scope of the call.
 
-    Each collective is the MPI library's own, except for some reductions: float16 and bfloat16 (MPI has no portable type), sums
-    of small integers, MIN and MAX of floats (see `mpi_reduction`), and all reductions if `reproducible`. For these, each rank
-    owns a slice. An all-to-all of bytes brings all terms of the slice to the owner, which reduces them in rank order. An
-    `all_reduce` then ends with an all-gather, and a `reduce` with a gather; a `reduce_scatter` needs nothing more.
+    Each collective is the MPI library's own collective, except for some reductions: float16 and bfloat16 (MPI has no portable
+    type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), and all reductions if `reproducible`. In these
+    reductions, each rank owns a slice of the tensor. An all-to-all of bytes brings all terms of a slice to its owner, and the
+    owner reduces these terms in rank order. After this, an `all_reduce` needs an all-gather, a `reduce` needs a gather, and a
+    `reduce_scatter` is complete.
 
-    Cost of such an `all_reduce`, for n bytes and p ranks: 2 n (p-1)/p bytes on the wire from each rank, as in a ring, and 2 n
-    bytes of extra memory.
+    Cost of an `all_reduce` with slices, for n bytes and p ranks: 2 n (p-1)/p bytes on the wire from each rank, as in a ring,
+    and 2 n bytes of extra memory.
 
     Args:
         communicator: a communicator for this transport only.
         reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
             library chooses.
         report: asks the other ranks after a time-out; default: a report over this communicator.
-        on_device: tensors are in a device's memory, which MPI takes.
+        on_device: whether tensors are in a device's memory. MPI must be able to take this memory.
     """
 
     backend_name = "mpi"
@@ -82,14 +83,14 @@ class MPITransport(LibraryTransport):
         self._ring_min_bytes = 0
 
     def describe(self) -> str:
-        """The MPI library's name and version."""
+        """Return the MPI library's name and version."""
         return f"mpi: {library_name()}"
 
     def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
-        """Reduce large tensors in a ring from now on, instead of by MPI. For ranks that are each alone on a node.
+        """Reduce large tensors in a ring from now on, instead of by MPI. Call this only if each rank is alone on its node.
 
         Args:
-            ring_bytes: use the ring if a rank's part has at least this many bytes; the same on all ranks.
+            ring_bytes: use the ring if a rank's part has at least this many bytes. The number is the same on all ranks.
             piece_bytes: the largest piece; the same on all ranks.
         """
         # A group of one has no ring, and the ring reduces on the host.
@@ -98,7 +99,7 @@ class MPITransport(LibraryTransport):
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
     def sync(self, call: Call) -> Sync:
-        """The sync with which all ranks come together for a call."""
+        """Return the sync with which all ranks come together for a call."""
         return self._messages
 
     @override
@@ -108,7 +109,7 @@ class MPITransport(LibraryTransport):
     # ---- reductions. For a large call, all ranks have come already: see Note [Presync] ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce with MPI, or by moving bytes and reducing here."""
+        """Reduce by MPI's own reduction, or move bytes by MPI and reduce them in this process."""
         native = self._native(tensor.dtype, op)
         # MPI cannot reduce this dtype, or must not choose the order.
         if native is None:
@@ -126,22 +127,22 @@ class MPITransport(LibraryTransport):
         self._scale_after(tensor, op)
 
     def all_reduce_widened(self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Call) -> None:
-        """Reduce a tensor of a wider dtype, divide the result, round it once, and give it to all ranks in the narrower dtype.
+        """Reduce a tensor of a wider dtype, divide and round the result once, and give it to all ranks in the narrower dtype.
 
         Cost, for n elements and p ranks: each rank sends n (p-1)/p wide elements and as many narrow ones. `all_reduce` of the
         wide tensor would send 2 n (p-1)/p wide elements.
 
         Args:
-            wide: the terms; at most `PIECE_BYTES`.
+            wide: this rank's terms, at most 1 GiB.
             op: a reduction that `core_op` returns.
             divisor: divides the result.
-            tensor: as many elements, in the narrower dtype; overwritten with the result.
+            tensor: a tensor of the narrower dtype with as many elements as `wide`. It gets the result.
             call: the call that this reduction belongs to.
         """
         self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """Reduce with MPI, or by moving bytes and reducing here."""
+        """Reduce by MPI's own reduction, or move bytes by MPI and reduce them in this process."""
         native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
@@ -226,7 +227,10 @@ class MPITransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Exchange bytes pairwise. MPI's own all-to-all needs every rank to know whether any pair exceeds a C int."""
+        """Exchange bytes by a message for each pair of ranks.
+
+        For MPI's own all-to-all, all ranks must know if any size exceeds a C int.
+        """
         requests = []
         with mpi_errors():
             for peer, part in enumerate(torch.split(output, list(output_counts))):
@@ -282,7 +286,7 @@ class MPITransport(LibraryTransport):
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:
-        """Do nothing: MPI can wake the other ranks only by ending the job, and this decision is the program's."""
+        """Do nothing. MPI can wake the other ranks only by ending the job, and only the program may decide this."""
 
     def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
         with mpi_errors():
@@ -304,7 +308,7 @@ class MPITransport(LibraryTransport):
     # ---- reducing here ----
 
     def _native(self, dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-        """The MPI type and reduction for the dtype; None if this transport must reduce itself."""
+        """Return the MPI type and reduction for the dtype, or None if this transport must reduce itself."""
         return None if self._reproducible else mpi_reduction(dtype, op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
@@ -334,7 +338,7 @@ class MPITransport(LibraryTransport):
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
     def _all_to_all_here(self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Call) -> None:
-        """An all-to-all of bytes, at most `PIECE_BYTES` in total, whose sizes every rank knows."""
+        """Run an all-to-all of at most 1 GiB in total. Every rank knows the sizes of all parts."""
         there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
         here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
         self._collective("Alltoallv", (there, here), tensor.nbytes, call)
@@ -353,7 +357,7 @@ class MPITransport(LibraryTransport):
         return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
 
     def presync(self, nbytes: int, call: Call) -> None:
-        """Let all ranks come together and compare the call, before a large collective. `nbytes` is the same on every rank.
+        """Before a large collective, let all ranks come together and compare the call. `nbytes` is the same on every rank.
 
         Note [Presync]
         ~~~~~~~~~~~~~~
@@ -364,13 +368,13 @@ class MPITransport(LibraryTransport):
         returns from the call. Then the monitor ends the process, and the launcher ends the job. A job that must survive the
         loss of a rank (ULFM) does not block.
 
-        MPICH and Intel MPI use the same algorithm for both forms. While one thread blocks, they block all threads of the
-        process: if two groups communicated at the same time, in a different order on each rank, they would wait for ever. So we
-        use their non-blocking form.
+        MPICH and Intel MPI use one algorithm for both forms. While one thread blocks in them, they block all threads of the
+        process. If two groups communicated at the same time, in a different order on each rank, the ranks would wait for ever.
+        So with MPICH and Intel MPI we use the non-blocking form.
 
         The presync also compares the calls of the ranks.
 
-        CUDA memory is given only to the blocking form: Open MPI crashes in the non-blocking form.
+        We give CUDA memory only to the blocking form, because Open MPI crashes in the non-blocking form.
         """
         if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
             self.sync(call).same(call)
@@ -388,7 +392,7 @@ class MPITransport(LibraryTransport):
         self._messages.run(call, lambda: start(*arguments), longest_nap_s=longest_nap_s)
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
-        """The communicator's non-blocking form of a collective."""
+        """Return the communicator's non-blocking form of a collective."""
         start: Callable[..., MPI.Request] = getattr(self._communicator, f"I{name.lower()}")
         return self._starters.setdefault(name, start)
 
@@ -419,7 +423,7 @@ class MPIPlan(LibraryPlan):
 
 
 def whole_bytes(signature: Signature, size: int) -> int:
-    """The bytes of a call's larger tensor, the same on every rank; 0 if ranks may differ. A pure function."""
+    """Return the bytes of a call's larger tensor. Return 0 if this number may differ between ranks. A pure function."""
     # Each rank may have other splits, so no rank knows the sizes of all.
     if signature.splits is not None:
         return 0

@@ -1,4 +1,4 @@
-"""How a rank waits for MPI requests and in shared memory: between two checks it yields the core, and later it sleeps."""
+"""How a rank waits for MPI requests and in shared memory. Between two checks it first yields the core, and later sleeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Set after how many seconds waits of this process begin to sleep; infinity: never. A setting of the site."""
+    """Set after how many seconds a waiting thread of this process begins to sleep; infinity: never. The site sets this."""
     global _spin_s
     _spin_s = seconds
 
@@ -36,11 +36,12 @@ class Patience:
 
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    [1] For `spin_s` the thread yields between checks. If each rank has a core, the yield returns at once, and the thread sees
-        the end of the wait within microseconds; but it keeps the core busy. Most waits of a training step end here.
-    [2] Then the thread sleeps for a hundredth of the time that it has waited so far, but at least 50 us. (The system turns 50
-        us into 100 us.) So a sleep makes a wait at most 1 % longer, except right at the start of [2]. A rank that waits for
-        seconds uses a hundredth of its core.
+    [1] For `spin_s` seconds the thread yields between checks. If each rank has a core, the yield returns at once, and the
+        thread sees the end of the wait within microseconds. But the thread keeps its core busy. Most waits of a training step
+        end here.
+    [2] Then the thread sleeps between checks, each time for a hundredth of the time that it has waited so far, but at least 50
+        us. (The system turns 50 us into 100 us.) So a sleep makes a wait at most 1 % longer, except right at the start of [2].
+        A rank that waits for seconds uses a hundredth of its core.
 
     Args:
         scope: the call's scope.

@@ -1,4 +1,4 @@
-"""Collectives of ranks that share a node: shared memory, the barrier in it, and the algorithms that use it.
+"""Collectives of ranks that share a node: shared memory, a barrier in shared memory, and the algorithms that use both.
 
 The steps of `all_reduce(tensor)` for a tensor in a window:
 
@@ -7,6 +7,6 @@ The steps of `all_reduce(tensor)` for a tensor in a window:
 3. `plan`: `NodePlan.run` asks `Windows` for the tensor's place. The ranks compare call and place, by `shared_sync`.
 4. `window`: each rank reduces its share, and writes it into the tensors of all ranks. Then the ranks wait once more.
 
-For a small tensor, `eager` replaces steps 3 and 4. Each rank writes its tensor and the call into a slot. The ranks meet and
-compare the calls. Then each rank reduces the slots of all ranks.
+For a small tensor, `eager` replaces steps 3 and 4. Each rank writes its tensor and the digest of the call to shared memory. The
+ranks meet and compare the digests. Then each rank reduces the slots of all ranks.
 """

@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group with three slots for each rank, used in turn. It is made when it is first needed.
+    """A window of the group with three slots for each rank. The first call that needs the window makes it.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
-    Chunks use the slots in turn, whatever collectives they belong to. All ranks pass the same barriers, at least one for each
-    chunk. Data of chunk k is read after the barrier of chunk k. A rank copies chunk k out after the barrier of chunk k + 1, so
-    it has finished all reads of chunk k when it comes to the barrier of chunk k + 2. Chunk k + 3 uses the same slot, and is
-    written after the barrier of chunk k + 2. So no rank overwrites data that another rank still reads, and no further barriers
-    are needed.
+    Chunks use the slots in turn, also if they belong to different collectives. All ranks pass the same barriers, at least one
+    for each chunk. Ranks read the data of chunk k after the barrier of chunk k. A rank copies chunk k out after the barrier of
+    chunk k + 1, so it has finished all reads of chunk k when it comes to the barrier of chunk k + 2. Chunk k + 3 uses the slot
+    of chunk k, and ranks write it after the barrier of chunk k + 2. So no rank overwrites data that another rank still reads,
+    and no further barriers are needed.
 
     Args:
         node: the group's node.
@@ -44,7 +44,10 @@ class StagingArea:
         self._next = 0
 
     def segment(self, call: Call) -> Segment | None:
-        """The window; None on all ranks if it cannot be made. All ranks call this method at the same point of their order."""
+        """Return the window. The first call makes it. Return None on all ranks if the window cannot be made.
+
+        All ranks call this method together.
+        """
         # A window that could not be made once is not tried again: each try costs a collective.
         if self._segment is None and self._may_exist:
             self._segment = self._node.segment(SLOTS * SLOT_BYTES, call)
@@ -80,11 +83,11 @@ class _Step(NamedTuple):
     """A rank's copies and its reduction, for chunks of one length in one slot.
 
     Attributes:
-        copies_in: copies from the rank's tensor (the block) to its slot, of the slices that the other ranks reduce.
-        slots: for each rank, the slice in its slot that this rank reduces. (This rank's own slice is read from its tensor.)
+        copies_in: copies of the slices that other ranks reduce, from this rank's tensor (the block) to its slot.
+        slots: for each rank r, the slice in rank r's slot that this rank reduces. (A rank reads its own term from its tensor.)
         share: the slice that this rank reduces: its start in the chunk and its length, in elements.
-        copy_to_slot: the copy of this rank's result from its tensor to its slot; None if no other rank needs the result.
-        copies_out: copies from the slots to the rank's tensor, of the results of the other ranks.
+        copy_to_slot: a copy of this rank's result from its tensor to its slot. None if no other rank needs the result.
+        copies_out: copies of the other ranks' results, from their slots to this rank's tensor.
     """
 
     copies_in: list[_Copy]
@@ -97,10 +100,11 @@ class _Step(NamedTuple):
 class CopyInCopyOut(Algorithm):
     """`all_reduce` and `reduce_scatter` through the staging area, chunk by chunk.
 
-    A rank copies the slices of its chunk that other ranks reduce into its slot. After a barrier it reduces its own slice in
-    rank order, from the other ranks' slots and its own tensor, and writes the result to its tensor. For `all_reduce` it also
-    copies the result to its slot; after the next barrier it copies the other ranks' results out of their slots. A rank copies
-    the next chunk in before it reduces this one, so the copy and the reduction share one barrier.
+    A rank owns one slice of each chunk. It copies all other slices of its chunk into its slot. After a barrier it reduces its
+    own slice in rank order, from the other ranks' slots and its own tensor, and writes the result to its tensor. For
+    `all_reduce` it also copies the result to its slot. After the next barrier it copies the other ranks' results out of their
+    slots. A rank copies the next chunk into its slot before it reduces the present chunk, so the copy and the reduction share
+    one barrier.
 
     Cost for n bytes and p ranks: n - n/p bytes copied in and n/p bytes reduced. For `all_reduce` also n/p bytes copied in and
     n - n/p bytes copied out. One barrier for each chunk; for `all_reduce` one more.
@@ -124,7 +128,10 @@ class CopyInCopyOut(Algorithm):
         self._chunks: list[tuple[int, int]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the group has a staging area. The first call makes it, and cuts the tensor into chunks that fit the slots."""
+        """Whether the group has a staging area.
+
+        The first call makes the staging area, and cuts the tensor into chunks that fit its slots.
+        """
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)
             if segment is not None:
@@ -212,7 +219,7 @@ class CopyInCopyOut(Algorithm):
 
 
 def _without(mine: int, of_ranks: Sequence[_T]) -> list[_T]:
-    """The entries of the other ranks, in rank order."""
+    """Return the entries of the other ranks, in rank order."""
     return [*of_ranks[:mine], *of_ranks[mine + 1 :]]
 
 

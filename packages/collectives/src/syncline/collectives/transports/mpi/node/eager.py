@@ -22,16 +22,18 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
-    """Moves small tensors with one arrival, which also compares the call. For n bytes, each of p ranks reads p n bytes.
+    """Moves small tensors with one arrival, which also compares the call.
 
-    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that the number of arrivals decides, this algorithm is
-    the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
+    If tensors have n bytes, each of p ranks reads p n bytes.
+
+    See Note [Arrivals in turn] in `shared_sync`. This algorithm is the fastest for tensors that are so small that only the
+    number of arrivals matters. Every rank reduces all slots in rank order, so all ranks get the same bits.
 
     Args:
         node: the group's node.
         signature: the signature of the calls.
         operation: the collective.
-        size: the size of each call; the data that a rank shows must fit in a slot.
+        size: the size of each call. The data that a rank lets the other ranks read must fit in a slot.
     """
 
     name = "eager"
@@ -47,7 +49,10 @@ class Eager(Algorithm):
         self._turns: list[tuple[memoryview | None, _Read]] = []
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the group has a barrier in shared memory. The first call makes it, and prepares the slots of both turns."""
+        """Whether the group has a barrier in shared memory.
+
+        The first call makes the barrier, and prepares the slots of both turns.
+        """
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
             if self._sync is not None:
@@ -55,7 +60,10 @@ class Eager(Algorithm):
         return self._sync is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Write to the slot, compare the call, read the slots. If the plan has compared the call before, compare it again."""
+        """Write to the slot, compare the call, read the slots.
+
+        This compares the call even if the plan has already compared it.
+        """
         sync = self._sync
         assert sync is not None
         # `same` below is the next arrival, so its turn is one ahead.
@@ -67,7 +75,7 @@ class Eager(Algorithm):
         read(part, whole)
 
     def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[memoryview | None, _Read]:
-        """This rank's slot (None if it shows nothing), and the function that reads the slots."""
+        """Return this rank's slot (None if no rank reads it), and the function that reads the slots."""
         signature, mine = self._signature, barrier.mine
         slots = [
             memoryview(_memory_at(slot.data_ptr(), slot.nbytes)) for slot in barrier.slots(turn, self._shown_bytes, torch.uint8)

@@ -1,4 +1,4 @@
-"""All-reduce across several nodes, slice by slice. Tensors that are in no window are first copied to shared memory."""
+"""All-reduce across several nodes, slice by slice. A tensor that is in no window is first copied to shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGE_BYTES = 16 << 20
 
 
 class NodeReduction:
-    """Combines a slice inside the node, then with the slice's leaders on other nodes, and copies it to all ranks of this node.
+    """Combines a slice inside the node, then between its leaders on all nodes, and copies it to all ranks of this node.
 
     Args:
         node: the group's node.
@@ -38,7 +38,7 @@ class NodeReduction:
         self._may_stage = True
 
     def stage(self, call: Call) -> Segment | None:
-        """The memory in which tensors are staged; None on all ranks if it cannot be made."""
+        """Return the shared memory to which tensors are copied. Return None on all ranks if it cannot be made."""
         # As for a staging area: if it failed once on any rank, it failed on all, and is not tried again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
@@ -46,7 +46,10 @@ class NodeReduction:
         return self._stage
 
     def run(self, place: Place, numel: int, call: Call) -> None:
-        """Combine `numel` elements at the same place on all ranks. The ranks must synchronise before and after this call."""
+        """Combine `numel` elements that are at the same place on all ranks.
+
+        The ranks must synchronise before and after this call.
+        """
         start, stop = slice_of(numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
         # This rank leads no slice, or the tensor has fewer elements than leaders.
         if self._between is None or start == stop:
@@ -63,7 +66,8 @@ class NodeReduction:
     def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
         """Combine one chunk in this node and between nodes, and give the result to the node's ranks.
 
-        Halves are summed in float32, and sent between nodes as float32. The result comes back as halves, so it is rounded once.
+        Terms in float16 and bfloat16 are summed in float32, and sent between nodes as float32. The result comes back in the
+        16-bit dtype, so it is rounded once.
         """
         mine = terms[self._rank]
         total = combine(op, terms, mine)
@@ -85,7 +89,7 @@ class NodeReduction:
 
 
 class HierarchicalWindow(InWindow):
-    """Reduces tensors that are in a window of each node.
+    """Reduces tensors that are in a window on every node.
 
     Args:
         node: the group's node.
@@ -107,9 +111,10 @@ class HierarchicalWindow(InWindow):
 
 
 class Hierarchical(Algorithm):
-    """Reduces tensors that are in no window: copies them to a stage, piece by piece.
+    """Reduces tensors that are in no window. It copies them, piece by piece, to shared memory (the stage).
 
-    Between the two waits of a piece, other ranks use this rank's part of the stage. At other times only this rank uses it.
+    Between the two waits of a piece, other ranks use this rank's part of the stage. At other times only this rank uses this
+    part.
 
     Args:
         node: the group's node.
@@ -123,7 +128,7 @@ class Hierarchical(Algorithm):
         self._reduction = reduction
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the group has a stage in shared memory. The first call makes it."""
+        """Whether the group has a stage in shared memory. The first call makes the stage."""
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:

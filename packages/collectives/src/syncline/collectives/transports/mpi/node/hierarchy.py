@@ -13,12 +13,12 @@ SplitByNode = Callable[[MPI.Intracomm], MPI.Comm]
 
 
 def split_by_node(communicator: MPI.Intracomm) -> MPI.Comm:
-    """Make a communicator of the ranks that can share memory with this one, in their order."""
+    """Make a communicator of the ranks that can share memory with this rank. The ranks keep their order."""
     return communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.Get_rank())
 
 
 class Hierarchy:
-    """The ranks of a group in two levels: inside each node, and across the nodes. Its construction is a collective.
+    """The ranks of a group in two levels: inside each node, and across the nodes. The constructor is a collective.
 
     ::
 
@@ -37,8 +37,8 @@ class Hierarchy:
         shares_memory: whether any node has more than one rank of the group.
         is_ordered: whether the processors of all nodes allow a `ShmBarrier` (see `has_total_store_order`).
         leaders: the number of leaders on each node. They are the node's first ranks, and each leads one slice.
-        inter_node: a communicator of the leaders of the same slice, one on each node. None if this rank leads no slice, or
-            there is nothing to combine.
+        inter_node: a communicator of the leaders of this rank's slice, one leader on each node. None if this rank leads no
+            slice, if there is only one node, or if each node has only one rank.
     """
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:

@@ -1,4 +1,4 @@
-"""NodeTransport: MPI, with shared memory for collectives that it makes faster."""
+"""NodeTransport uses MPI, and uses shared memory for collectives that become faster by it."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ class NodeTransport(MPITransport):
 
     Args:
         communicator: as for `MPITransport`.
-        reproducible: as for `MPITransport`. With several nodes, all reductions then use MPI. With shared memory, the order
-            of a reduction would depend on which rank is on which node.
-        thresholds: sizes from which algorithms are used; the same on all ranks.
-        piece_bytes: the largest piece of a ring of nodes, the same on all ranks; None: `largest_piece_bytes` of this rank.
+        reproducible: as for `MPITransport`. If True and there are several nodes, all reductions use MPI. With shared memory,
+            the order of additions would depend on which rank is on which node.
+        thresholds: the sizes from which each algorithm is used. They are the same on all ranks.
+        piece_bytes: the largest piece of a ring of nodes, the same on all ranks. None: the result of `largest_piece_bytes` on
+            this rank.
         split: makes the communicator of this rank's node.
-        ranks_on_node: the number of the job's ranks on this node; None: the number of this group's ranks.
+        ranks_on_node: how many ranks of the job are on this node. None: as many as the group has on this node.
     """
 
     def __init__(
@@ -107,11 +108,14 @@ class NodeTransport(MPITransport):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether all ranks are on one node, where comparing in shared memory costs almost nothing."""
+        """Whether all ranks are on one node. There they compare calls in shared memory, which costs almost nothing."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
-        """Allocate in a window, filled with zeros, if ranks share a node and the tensor is large. Else allocate plainly."""
+        """If ranks share a node and the tensor is large, allocate it in a window filled with zeros.
+
+        Else allocate plain memory.
+        """
         capabilities = self._capabilities
         # With several nodes, reproducible reductions never use windows.
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
@@ -128,7 +132,7 @@ class NodeTransport(MPITransport):
         return self._node.sync(call)
 
     def barrier(self, call: Call) -> None:
-        """A barrier in shared memory if all ranks are on one node, else MPI's."""
+        """Wait for all ranks: in shared memory if all ranks are on one node, else by MPI's barrier."""
         # Comparing the call is a barrier already, and is fast in shared memory.
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
             self.sync(call).same(call)
@@ -190,7 +194,7 @@ class NodeTransport(MPITransport):
         self._node.give_up()
 
     def interrupt(self) -> None:
-        """As `MPITransport.interrupt`, also for the communicators inside and between nodes."""
+        """As `MPITransport.interrupt`. It also ends calls on the communicators inside and between nodes."""
         super().interrupt()
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
@@ -199,7 +203,7 @@ class NodeTransport(MPITransport):
         self._node.give_up()
 
     def close(self) -> None:
-        """Free all communicators. Shared memory lasts as long as tensors are in it."""
+        """Free all communicators. Shared memory stays as long as there are tensors in it."""
         self._staging.forget()
         self._node_reduction.forget()
         self._node.forget()

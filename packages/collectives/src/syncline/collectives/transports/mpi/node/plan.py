@@ -74,7 +74,7 @@ class Size(NamedTuple):
 
     Attributes:
         whole: the size of the call's larger tensor. If the call has a block, this is the block.
-        shown: the size of the data that a rank shows to the other ranks.
+        shown: the size of the data that a rank lets the other ranks read.
     """
 
     whole: int
@@ -82,7 +82,7 @@ class Size(NamedTuple):
 
 
 def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
-    """The size of a call whose tensor, or whose part for each rank, has `part_bytes`."""
+    """Return the size of a call. Its tensor, or each rank's part of its block, has `part_bytes`."""
     has_block = operation in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER)
     whole = part_bytes * (ranks if has_block else 1)
     return Size(whole, part_bytes if operation is Operation.ALL_GATHER else whole)
@@ -97,7 +97,7 @@ def choose(
         operation: the collective.
         size: the size of the call.
         capabilities: the facts about the group.
-        thresholds: sizes from which algorithms are used; the same on all ranks.
+        thresholds: the sizes from which each algorithm is used. They are the same on all ranks.
         is_native: whether MPI itself can do the reduction.
     """
     # Nobody shares memory, or there is nothing to move.
@@ -117,7 +117,7 @@ def choose(
 
 
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
-    """The size of an eager slot in bytes, a multiple of 64; 0 if the group uses no eager slots."""
+    """Return the size of an eager slot in bytes, a multiple of 64, or 0 if the group uses no eager slots."""
     others = capabilities.ranks - 1
     # Without a barrier, or across nodes, no rank sees another's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
@@ -126,7 +126,7 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
-    """Whether the ranks must compare the places of their tensors, once the group has windows."""
+    """Whether a call of this size is faster in a window. If so, ranks with windows compare where their tensors are."""
     # Comparing places costs one exchange, which small tensors do not win back.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
@@ -135,7 +135,7 @@ def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilitie
 
 
 def slice_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """The start and end of slice `index` of `parts`. The first `numel % parts` slices are one element longer."""
+    """Return the start and end of slice `index` of `parts` slices. The first `numel % parts` slices are one element longer."""
     length, longer = divmod(numel, parts)
     start = index * length + min(index, longer)
     return start, start + length + (index < longer)
@@ -173,11 +173,12 @@ class _Entry(NamedTuple):
 class Windows:
     """The segments of this process in which tensors were allocated.
 
-    Each place has a key: an address in a virtual space, in which all segments ever made follow one another. All ranks make the
-    same segments in the same order, so they agree on the keys. A key has 63 bits, enough for 8 EiB of allocations.
+    Each place has a key: an address in a virtual space. In this space, all segments that were ever made follow one another. All
+    ranks make the same segments in the same order, so they agree on the keys. A key has 63 bits, enough for 8 EiB of
+    allocations.
 
-    This object keeps no segment alive: a segment is freed with this rank's last tensor in it. So memory that is no longer
-    needed, such as a reducer's first buckets, is freed without a call.
+    This object keeps no segment alive: when the last tensor of this rank in a segment is freed, the segment is freed, too. So a
+    reducer's first buckets, for example, need no call that frees them.
     """
 
     def __init__(self) -> None:
@@ -197,9 +198,9 @@ class Windows:
             self._know(sorted((*alive, entry), key=lambda known: known.start))
 
     def key_of(self, tensor: torch.Tensor) -> int:
-        """The key of a contiguous tensor's place; `NOWHERE` unless the whole tensor is in this rank's part of a segment.
+        """Return the key of a contiguous tensor's place. It is `NOWHERE` if the tensor is not in this rank's part of a segment.
 
-        Two ranks get the same key if and only if their places are the same. No other place ever gets this key.
+        Two ranks get the same key if and only if their tensors are at the same place. No other place ever gets this key.
         """
         starts, entries = self._known
         address = tensor.data_ptr()
@@ -214,7 +215,7 @@ class Windows:
         return first_key + address - start
 
     def place(self, key: int) -> Place:
-        """The place that belongs to a key from `key_of`. A tensor must still be at this place."""
+        """Return the place whose key is `key`, as `key_of` returned it. A tensor must still be at this place."""
         for entry in self._known[1]:
             segment = entry.segment()
             if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
@@ -233,7 +234,7 @@ class Windows:
 
 
 class NodeMemory:
-    """Makes segments, and remembers the windows: the segments that hold tensors.
+    """Makes segments. It also remembers the windows, which are the segments that hold tensors.
 
     Args:
         hierarchy: which ranks share a node.
@@ -254,7 +255,10 @@ class NodeMemory:
         return self._has_windows
 
     def allocate_segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make a segment with a part for each rank of a node; None on all ranks if this fails. All ranks call this."""
+        """Make a segment with a part for each rank of a node. Return None on all ranks if this fails.
+
+        All ranks call this method.
+        """
         try:
             with mpi_errors():
                 run = lambda start: self._messages.run(call, start)  # noqa: E731
@@ -264,7 +268,7 @@ class NodeMemory:
             return None
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor | None:
-        """Make a window filled with zeros; None on all ranks if this fails."""
+        """Make a window filled with zeros. Return None on all ranks if this fails."""
         segment = self.allocate_segment(numel * dtype.itemsize, call)
         if segment is None:
             return None
@@ -290,7 +294,7 @@ class NodeMemory:
 class Node:
     """A group's ranks on this node: their shared memory, and their syncs.
 
-    The ranks make the barrier in shared memory when they first come together. A group that never communicates has no barrier.
+    The ranks make the barrier in shared memory at their first call. A group that never communicates has no barrier.
 
     Args:
         hierarchy: which ranks share a node.
@@ -321,15 +325,18 @@ class Node:
         self._shared: SharedSync | None = None
 
     def sync(self, call: Call) -> Sync:
-        """The sync of all ranks of the group. All ranks call this method at the same point of their order."""
+        """Return the sync of all ranks of the group. All ranks call this method at the same point of their order of calls."""
         return self._messages if self.hierarchy.nodes > 1 else self.shared_sync(call) or self._messages
 
     def local_sync(self, call: Call) -> Sync:
-        """The sync of the ranks of this node. All ranks of the group call this method at the same point of their order."""
+        """Return the sync of the ranks of this node.
+
+        All ranks of the group call this method at the same point of their order.
+        """
         return self.shared_sync(call) or self._local_messages
 
     def shared_sync(self, call: Call) -> SharedSync | None:
-        """The sync in shared memory, or None on all ranks if it cannot be made. The first call makes it."""
+        """Return the sync in shared memory, or None on all ranks if it cannot be made. The first call makes it."""
         if self._shared is None and self._may_have_barrier:
             # Making it is a collective: first make sure that all ranks are here, for the same call.
             self._messages.same(call)
@@ -347,17 +354,20 @@ class Node:
         return self._shared
 
     def barrier(self, call: Call) -> ShmBarrier | None:
-        """The barrier of `shared_sync`, whose slots carry small tensors; None on all ranks if it cannot be made."""
+        """Return the barrier of `shared_sync`, or None on all ranks if it cannot be made.
+
+        The barrier's slots carry small tensors.
+        """
         shared = self.shared_sync(call)
         return None if shared is None else shared.barrier
 
     def segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make new memory with a part for each rank of a node; None on all ranks if this fails."""
+        """Make new memory with a part for each rank of a node. Return None on all ranks if this fails."""
         self.sync(call).same(call)
         return self.memory.allocate_segment(part_bytes, call)
 
     def give_up(self) -> None:
-        """Tell the ranks of this node that this rank will not come again."""
+        """Tell the ranks of this node that this rank will not come to further calls."""
         if self._shared is not None:
             self._shared.give_up()
 
@@ -371,14 +381,17 @@ class Algorithm(ABC):
 
     Attributes:
         name: a word or two for logs.
-        compares: whether the ranks must compare the call before `run`. False if the algorithm itself compares it.
+        compares: whether the ranks must compare the call before `run`. False if the algorithm itself compares the call.
     """
 
     name: str
     compares = True
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the algorithm has its memory, which the first call makes. A collective with the same result on all ranks."""
+        """Whether the algorithm has its memory. The first call makes the memory.
+
+        A collective with the same result on all ranks.
+        """
         return True
 
     @abstractmethod

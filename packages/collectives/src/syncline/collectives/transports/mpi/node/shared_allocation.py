@@ -1,4 +1,4 @@
-"""Make memory that the ranks of each node share. Either all nodes get this memory, or none."""
+"""Make memory that the ranks of each node share. Either all nodes get this memory, or no node gets it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class _Allocation:
         self._file = -1
 
     def segment(self) -> Segment | None:
-        """Make the segment; None if this rank failed. Each rank reserves its own part, so the part is close to its core."""
+        """Make the segment. Return None if this rank failed.
+
+        Each rank reserves its own part, so the part is close to its core.
+        """
         origin = self._create()
         if origin is not None and self._open(*origin):
             with self._recording():
@@ -89,7 +92,10 @@ class _Allocation:
             os.close(self._file)
 
     def _create(self) -> tuple[int, int, str] | None:
-        """Make the file on the first rank, if there is enough memory. All ranks of the node get the file's place, or None."""
+        """Make the file on the first rank, if there is enough memory.
+
+        Return its process id, descriptor and name, or None, on all ranks.
+        """
         limits: list[Limit] = []
         with self._recording():
             limits = memory_limits()
@@ -104,7 +110,10 @@ class _Allocation:
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
-        """Open the file on the other ranks, through /proc. If this fails on a rank, pass the descriptor over a socket."""
+        """Open the file on the other ranks, through /proc of the first rank.
+
+        If this fails on a rank, pass the descriptor over a socket.
+        """
         if not self._is_first:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
@@ -156,7 +165,10 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
 
 
 def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
-    """Raise on all ranks if any rank has a problem. Costs one reduction, and a gather only if there is a problem."""
+    """Raise an error on all ranks if any rank has a problem. This costs one reduction.
+
+    If there is a problem, it also costs a gather.
+    """
     is_any = array("q", [bool(problem)])
     run(lambda: communicator.Iallreduce(MPI.IN_PLACE, [is_any, MPI.INT64_T], MPI.MAX))
     if is_any[0]:
@@ -169,7 +181,8 @@ def probe_shared_memory() -> str:
     """Test shared memory: each rank reads what the other ranks of its node wrote. Every rank of the job calls this.
 
     Returns:
-        The result in words, the same on all ranks. The text begins with "yes" or "no", or with "nothing" if all are alone.
+        The result in words, the same on all ranks. The text begins with "yes" or "no", or with "nothing" if every rank is alone
+        on its node.
     """
     with mpi_errors():
         communicator = MPI.COMM_WORLD.Dup()

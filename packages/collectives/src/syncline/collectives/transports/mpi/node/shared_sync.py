@@ -1,4 +1,7 @@
-"""SharedSync: ranks of a node synchronise in shared memory. The same memory compares calls, and carries small tensors."""
+"""SharedSync lets the ranks of a node synchronise in shared memory.
+
+They compare calls and exchange small tensors in this memory.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,21 @@ _LOOKS_ON_SHARED_CORE = 100
 
 
 def has_total_store_order() -> bool:
-    """Whether all cores see one core's writes in the order in which it made them, and each core reads in order.
+    """Whether all cores see a core's writes in the order in which this core made them, and whether each core reads in order.
 
     A `ShmBarrier` needs this: a rank that reads a number must see everything that was written before it. Processors other than
-    x86 need special instructions for this, which Python does not have.
+    x86 need special instructions to guarantee this. Python does not have these instructions.
     """
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def barrier_bytes(slot_bytes: int) -> int:
-    """The size of each rank's part of a barrier's segment."""
+    """Return the size of each rank's part of a barrier's segment."""
     return _HEAD_BYTES + 2 * slot_bytes
 
 
 class GaveUpError(Exception):
-    """A rank has said that it will not arrive again."""
+    """Another rank has said that it will not arrive any more."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -52,7 +55,7 @@ class GaveUpError(Exception):
 
 
 class ShmBarrier:
-    """A barrier in shared memory for the ranks of a node. The barrier compares calls, and its eager slots carry small tensors.
+    """A barrier in shared memory for the ranks of a node. It compares calls, and small tensors travel in its eager slots.
 
     Note [Arrivals in turn]
     ~~~~~~~~~~~~~~~~~~~~~~~
@@ -64,8 +67,8 @@ class ShmBarrier:
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
         slot_bytes: the size of an eager slot; a multiple of 64.
-        progress: called while this rank waits, so that the MPI library makes progress. Another rank may need a message of this
-            rank before it can arrive.
+        progress: called while this rank waits, so that the MPI library makes progress. Another rank may need a message from
+            this rank before that rank can arrive.
         has_own_core: whether there is a core for every rank of the job on this node.
     """
 
@@ -84,9 +87,11 @@ class ShmBarrier:
         self._complete = 0  # the latest arrival for which this rank has seen all others
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """For each rank a flat tensor in its eager slot for arrivals of this turn. The tensors have one or more elements.
+        """Return for each rank a flat tensor in its eager slot for arrivals of this turn.
 
-        Write this rank's slot before `arrive`, and read the slots of the others after it.
+        The tensors have one or more elements.
+
+        Write this rank's slot before `arrive`, and read the slots of the other ranks after `arrive`.
         """
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode
             return self._segment.rows(_HEAD_BYTES + turn * self.slot_bytes + offset_bytes, numel, dtype)
@@ -95,7 +100,8 @@ class ShmBarrier:
         """Return when all ranks have arrived.
 
         Returns:
-            Whether `digest` is the same on all ranks; and whether `place` is the same and is not `NOWHERE`. Both have 64 bits.
+            Two answers: whether `digest` is the same on all ranks, and whether `place` is the same on all ranks and is not
+            `NOWHERE`. `digest` and `place` have 64 bits.
 
         Raises:
             GaveUpError: a rank will not come.
@@ -119,10 +125,11 @@ class ShmBarrier:
         return is_same, is_common
 
     def give_up(self) -> None:
-        """Tell all ranks that wait for this rank, now or later, that this rank does not come.
+        """Tell all ranks that wait for this rank, now or later, that this rank does not come any more.
 
-        If this rank has not seen all others in its latest arrival, it takes back this arrival, too, because it will not do the
-        step that follows. A complete arrival stays: another rank may not have seen it yet, and must complete it, too.
+        If this rank has not seen all other ranks arrive in its latest arrival, it takes back this arrival, because it will not
+        do the step after the arrival. A complete arrival stays, because another rank may not have seen it yet, and must be able
+        to complete it.
         """
         # The next arrival: ranks that come to it find this mark in place of a number.
         self._numbers[self._lines[(self.arrivals + 1) & 1][0]] = _GAVE_UP
@@ -130,7 +137,7 @@ class ShmBarrier:
             self._numbers[self._lines[self.arrivals & 1][0]] = _GAVE_UP
 
     def _lines_of(self, turn: int) -> tuple[int, list[int]]:
-        """The index of this rank's line of numbers, and the indices of the other ranks' lines."""
+        """Return the index of the line that this rank writes, and the indices of the other ranks' lines."""
         lines = [(self._segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)]
         return lines[self.mine], lines[: self.mine] + lines[self.mine + 1 :]
 
@@ -155,7 +162,7 @@ class SharedSync(Sync):
 
     Args:
         barrier: the barrier of these ranks.
-        messages: the sync of all ranks of the group; after an error it finds out which rank did what.
+        messages: the sync of all ranks of the group. After an error, it finds out what each rank did.
     """
 
     def __init__(self, barrier: ShmBarrier, messages: MessageSync) -> None:
@@ -180,7 +187,7 @@ class SharedSync(Sync):
             raise self._explained(error, call) from None
 
     def give_up(self) -> None:
-        """Tell the other ranks that this rank will not come again."""
+        """Tell the other ranks that this rank will not come any more."""
         self.barrier.give_up()
 
     def _explained(self, error: Exception, call: Call) -> Exception:

@@ -1,4 +1,4 @@
-"""Collectives on tensors in a window, at the same place on every rank of a node."""
+"""Collectives on tensors in a window. Each tensor is at the same place on every rank of a node."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class Window(InWindow):
 
     Note [Slices]
     ~~~~~~~~~~~~~
-    The ranks of a node divide a tensor into one slice for each rank. A rank uses only its own slice, but in the tensors of all
-    ranks. It reads the terms, combines them chunk by chunk, and writes each result into all tensors while the result is in the
-    cache. So no rank waits in the middle. Two waits remain:
+    The ranks of a node divide a tensor into one slice for each rank. A rank uses only its own slice, but uses it in the tensors
+    of all ranks. It reads the terms of all ranks, combines them chunk by chunk, and writes each result into all tensors while
+    the result is in the cache. So no rank waits in the middle. Two waits remain:
 
-    1. `Sync.same` before: afterwards all terms are there, and no program uses its tensor.
-    2. `Sync.wait` after: afterwards all slices are written, and no rank uses another rank's tensor.
+    1. `Sync.same` before the work. After this wait all terms are written, and no program uses its tensor.
+    2. `Sync.wait` after the work. After this wait all slices are written, and no rank uses another rank's tensor.
 
-    After such a wait, a rank sees everything that the others wrote before it. With a `ShmBarrier`, this holds because the
-    processor keeps the order of writes (see `has_total_store_order`). With MPI, receiving a message guarantees it.
+    After each wait, a rank sees everything that the other ranks wrote before this wait. With a `ShmBarrier`, this is true
+    because the processor keeps the order of writes (see `has_total_store_order`). With MPI, it is true because the ranks have
+    received messages.
 
     Args:
         node: the group's node.
@@ -94,7 +95,7 @@ class _Chunk(NamedTuple):
 
 
 def _all_reduce(place: Place, signature: Signature) -> Share:
-    """Reduce this rank's slice, chunk by chunk, and copy each result into the tensors of the others."""
+    """Reduce this rank's slice, chunk by chunk, and copy each result into the tensors of the other ranks."""
     mine, itemsize = place.segment.mine, signature.element_dtype.itemsize
     start, stop = slice_of(signature.numel, place.segment.parts, mine)
     planned = []
@@ -174,7 +175,7 @@ def _itemsize(signature: Signature) -> int:
 
 
 def _addresses(place: Place, offset_bytes: int) -> list[int]:
-    """For each rank, the address in this process of an offset from the start of the rank's tensor."""
+    """Return for each rank the address at which this process sees byte `offset` of the rank's tensor."""
     segment = place.segment
     first = segment.address() - segment.offset_of(segment.mine) + place.offset_bytes + offset_bytes
     return [first + segment.offset_of(part) for part in range(segment.parts)]
@@ -186,6 +187,6 @@ def _chunks(place: Place, start: int, stop: int, dtype: torch.dtype) -> list[tup
 
 
 def tensor_from_address(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """View host memory as a flat tensor of one or more elements. The tensor does not keep the memory alive."""
+    """Return a flat tensor of one or more elements over host memory. The tensor does not keep the memory alive."""
     with torch.inference_mode(False):  # the tensor is kept for later calls, which may be outside of this mode
         return torch.frombuffer((ctypes.c_byte * (numel * dtype.itemsize)).from_address(address), dtype=dtype, count=numel)
