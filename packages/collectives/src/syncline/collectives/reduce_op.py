@@ -111,7 +111,7 @@ _CARRIED_OUT: dict[tuple[ReduceOp, torch.dtype], Reduction] = {
 }
 
 
-def check_reduction(op: Reduction, dtype: torch.dtype) -> None:
+def check_reduction(op: object, dtype: torch.dtype) -> None:
     """Refuse a reduction that is not defined for a dtype.
 
     Raises:

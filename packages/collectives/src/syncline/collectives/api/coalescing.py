@@ -148,7 +148,7 @@ def all_gather_coalesced(
     """
     chosen = resolve_group(group)
     inputs, are_fake = _checked("all_gather_coalesced", input_tensor_list, chosen, are_written=False)
-    if isinstance(output_tensor_lists, torch.Tensor | str) or not isinstance(output_tensor_lists, Sequence):
+    if not checks.is_list(output_tensor_lists):
         raise InvalidArgumentError(
             f"all_gather_coalesced on {chosen.place()}: expected a list of tensors for each rank, found "
             f"{type(output_tensor_lists).__name__}"

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
+from ..tensors.checks import is_list
 from ..work import Work
 from .default_group import rank_in, resolve_group
 
@@ -96,7 +97,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     Raises:
         InvalidArgumentError: the list is empty, or its entries are for different groups.
     """
-    if not isinstance(p2p_op_list, Sequence) or not all(isinstance(entry, P2POp) for entry in p2p_op_list):
+    if not is_list(p2p_op_list, P2POp):
         raise InvalidArgumentError(f"expected a list of P2POps of syncline.collectives, found {p2p_op_list!r:.200}")
     if not p2p_op_list:
         raise InvalidArgumentError("expected at least one P2POp, found none")

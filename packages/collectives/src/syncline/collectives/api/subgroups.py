@@ -6,13 +6,11 @@ import operator
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-import torch
-
 from ..engine.cancel_scope import seconds
 from ..errors import DisagreementError, InvalidArgumentError
 from ..group import ProcessGroup
 from ..health.statements import Statements
-from ..tensors.checks import is_integer
+from ..tensors.checks import is_integer, is_list
 from .default_group import get_default_group, resolve_group
 from .non_member import NonMember
 from .object_exchange import all_gather_bytes, are_same_on_all_ranks
@@ -81,7 +79,7 @@ def new_subgroups_by_enumeration(
         DisagreementError: the ranks give different lists. All ranks raise it, and no group is made.
     """
     world = get_default_group()
-    if isinstance(ranks_per_subgroup_list, torch.Tensor | str) or not isinstance(ranks_per_subgroup_list, Sequence):
+    if not is_list(ranks_per_subgroup_list):
         raise InvalidArgumentError(f"expected a list of lists of ranks, found {ranks_per_subgroup_list!r}")
     lists = [_sorted(entry) for entry in ranks_per_subgroup_list]
     _check_ranks([rank for entry in lists for rank in entry], world.size)

@@ -122,6 +122,13 @@ def is_list_of_integers(value: object) -> bool:
     return isinstance(value, Sequence) and all(map(is_integer, value))
 
 
+def is_list(value: object, kind: type = object) -> bool:
+    """Whether `value` is a sequence whose entries are all of one kind. A tensor or a text is not a sequence here."""
+    if isinstance(value, torch.Tensor | str) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(entry, kind) for entry in value)
+
+
 def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None = None) -> str | None:
     """The problem if an argument is not a tensor or, if its name ends in "s", not a list of tensors.
 
@@ -133,7 +140,7 @@ def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None
         if given is None and name == only_on_root:
             continue
         if name.endswith("s"):
-            if isinstance(given, torch.Tensor | str) or not isinstance(given, Sequence):
+            if not is_list(given):
                 return f"expected {name} to be a list of tensors, found {type(given).__name__}"
             for index, entry in enumerate(cast(Sequence[object], given)):
                 if not isinstance(entry, torch.Tensor):

@@ -59,7 +59,7 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
         if torch_group is None:
             raise MisuseError("torch.distributed has no default group; call torch.distributed.init_process_group first")
     # `torch.distributed.new_group` returns such an object on ranks that are not in the group.
-    if torch_group is dist.GroupMember.NON_GROUP_MEMBER:
+    if torch_group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # not in torch's types
         raise MisuseError("this rank is not in the group of torch.distributed; call collectives only on the group's ranks")
     if not hasattr(torch_group, "rank") or not hasattr(torch_group, "size"):
         raise InvalidArgumentError(f"expected a group of torch.distributed, found {type(torch_group).__name__}")
