@@ -26,7 +26,7 @@ def started(command: list[str], folder: Path, program: str, *words: str) -> Iter
     with subprocess.Popen(
         [*command, "program.py", *words],
         cwd=folder,
-        env={**os.environ, "PMI_FD": str(write), "GIVEN": "here", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PMI_FD": str(write), "GIVEN": "here"},
         pass_fds=[write],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -46,7 +46,7 @@ import os, sys
 assert __name__ == "__main__" and sys.argv == ["program.py", "a", "b c"], sys.argv
 assert sys.path[0] == os.getcwd() and os.environ["GIVEN"] == "here"
 os.write(int(os.environ["PMI_FD"]), b"to mpiexec")
-print("said", len(os.listdir("/proc/self/fd")))
+print("said", len(os.listdir("/proc/self/fd")), flush=True)
 print("wrong", file=sys.stderr)
 sys.exit(3)
 """
