@@ -26,6 +26,7 @@ from syncline.collectives import (
     init_process_group,
     is_initialized,
 )
+from syncline.collectives.engine.observers import observe_calls
 from syncline.collectives.transports.threads import create_groups
 
 LAUNCHED = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -217,13 +218,26 @@ def test_what_is_no_tensor_is_refused_in_our_words(call, found: str) -> None:
         (lambda tensor: collectives.broadcast_copy(None, 0), "expected tensor to be a torch.Tensor, found NoneType"),
         (lambda tensor: collectives.all_gather_coalesced(None, []), "expected a list of tensors for each rank"),
         (lambda tensor: get_default_group().set_timeout([1]), "a timeout must be a positive number"),
+        (lambda tensor: get_default_group().set_timeout("5"), "a timeout must be a positive number"),
+        (lambda tensor: collectives.new_group([0], timeout=0), "a timeout must be a positive number"),
+        (lambda tensor: collectives.new_subgroups(1, timeout="x"), "a timeout must be a positive number"),
+        (lambda tensor: collectives.new_subgroups_by_enumeration([[0]], timeout=-1), "a timeout must be a positive number"),
+        (lambda tensor: collectives.premul_sum(10**400), "expected a finite factor"),
+        (lambda tensor: collectives.all_reduce(tensor, op=([],)), "expected a reduction"),
+        (lambda tensor: collectives.broadcast(tensor, torch.empty((), device="meta")), "expected a rank"),
+        (lambda tensor: collectives.scatter_object_list([None], "a", 0), "expected a list of objects, found str"),
+        (lambda tensor: collectives.all_to_all_rows(tensor, [2.5]), "expected a list of integers as splits"),
     ],
 )
 def test_arguments_of_another_type_are_refused_and_do_no_harm(call, found: str) -> None:
     init_process_group()
     tensor = torch.ones(2)
+    issued = []
+    stop = observe_calls(lambda group, *_: issued.append(group))
     with pytest.raises(InvalidArgumentError, match=found):
         call(tensor)
+    stop()
+    assert not issued, "another rank would have waited for the rest of this call"
     collectives.all_reduce(tensor)  # the group still works
 
 
@@ -231,6 +245,14 @@ def test_arguments_of_another_type_are_refused_and_do_no_harm(call, found: str) 
 def test_a_group_without_a_time_limit(timeout: timedelta | float, tmp_path: Path) -> None:
     init_process_group("gloo", f"file://{tmp_path}/meeting", timeout=timeout, world_size=1, rank=0)
     assert collectives.all_reduce(torch.ones(2), group=collectives.new_group([0], timeout), async_op=True).wait()
+
+
+def test_arrays_of_ranks_are_taken() -> None:
+    init_process_group()
+    assert collectives.new_group(np.array([0])).size == 1
+    assert collectives.new_subgroups_by_enumeration(np.array([[0]]))[1] == [[0]]
+    assert collectives.all_to_all_rows(torch.ones(2), np.array([2]))[1] == [2]
+    assert len(collectives.all_reduce_copy_coalesced(torch.nn.ParameterList([torch.ones(2)]))) == 1
 
 
 def test_nothing_coalesced_is_nothing_to_do() -> None:

@@ -92,7 +92,7 @@ def test_a_file_without_a_floor_is_refused(text: str, words: str, folder: Path, 
     assert words in capsys.readouterr().err
 
 
-def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     with pytest.raises(MisuseError, match=r"pip install plotly rich"):
         extras.require_extra("rich")

@@ -32,7 +32,8 @@ class ProcessGroup(ABC):
 
     **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. Only `send` and
     `recv` concern two ranks. Any thread may call. If two threads of one rank call without a lock, their calls have no order, on
-    this rank or across ranks. A collective in a future's callback runs inside that callback, before its successors.
+    this rank or across ranks. If a future's callback issues a collective, the collective runs inside the callback, before all
+    queued calls of the group.
 
     **What comes back.** Each collective returns a `Work`. With `async_op=False` it has finished. With `async_op=True` it may be
     in flight, and the tensors belong to it until `wait()` returns.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -67,8 +66,8 @@ def premul_sum(factor: float) -> PremulSum:
         InvalidArgumentError: the factor is not a finite number.
     """
     try:
-        number = float(factor)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with more than one element
+        number = math.fsum([factor])
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with more than one element
         number = math.nan
     if not math.isfinite(number):
         raise InvalidArgumentError(f"expected a finite factor for premul_sum, found {factor!r}")
@@ -163,7 +162,10 @@ def from_torch(op: Any) -> Reduction | None:
         return None
     # An instance of `dist.ReduceOp` equals torch's constant, but has another hash. Its attribute `op` is the constant.
     constant = getattr(op, "op", op)
-    ours = _OURS.get(constant) if isinstance(constant, Hashable) else None
+    try:
+        ours = _OURS.get(constant)
+    except TypeError:  # not hashable, so it is no reduction
+        return None
     if ours is None and isinstance(op, dist.ReduceOp) and op == _PREMUL_SUM:
         factor = premul_factor(op)
         return None if factor is None else premul_sum(factor)

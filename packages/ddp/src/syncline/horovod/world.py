@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -107,10 +108,12 @@ def shutdown() -> None:
         return
     old, _world = _world, None
     global_process_set.ranks = []
-    for process_set in old.process_sets:
-        _close(process_set)
-    if old.is_ours:
-        destroy_process_group()
+    # If a set cannot be closed, the others still are, and the error is raised at the end.
+    with ExitStack() as closing:
+        if old.is_ours:
+            closing.callback(destroy_process_group)
+        for process_set in reversed(old.process_sets):
+            closing.callback(_close, process_set)
 
 
 def replace_world(group: ProcessGroup) -> None:

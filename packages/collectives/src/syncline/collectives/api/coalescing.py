@@ -58,7 +58,7 @@ def broadcast_coalesced(
     root: int = 0,
     buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> None:
-    """Copy the root's tensors to every rank, flattened into few buffers. Larger lists have two broadcasts in flight.
+    """Copy the root's tensors to every rank, flattened into few buffers. At most two broadcasts are in flight.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten elsewhere.

@@ -243,6 +243,9 @@ def get_default_group() -> ProcessGroup:
     return resolve_group(None)
 
 
+_GROUPS = (ProcessGroup, NonMember)
+
+
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     """The group that a function works on: the given group, or the default group if it is None.
 
@@ -251,7 +254,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
         MisuseError: this rank is not in the group.
         InvalidArgumentError: `group` is not a group.
     """
-    if group is not None and not isinstance(group, ProcessGroup | NonMember):
+    if group is not None and group is not _default and not isinstance(group, _GROUPS):
         raise InvalidArgumentError(f"expected a ProcessGroup of syncline.collectives as group, found {type(group).__name__}")
     chosen = _default if group is None else group
     if chosen is None:

@@ -6,11 +6,13 @@ Functions with a name from torch.distributed have its arguments, too.
 from __future__ import annotations
 
 import pickle
-from collections.abc import MutableSequence, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
+from ..tensors.checks import is_list
 from . import object_exchange
 from .default_group import rank_in, resolve_group
 from .object_exchange import broadcast_object
@@ -87,6 +89,9 @@ def scatter_object_list(
     _check_list("scatter_object_list", scatter_object_output_list, chosen)
     if not scatter_object_output_list:
         raise InvalidArgumentError(f"scatter_object_list on {chosen.place()}: expected an output list with a place, found none")
+    if scatter_object_input_list is not None and not is_list(scatter_object_input_list):
+        found = type(scatter_object_input_list).__name__
+        raise InvalidArgumentError(f"scatter_object_list on {chosen.place()}: expected a list of objects, found {found}")
     if chosen.rank == root and len(scatter_object_input_list or ()) != chosen.size:
         raise InvalidArgumentError(
             f"scatter_object_list on {chosen.place()}: expected {chosen.size} objects on the root, found "
@@ -99,5 +104,5 @@ def scatter_object_list(
 
 def _check_list(name: str, given: object, group: ProcessGroup) -> None:
     """Check an argument that will be filled, before the ranks communicate."""
-    if not isinstance(given, MutableSequence) or isinstance(given, bytearray):
+    if not is_list(given) or not hasattr(given, "__setitem__") or isinstance(given, deque | bytearray):
         raise InvalidArgumentError(f"{name} on {group.place()}: expected a list of objects, found {type(given).__name__}")

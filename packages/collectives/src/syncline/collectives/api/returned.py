@@ -21,6 +21,7 @@ The functions that end in `_coalesced` take a list, and send its tensors togethe
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 from zlib import crc32
@@ -178,7 +179,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 def all_gather_rows_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_gather_rows` of several tensors, with one all-gather for each dtype. Returns a list."""
+    """`all_gather_rows` of several tensors, as many on every rank, with one all-gather for each dtype. Returns a list."""
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_gather_rows", chosen.place(), tensors=tensors)
     # Without a tensor there is nothing to send, not even the numbers of rows.
@@ -403,7 +404,12 @@ def all_to_all_rows(
         raise InvalidArgumentError(
             f"all_to_all_rows on {chosen.place()}: {rows} rows cannot go to {chosen.size} ranks in equal parts; pass splits"
         )
-    counts = [rows // chosen.size] * chosen.size if splits is None else [int(count) for count in splits]
+    try:
+        counts = [rows // chosen.size] * chosen.size if splits is None else [operator.index(count) for count in splits]
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"all_to_all_rows on {chosen.place()}: expected a list of integers as splits, found {splits!r}"
+        ) from error
     if len(counts) != chosen.size or min(counts) < 0 or sum(counts) != rows:
         raise InvalidArgumentError(
             f"all_to_all_rows on {chosen.place()}: expected {chosen.size} splits, none below 0, that add up to {rows} rows, "

@@ -10,7 +10,7 @@ from ..engine.cancel_scope import seconds
 from ..errors import DisagreementError, InvalidArgumentError
 from ..group import ProcessGroup
 from ..health.statements import Statements
-from ..tensors.checks import is_integer, is_list
+from ..tensors.checks import is_integer
 from .default_group import get_default_group, resolve_group
 from .non_member import NonMember
 from .object_exchange import all_gather_bytes, are_same_on_all_ranks
@@ -35,9 +35,10 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
     world = get_default_group()
     chosen = _sorted(range(world.size) if ranks is None else ranks)
     _check_ranks(chosen, world.size)
+    timeout_s = seconds(timeout, world.timeout_s)
     # Compare before the split, so that no rank gets a group that others did not ask for.
     verify_request(world, f"new_group({chosen})")
-    made = world.split(0 if world.rank in chosen else None, timeout_s=_timeout_s(timeout, world))
+    made = world.split(0 if world.rank in chosen else None, timeout_s=timeout_s)
     return NonMember(f"new_group({chosen})", chosen, world.rank) if made is None else made
 
 
@@ -59,8 +60,9 @@ def new_subgroups(
         raise InvalidArgumentError(
             f"expected a group_size that divides the {parent.size} ranks of group '{parent.name}', found {group_size!r}"
         )
+    timeout_s = seconds(timeout, parent.timeout_s)
     verify_request(parent, f"new_subgroups({group_size})")
-    made = parent.split(parent.rank // group_size, timeout_s=_timeout_s(timeout, parent))
+    made = parent.split(parent.rank // group_size, timeout_s=timeout_s)
     assert made is not None
     ranks = list(parent.ranks)
     return made, [ranks[start : start + group_size] for start in range(0, parent.size, group_size)]
@@ -79,13 +81,15 @@ def new_subgroups_by_enumeration(
         DisagreementError: the ranks give different lists. All ranks raise it, and no group is made.
     """
     world = get_default_group()
-    if not is_list(ranks_per_subgroup_list):
-        raise InvalidArgumentError(f"expected a list of lists of ranks, found {ranks_per_subgroup_list!r}")
-    lists = [_sorted(entry) for entry in ranks_per_subgroup_list]
+    try:
+        lists = [_sorted(entry) for entry in ranks_per_subgroup_list]
+    except TypeError as error:
+        raise InvalidArgumentError(f"expected a list of lists of ranks, found {ranks_per_subgroup_list!r}") from error
     _check_ranks([rank for entry in lists for rank in entry], world.size)
+    timeout_s = seconds(timeout, world.timeout_s)
     verify_request(world, f"new_subgroups_by_enumeration({lists})")
     color = next((number for number, entry in enumerate(lists) if world.rank in entry), None)
-    made = world.split(color, timeout_s=_timeout_s(timeout, world))
+    made = world.split(color, timeout_s=timeout_s)
     everyone = [rank for entry in lists for rank in entry]
     return NonMember("new_subgroups_by_enumeration", everyone, world.rank) if made is None else made, lists
 
@@ -134,7 +138,3 @@ def _check_ranks(ranks: Sequence[int], world_size: int) -> None:
         raise InvalidArgumentError(f"expected each rank once, found {list(ranks)}")
     if not all(0 <= rank < world_size for rank in ranks):
         raise InvalidArgumentError(f"expected ranks in 0..{world_size - 1}, found {list(ranks)}")
-
-
-def _timeout_s(timeout: timedelta | float | None, parent: ProcessGroup) -> float:
-    return seconds(timeout, parent.timeout_s)

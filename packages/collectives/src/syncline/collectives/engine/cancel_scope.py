@@ -34,8 +34,8 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
     if timeout is None:
         return default_s
     try:
-        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with more than one element
+        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else math.fsum([timeout])
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with more than one element
         timeout_s = math.nan
     # A limit of NaN would never be reached, because every comparison with it is false.
     if math.isnan(timeout_s) or timeout_s <= 0:

@@ -170,7 +170,10 @@ class Queue:
             self._tasks.popleft()()
 
     def help(self, is_done: Callable[[], bool]) -> None:
-        """Run queued tasks, in order, until `is_done` or another thread has the turn. Call it on a thread that must wait."""
+        """Run queued tasks in order, on a thread that must wait.
+
+        Stops when `is_done()` is true, when the queue is empty, or when another thread has the turn.
+        """
         me = get_ident()
         # If another thread has the turn, it runs the tasks, and this thread only needs to wait.
         while self._tasks and not is_done() and self._turn.acquire(False):

@@ -45,7 +45,8 @@ class Statements:
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
         """Return the most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`.
 
-        None: return all texts.
+        Args:
+            most_told: how many texts to return at most; None: all.
         """
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]

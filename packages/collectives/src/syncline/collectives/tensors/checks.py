@@ -112,7 +112,7 @@ def is_integer(value: object) -> bool:
     # Tensors and arrays have `__index__`, too, but it fails for floats and for more than one element.
     try:
         operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without memory
         return False
     return True
 
@@ -123,10 +123,13 @@ def is_list_of_integers(value: object) -> bool:
 
 
 def is_list(value: object, kind: type = object) -> bool:
-    """Whether `value` is a sequence whose entries are all of one kind. A tensor or a text is not a sequence here."""
-    if isinstance(value, torch.Tensor | str) or not isinstance(value, Sequence):
+    """Whether `value` has entries with numbers, all of one kind. A tensor or a text is not a list here."""
+    if isinstance(value, torch.Tensor | str | bytes | Mapping):
         return False
-    return all(isinstance(entry, kind) for entry in value)
+    # Not `Sequence`: torch's ParameterList and numpy's arrays are lists, too, but are not derived from it.
+    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        return False
+    return kind is object or all(isinstance(entry, kind) for entry in cast(Sequence[object], value))
 
 
 def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None = None) -> str | None:

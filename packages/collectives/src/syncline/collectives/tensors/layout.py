@@ -116,7 +116,8 @@ def pack(
         size: the number of ranks.
 
     Returns:
-        The part and the whole. In a gather or scatter, the whole is None on the ranks that are not the root.
+        The part (the data of one rank) and the whole (the data of all ranks). In a gather or scatter, the whole is None on
+        the ranks that are not the root.
     """
     if name in _ONE_TENSOR:
         wire = in_plain_order(writes[0])
