@@ -509,6 +509,22 @@ def test_a_tracer_refuses_what_its_program_would_leave_out() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch calls no kernel of ours for them")
+def test_operators_on_a_group_of_torch_release_the_gil() -> None:
+    """See Note [Kernels of torch and the GIL]: if they keep it, the ranks hang after some hundred calls."""
+    size, theirs = dist.get_world_size(), dist.new_group(backend="gloo")
+    operators = torch.ops._c10d_functional
+    for _ in range(1500):
+        rows, part = torch.zeros(size * 4), torch.zeros(4)
+        gathered = operators.all_gather_into_tensor_out(torch.ones(4), size, theirs.group_name, out=rows)
+        reduced = operators.reduce_scatter_tensor_out(torch.ones(size * 4), "sum", size, theirs.group_name, out=part)
+        operators.wait_tensor(gathered)
+        operators.wait_tensor(reduced)
+        del gathered, reduced  # the queue's thread drops what is left of the tensors
+    assert rows.tolist() == [1.0] * (size * 4)
+    assert part.tolist() == [float(size)] * 4
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="this torch calls no kernel of ours for them")
 def test_operators_that_compiled_programs_call() -> None:
     """torch.compile makes such operators from FSDP's gathers; also for a group that is not ours."""
     rank, size = dist.get_rank(), dist.get_world_size()

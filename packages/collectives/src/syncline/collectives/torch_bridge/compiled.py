@@ -2,7 +2,14 @@
 
 torch.compile turns collectives into functional operators. Most of them reach our groups. Three go to the group's C++ backend
 instead, which our groups do not have: two that write into a given tensor (the compiler's bucketing of FSDP makes them), and
-batches of transfers. For these three we register our own kernel before torch's. It passes calls on other groups to torch's.
+batches of transfers. For these three we register our own kernel before torch's.
+
+Note [Kernels of torch and the GIL]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If the kernel puts a collective into the queue of a
+Gloo group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen,
+which needs the GIL: a deadlock. So on torch's groups we do what two of torch's kernels do, by methods of the group, which
+release the GIL. Batches of transfers do not go through the queue, so they go to torch's kernel.
 """
 
 from __future__ import annotations
@@ -33,19 +40,22 @@ def serve(device_types: frozenset[str]) -> None:
         library: Any = torch.library.Library(_OPERATORS, "IMPL")  # type: ignore[no-untyped-call]
         # Kept for ever: torch removes the kernels of a library that is freed.
         _served[device] = library
-        for name, ours in _KERNELS.items():
+        for name in _KERNELS:
             if not hasattr(torch.ops._c10d_functional, name):  # torch 2.10 has no operator for batches
                 continue
             torchs = torch.library.get_kernel(f"{_OPERATORS}::{name}", device.upper())
-            library.impl(name, partial(_either, ours, torchs), device.upper(), with_keyset=True)
+            library.impl(name, partial(_either, name, torchs), device.upper(), with_keyset=True)
 
 
-def _either(ours: Callable[..., Any], torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call our kernel if the group (the last argument) is ours, else torch's."""
+def _either(name: str, torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call our kernel if the group (the last argument) is ours, else what torch's kernel does."""
     *rest, named = args
     group = group_named(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
     if isinstance(group, CallIssuer):
-        return ours(group, *rest, **kwargs)
+        return _KERNELS[name](group, *rest, **kwargs)
+    # See Note [Kernels of torch and the GIL].
+    if name in _ON_TORCHS_GROUPS:
+        return _ON_TORCHS_GROUPS[name](group, *rest, **kwargs)
     return torchs.call_boxed(keys, *args, **kwargs)
 
 
@@ -54,9 +64,21 @@ def _all_gather_into_tensor_out(group: Any, tensor: torch.Tensor, _: int, *, out
 
 
 def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: int, *, out: torch.Tensor) -> torch.Tensor:
+    return _registered(out, group.reduce_scatter_single(out, _apart(tensor, out, group), _reduction(word)))
+
+
+def _all_gather_by_torch(group: Any, tensor: torch.Tensor, _: int, *, out: torch.Tensor) -> torch.Tensor:
+    return _registered(out, group._allgather_base(out, tensor))
+
+
+def _reduce_scatter_by_torch(group: Any, tensor: torch.Tensor, word: str, _: int, *, out: torch.Tensor) -> torch.Tensor:
+    return _registered(out, group._reduce_scatter_base(out, tensor, _reduction(word)))
+
+
+def _reduction(word: str) -> dist.ReduceScatterOptions:
     options = dist.ReduceScatterOptions()
     options.reduceOp = getattr(dist.ReduceOp, word.upper())
-    return _registered(out, group.reduce_scatter_single(out, _apart(tensor, out, group), options))
+    return options
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
@@ -89,4 +111,9 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "all_gather_into_tensor_out": _all_gather_into_tensor_out,
     "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
     "batch_p2p_ops": _batch_p2p_ops,
+}
+
+_ON_TORCHS_GROUPS: dict[str, Callable[..., Any]] = {
+    "all_gather_into_tensor_out": _all_gather_by_torch,
+    "reduce_scatter_tensor_out": _reduce_scatter_by_torch,
 }
