@@ -66,12 +66,12 @@ def premul_sum(factor: float) -> PremulSum:
         InvalidArgumentError: the factor is not a finite number.
     """
     try:
-        number = math.fsum([factor])
+        is_finite = math.isfinite(factor)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with more than one element
-        number = math.nan
-    if not math.isfinite(number):
+        is_finite = False
+    if not is_finite:
         raise InvalidArgumentError(f"expected a finite factor for premul_sum, found {factor!r}")
-    return PremulSum(number)
+    return PremulSum(float(factor))
 
 
 HALVES = frozenset({torch.float16, torch.bfloat16})

@@ -235,16 +235,16 @@ def _joined(
 
 
 def _checked(
-    name: str, tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, *, are_written: bool
+    name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
     """Check all tensors before the first collective. Returns them resolved, and whether they are FakeTensors.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """
     problem = checks.no_tensors({"tensors": tensors})
-    if problem is None and not all(tensor.layout is torch.strided for tensor in tensors or ()):
+    if problem is None and not all(tensor.layout is torch.strided for tensor in tensors):
         problem = "expected dense tensors, which are joined to one, found a sparse one; reduce it by all_reduce"
-    usable = [] if problem is not None else resolved(list(tensors or ()))
+    usable = [] if problem is not None else resolved(list(tensors))
     are_fake = has_fakes(usable)
     for tensor in () if are_fake else usable:
         problem = problem or checks.unusable(tensor, group.device_types, group.backend_name)

@@ -89,9 +89,8 @@ def scatter_object_list(
     _check_list("scatter_object_list", scatter_object_output_list, chosen)
     if not scatter_object_output_list:
         raise InvalidArgumentError(f"scatter_object_list on {chosen.place()}: expected an output list with a place, found none")
-    if scatter_object_input_list is not None and not is_list(scatter_object_input_list):
-        found = type(scatter_object_input_list).__name__
-        raise InvalidArgumentError(f"scatter_object_list on {chosen.place()}: expected a list of objects, found {found}")
+    if scatter_object_input_list is not None:
+        _check_list("scatter_object_list", scatter_object_input_list, chosen, is_filled=False)
     if chosen.rank == root and len(scatter_object_input_list or ()) != chosen.size:
         raise InvalidArgumentError(
             f"scatter_object_list on {chosen.place()}: expected {chosen.size} objects on the root, found "
@@ -102,7 +101,8 @@ def scatter_object_list(
     scatter_object_output_list[0] = pickle.loads(entries[chosen.rank])
 
 
-def _check_list(name: str, given: object, group: ProcessGroup) -> None:
-    """Check an argument that will be filled, before the ranks communicate."""
-    if not is_list(given) or not hasattr(given, "__setitem__") or isinstance(given, deque | bytearray):
+def _check_list(name: str, given: object, group: ProcessGroup, *, is_filled: bool = True) -> None:
+    """Check a list, before the ranks communicate. If it will be filled, its places must take any object."""
+    takes_objects = hasattr(given, "__setitem__") and not isinstance(given, deque | bytearray)
+    if not is_list(given) or (is_filled and not takes_objects):
         raise InvalidArgumentError(f"{name} on {group.place()}: expected a list of objects, found {type(given).__name__}")

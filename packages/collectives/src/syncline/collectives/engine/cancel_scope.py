@@ -33,14 +33,15 @@ def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOU
     """
     if timeout is None:
         return default_s
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     try:
-        timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else math.fsum([timeout])
+        # A limit of NaN would never be reached, because every comparison with it is false.
+        is_positive = not math.isnan(timeout_s) and timeout_s > 0
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with more than one element
-        timeout_s = math.nan
-    # A limit of NaN would never be reached, because every comparison with it is false.
-    if math.isnan(timeout_s) or timeout_s <= 0:
+        is_positive = False
+    if not is_positive:
         raise InvalidArgumentError(f"a timeout must be a positive number of seconds or a timedelta, found {timeout!r}")
-    return min(timeout_s, _LONGEST_S)
+    return min(float(timeout_s), _LONGEST_S)
 
 
 class CancelScope:

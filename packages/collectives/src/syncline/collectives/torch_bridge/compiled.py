@@ -8,8 +8,8 @@ Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If the kernel puts a collective into the queue of a
 Gloo group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen,
-which needs the GIL: a deadlock. So on torch's groups we do what two of torch's kernels do, by methods of the group, which
-release the GIL. Batches of transfers do not go through the queue, so they go to torch's kernel.
+which needs the GIL: a deadlock. So two of our kernels serve torch's groups, too: they call a method of the group, which
+releases the GIL. Batches of transfers do not go through the queue, so on torch's groups they go to torch's kernel.
 """
 
 from __future__ import annotations
@@ -48,37 +48,22 @@ def serve(device_types: frozenset[str]) -> None:
 
 
 def _either(name: str, torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call our kernel if the group (the last argument) is ours, else what torch's kernel does."""
+    """Call our kernel, or torch's for a batch of transfers on a group (the last argument) that is not ours."""
     *rest, named = args
     group = group_named(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
-    if isinstance(group, CallIssuer):
-        return _KERNELS[name](group, *rest, **kwargs)
-    # See Note [Kernels of torch and the GIL].
-    if name in _ON_TORCHS_GROUPS:
-        return _ON_TORCHS_GROUPS[name](group, *rest, **kwargs)
-    return torchs.call_boxed(keys, *args, **kwargs)
+    if name == "batch_p2p_ops" and not isinstance(group, CallIssuer):
+        return torchs.call_boxed(keys, *args, **kwargs)
+    return _KERNELS[name](group, *rest, **kwargs)
 
 
 def _all_gather_into_tensor_out(group: Any, tensor: torch.Tensor, _: int, *, out: torch.Tensor) -> torch.Tensor:
-    return _registered(out, group.all_gather_single(out, _apart(tensor, out, group)))
+    return _registered(out, group._allgather_base(out, _apart(tensor, out, group)))
 
 
 def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: int, *, out: torch.Tensor) -> torch.Tensor:
-    return _registered(out, group.reduce_scatter_single(out, _apart(tensor, out, group), _reduction(word)))
-
-
-def _all_gather_by_torch(group: Any, tensor: torch.Tensor, _: int, *, out: torch.Tensor) -> torch.Tensor:
-    return _registered(out, group._allgather_base(out, tensor))
-
-
-def _reduce_scatter_by_torch(group: Any, tensor: torch.Tensor, word: str, _: int, *, out: torch.Tensor) -> torch.Tensor:
-    return _registered(out, group._reduce_scatter_base(out, tensor, _reduction(word)))
-
-
-def _reduction(word: str) -> dist.ReduceScatterOptions:
     options = dist.ReduceScatterOptions()
     options.reduceOp = getattr(dist.ReduceOp, word.upper())
-    return options
+    return _registered(out, group._reduce_scatter_base(out, _apart(tensor, out, group), options))
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
@@ -111,9 +96,4 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "all_gather_into_tensor_out": _all_gather_into_tensor_out,
     "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
     "batch_p2p_ops": _batch_p2p_ops,
-}
-
-_ON_TORCHS_GROUPS: dict[str, Callable[..., Any]] = {
-    "all_gather_into_tensor_out": _all_gather_by_torch,
-    "reduce_scatter_tensor_out": _reduce_scatter_by_torch,
 }
