@@ -6,7 +6,6 @@ import atexit
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -14,6 +13,7 @@ from time import monotonic
 from typing import Generic, TypeVar
 
 from ..errors import InvalidArgumentError
+from .living_set import LivingSet
 
 DEFAULT_TIMEOUT_S = 1800.0
 # The waiting thread calls `ask` for the first time after _PATIENCE_S, because most calls end sooner; then every _ASK_S.
@@ -171,14 +171,14 @@ class DetachedCall(Generic[T]):
 
 
 _EXIT_S = 5.0
-_detached: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_detached: LivingSet[threading.Thread] = LivingSet()
 
 
 @atexit.register
 def _finish_detached() -> None:
     """Wait for all threads of detached calls, at most 5 seconds in total."""
     scope = CancelScope(_EXIT_S)
-    for thread in list(_detached):
+    for thread in _detached:
         if thread.is_alive():
             thread.join(scope.remaining_s())
 

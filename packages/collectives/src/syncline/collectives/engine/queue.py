@@ -7,7 +7,6 @@ import functools
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
@@ -18,6 +17,7 @@ from typing_extensions import ParamSpec, override
 from ..errors import MisuseError
 from ..forks import in_forks
 from ..work import Devices, GroupFuture, before_blocking
+from .living_set import LivingSet
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -368,23 +368,23 @@ class GuardedFuture(GroupFuture):
 # A daemon thread that is inside torch when the interpreter shuts down crashes the process. So every thread gets a little time
 # to finish its tasks before that.
 _EXIT_S = 5.0
-_started: weakref.WeakSet[Queue] = weakref.WeakSet()
+_started: LivingSet[Queue] = LivingSet()
 
 
 def a_queue_runs_here() -> bool:
     """Whether this thread runs a call of any group, or a callback of a call."""
-    return any(queue.is_running_here() for queue in list(_started))
+    return any(queue.is_running_here() for queue in _started)
 
 
 def all_idle() -> bool:
     """Whether no group of this process has a call in flight on a thread of its own."""
-    return all(queue.is_idle() for queue in list(_started))
+    return all(queue.is_idle() for queue in _started)
 
 
 @atexit.register
 def finish_all() -> None:
     """Give calls in flight a few seconds to finish, then end the threads of the queues."""
-    for queue in list(_started):
+    for queue in _started:
         queue.drain(_EXIT_S)
         queue.stop()
         queue.join(_EXIT_S)
@@ -395,7 +395,7 @@ def _run_queues_here(is_done: Callable[[], bool]) -> None:
 
     This is point 4 of Note [One total order]. The future may belong to another group, so all queues are asked.
     """
-    for queue in list(_started):
+    for queue in _started:
         if queue.is_running_here():
             queue.run_until(is_done)
 

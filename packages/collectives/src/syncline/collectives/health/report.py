@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..engine.call import DONE, CallRecord
+from ..engine.living_set import LivingSet
 from ..errors import InvalidArgumentError, SynclineError, with_details
 from .recorder import Recorder, find_divergence
 from .statements import ranks_in_words
@@ -265,7 +265,7 @@ class Reporter:
         self.rank = rank
         self.size = size
         self._folder = folder
-        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self._recorders: LivingSet[Recorder] = LivingSet()
         self._numbers = itertools.count(1)  # no lock, because a signal's handler may interrupt the thread that holds it
         self._pid = os.getpid()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from ..engine.cancel_scope import CancelScope, seconds
+from ..engine.living_set import LivingSet
 from ..engine.transport import Request
 from ..errors import CollectiveTimeout, SynclineError, TransportError, with_details
 from ..forks import in_forks
@@ -220,7 +220,7 @@ _EXIT_S = 5.0
 _LET_GO_S = 0.02  # four times the interval after which a waiting thread asks for the GIL
 _KEPT_S = 5.0
 _lock = threading.Lock()
-_deliveries: weakref.WeakSet[_Delivery] = weakref.WeakSet()
+_deliveries: LivingSet[_Delivery] = LivingSet()
 _last_used_s: dict[Any, float] = {}  # the groups that we keep; when a future of each was last asked for
 
 

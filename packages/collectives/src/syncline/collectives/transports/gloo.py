@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import itertools
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ from typing_extensions import override
 from ..engine.call import Call
 from ..engine.cancel_scope import CancelScope, DetachedCall
 from ..engine.group import HostGroup
+from ..engine.living_set import LivingSet
 from ..engine.queue import all_idle, finish_all
 from ..engine.tags import sized_wire_tag
 from ..engine.transport import LibraryTransport, Request, Transport
@@ -70,7 +70,7 @@ _LARGEST_TAG = 2**31 - 1
 _HOST_0 = "host of rank 0"
 Devices = tuple[Mapping[str, str], ...]
 """The places where Gloo listens: {"hostname": address} or {"interface": name}."""
-_open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
+_open: LivingSet[GlooTransport] = LivingSet()
 in_forks(_open.clear)
 
 
@@ -451,7 +451,7 @@ def _hang_up() -> None:
     up to its time limit.
     """
     finish_all()
-    for transport in list(_open) if all_idle() else []:
+    for transport in _open if all_idle() else ():
         transport.close()
 
 
