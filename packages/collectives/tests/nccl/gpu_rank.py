@@ -160,6 +160,19 @@ def transfers(group: ProcessGroup, device: torch.device) -> None:
         assert torch.equal(incoming, torch.full_like(incoming, 10 * number + left))
 
 
+def calls_that_differ(group: ProcessGroup, device: torch.device) -> None:
+    """NCCL waits for ever in calls of different sizes, and so in the barrier behind them. The barrier raises all the same."""
+    if group.size == 1:
+        return
+    part = group.split(0)
+    assert part is not None
+    part.barrier()
+    part.all_reduce(torch.ones(4 + group.rank, device=device), async_op=True)
+    with pytest.raises(DisagreementError, match=r"rank 1 called all_reduce\(float32\[5\], op=SUM\)"):
+        part.barrier()
+    group.barrier()
+
+
 def a_second_gpu_is_refused(group: ProcessGroup, device: torch.device) -> None:
     if torch.cuda.device_count() < 2:
         return

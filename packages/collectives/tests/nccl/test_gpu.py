@@ -21,6 +21,7 @@ ON_FAKES = (
     "memory_in_flight_is_not_reused",
     "coalesced",
     "transfers",
+    "calls_that_differ",
 )
 PARTS = (
     *ON_FAKES,

@@ -122,6 +122,20 @@ def test_a_barrier_tells_of_another_call(over_host_group: bool) -> None:
 
 
 @OVER
+def test_a_barrier_tells_of_calls_that_never_end(over_host_group: bool) -> None:
+    """NCCL waits for ever in calls of different sizes, and so in the barrier behind them."""
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()
+        group.all_reduce(torch.ones(4 + group.rank), async_op=True)
+        with pytest.raises(DisagreementError, match=r"rank 1 called all_reduce\(float32\[5\], op=SUM\) #1 at test_"):
+            group.barrier()
+        group.abort()
+
+    run_on_fakes(2, body, over_host_group=over_host_group)
+
+
+@OVER
 def test_a_difference_is_found_beside_a_step(over_host_group: bool) -> None:
     def body(group: NcclGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)

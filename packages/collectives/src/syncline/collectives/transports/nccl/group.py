@@ -82,9 +82,9 @@ class NcclGroup(EngineGroup):
     NCCL does not compare calls: if ranks disagree, they get wrong sums or wait for ever. So the ranks compare their histories
     (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the group does
     one comparison after the other, and a training step does not wait for it. If a comparison finds a difference, it ends the
-    group, and the next call on the group raises the error. A barrier with `async_op=False` waits for the comparison; `close`
-    waits for it, too, for at most `_CLOSE_S` seconds. With more than `_COMPARED_EACH_TIME` ranks, not every backward is
-    compared.
+    group, and the next call on the group raises the error. A barrier with `async_op=False` waits for the comparison, and raises
+    its error even if NCCL never ends the barrier. `close` waits for it, too, for at most `_CLOSE_S` seconds. With more than
+    `_COMPARED_EACH_TIME` ranks, not every backward is compared.
 
     Calls are recorded and digested in the order in which they are put on the stream. Calls in a CUDA graph are recorded at the
     capture, not at a replay.
@@ -164,14 +164,10 @@ class NcclGroup(EngineGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
-        blocks = signature.name == "barrier"
         device = self._device_of(signature, (*reads, *writes))
-        if blocks and self._runtime.is_capturing():
-            raise MisuseError(
-                f"{signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
-                "nothing can be waited for on the CPU"
-            )
         call = Call(signature, None, reads, writes, mark=self._take_mark())
+        if signature.name == "barrier":
+            return self._barrier(call, device, async_op)
         with self._ending_the_group():
             work, is_put = self._queue.run_in_turn(self._put, call, device, async_op)
         # A call of an open batch is not on the stream yet; `coalescing` settles it at its end.
@@ -179,8 +175,30 @@ class NcclGroup(EngineGroup):
             work.settle()
         if not async_op:
             work.wait()
-        if blocks:
-            self.agree_on_calls(async_op=async_op)
+        return work
+
+    def _barrier(self, call: Call, device: torch.device, async_op: bool) -> StreamWork:
+        """Put a barrier on the stream. Without `async_op`, wait until it is over and the ranks have compared their calls."""
+        if self._runtime.is_capturing():
+            raise MisuseError(
+                f"{call.signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
+                "nothing can be waited for on the CPU"
+            )
+
+        def put() -> tuple[StreamWork, PendingWork | FinishedWork | None]:
+            work, _ = self._put(call, device, async_op)
+            # The comparison begins before the wait: NCCL may never end calls that differ, nor the barrier behind them. It is in
+            # the barrier's turn, so that no other thread's call comes between the two.
+            return work, None if async_op else self._compare()
+
+        with self._ending_the_group():
+            work, comparison = self._queue.run_in_turn(put)
+        work.settle()
+        if comparison is None:
+            self.agree_on_calls(async_op=True)
+        else:
+            work.wait()
+            self._wait_for_comparison(comparison)
         return work
 
     def _put(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
@@ -424,6 +442,10 @@ class NcclGroup(EngineGroup):
                 self._queue.run_in_turn(self._compare)
             return None
         work = self._queue.run_in_turn(self._compare)
+        self._wait_for_comparison(work)
+        return work
+
+    def _wait_for_comparison(self, work: PendingWork | FinishedWork) -> None:
         error: SynclineError | None = None
         try:
             work.wait()
@@ -434,7 +456,6 @@ class NcclGroup(EngineGroup):
             raise self._in_flight.failure.tell()
         if error is not None:
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
-        return work
 
     def _compare(self) -> PendingWork | FinishedWork:
         """Compare the calls issued so far, on a thread. Runs in the queue's turn."""
