@@ -184,6 +184,11 @@ class Machine:
 
 def counts(log: str) -> str:
     """Numbers of a part's tests by result, and of tests that were not run, from pytest's output. A pure function."""
+    # Under mpiexec each rank has such a line, and all ranks run the same tests.
+    last = re.findall(r"^=+ (.*) in [\d.]+s.* =+$", log, re.MULTILINE)
+    if last:
+        return ", ".join(part for part in last[-1].split(", ") if "deselected" not in part and "warning" not in part)
+    # pytest was ended before its last line.
     ended = re.findall(r"(?<!\w)(PASSED|FAILED|ERROR|SKIPPED)(?= +\[ *\d+%\])", log)
     chosen = re.search(r"collected (\d+) items?(?:.* (\d+) selected)?", log)
     said = [f"{ended.count(word)} {word.lower()}" for word in ("PASSED", "FAILED", "ERROR", "SKIPPED") if word in ended]

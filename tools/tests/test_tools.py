@@ -290,6 +290,17 @@ def test_the_summary_of_a_gpu(
     assert (tmp_path / "nccl-one-rank.log").exists()
 
 
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("===== 12 passed in 45.50s =====", "12 passed"),
+        ("= 1 failed, 3 passed, 108 deselected, 2 warnings in 71.50s (0:01:11) =", "1 failed, 3 passed"),
+    ],
+)
+def test_the_counts_of_pytests_last_line(last: str, expected: str) -> None:
+    assert gpu.counts(f"[gw1] [100%] PASSED a.py::test_a\n{last}\n") == expected
+
+
 def test_some_parts_of_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = GpuMachine(monkeypatch)
     names, results = ["training-one-rank", "benchmark-all-gpus"], tmp_path / "new"
