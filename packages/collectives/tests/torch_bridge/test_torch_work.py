@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncline.collectives import TransportError
+from syncline.collectives import InvalidArgumentError, TransportError
+from syncline.collectives.internal import message_device
 from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.torch_bridge.torch_group import TorchGroup
 
@@ -48,3 +49,23 @@ def test_a_transfer_that_cannot_begin_is_our_error() -> None:
     for begin in (group.start_send, group.start_recv):
         with pytest.raises(TransportError, match="Connection closed by peer"):
             begin(torch.ones(1), 1, 0)
+
+
+class OnGpusOnly(Refusing):
+    """A torch group that was made with "nccl": torch raises "No backend type associated with device type cpu"."""
+
+    _device_types = (torch.device("cuda"),)
+
+
+def test_a_group_of_torchs_nccl_serves_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    group = TorchGroup(OnGpusOnly())  # type: ignore[arg-type]
+    assert group.device_types == {"cuda"}
+    assert message_device(group) == torch.device("cuda", 3)
+    assert message_device(group, torch.device("cuda", 1)) == torch.device("cuda", 1)
+    with pytest.raises(InvalidArgumentError, match="cpu"):
+        group.all_reduce(torch.ones(1))
+    with group.marked("a forward"):
+        pass
+    assert group.agree_on_calls() is None
+    assert message_device(TorchGroup(Refusing())) == torch.device("cpu")  # type: ignore[arg-type]

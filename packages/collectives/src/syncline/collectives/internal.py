@@ -2,7 +2,7 @@
 
 from .api.coalescing import DEFAULT_BUFFER_BYTES
 from .api.default_group import replace_default_group
-from .api.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object
+from .api.object_exchange import all_gather_bytes, are_same_on_all_ranks, broadcast_object, message_device
 from .engine.observers import ObservedCall, observe_calls
 from .engine.tags import TRACE_CLOCK
 from .forks import Inherited, not_the_rank, tell_in_forks
@@ -30,6 +30,7 @@ __all__ = [
     "future_for_torch",
     "in_plain_order",
     "mark_written",
+    "message_device",
     "not_the_rank",
     "observe_calls",
     "overlaps_itself",

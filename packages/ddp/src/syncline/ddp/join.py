@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp
+from syncline.collectives.internal import message_device
 
 
 class JoinHook:
@@ -110,7 +111,7 @@ class Join:
         self._kwargs = kwargs
         self._group = joinables[0].join_process_group
         # Mostly the CPU, because the roll call is read at once, and a GPU would have to be waited for.
-        self._device = torch.device("cpu") if "cpu" in self._group.device_types else joinables[0].join_device
+        self._device = message_device(self._group, joinables[0].join_device)
         self._present: tuple[int, ...] = tuple(range(self._group.size))
         self._hooks: list[JoinHook] = []
 

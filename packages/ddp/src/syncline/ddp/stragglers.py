@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup
+from syncline.collectives.internal import message_device
 from syncline.reducer import IterationStatistics
 
 EVERY_VARIABLE = "SYNCLINE_STRAGGLERS"
@@ -92,8 +93,7 @@ class StragglerWatch:
             self._times = []
 
     def _say(self) -> None:
-        device = "cpu" if "cpu" in self._group.device_types else torch.device("cuda", torch.cuda.current_device())
-        own = torch.tensor(self._times, dtype=torch.float64, device=device)
+        own = torch.tensor(self._times, dtype=torch.float64, device=message_device(self._group))
         times = [torch.empty_like(own) for _ in range(self._group.size)]
         self._group.all_gather(times, own)
         if self._group.rank == 0 and self._group.size > 1:

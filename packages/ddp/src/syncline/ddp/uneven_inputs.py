@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.collectives import MisuseError, ProcessGroup, ReduceOp
+from syncline.collectives.internal import message_device
 from syncline.reducer import Reducer
 
 from .buffers import Buffers
@@ -115,7 +116,7 @@ class UnevenInputs(JoinHook):
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
         """Tell ranks without inputs which collectives come next. This is a collective of all ranks."""
         group = self._replica.process_group
-        device = torch.device("cpu") if "cpu" in group.device_types else self._replica.device
+        device = message_device(group, self._replica.device)
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
         # Ranks without inputs add zeros, so the maximum is what the other ranks announce.
         group.all_reduce(plans, ReduceOp.MAX)

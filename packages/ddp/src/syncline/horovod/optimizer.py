@@ -32,6 +32,7 @@ from syncline.collectives import (
     adasum_coalesced,
     all_reduce_coalesced,
 )
+from syncline.collectives.internal import message_device
 from syncline.reducer import GradBucket, Reducer
 from syncline.reducer.torch_internals import current_backward
 
@@ -376,7 +377,7 @@ class _GradientCombining:
     def _make_reducer(self, layouts: Sequence[int]) -> None:
         """Make the reducer. A gradient counts as sparse if it is sparse on any rank. A collective."""
         group = self._process_set.group()
-        device = torch.device("cpu") if "cpu" in group.device_types else self._named[0][1].device
+        device = message_device(group, self._named[0][1].device)
         agreed = torch.tensor(layouts, dtype=torch.uint8, device=device)
         group.all_reduce(agreed, ReduceOp.MAX)
         self._layouts = agreed.tolist()

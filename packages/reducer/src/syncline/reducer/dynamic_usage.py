@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from syncline.collectives import MisuseError, ProcessGroup, ReduceOp, Work
+from syncline.collectives.internal import message_device
 
 from .torch_internals import CAN_FORESEE_NODES, accumulation_node, enclosing_function, unreached
 from .usage import UsageModel
@@ -20,7 +21,7 @@ class UsedMap:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
-        self._device = torch.device("cpu") if "cpu" in group.device_types else device
+        self._device = message_device(group, device)
         self._work: Work | None = None
         self._anywhere: Sequence[int] | None = None
 

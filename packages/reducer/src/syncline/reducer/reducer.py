@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
-from syncline.collectives.internal import Inherited, not_the_rank, tell_in_forks
+from syncline.collectives.internal import Inherited, message_device, not_the_rank, tell_in_forks
 
 from . import error_messages
 from .arrival_order import ArrivalOrder
@@ -708,7 +708,7 @@ class Reducer(Inherited):
         # Either the order is in use already, or no backward has shown it yet.
         if not self._learns_order or order_here is None:
             return
-        device = torch.device("cpu") if "cpu" in self._group.device_types else self._parameters[0].device
+        device = message_device(self._group, self._parameters[0].device)
         order = torch.tensor(order_here, dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
         self._release_gradients()

@@ -20,7 +20,7 @@ def are_same_on_all_ranks(payload: bytes, *, group: ProcessGroup) -> bool:
     """
     digest = int.from_bytes(hashlib.sha256(payload).digest()[:8], "big") >> 2
     # The MAX of the digests and of their negatives gives the largest and the smallest digest, in one reduction.
-    numbers = torch.tensor([digest, -digest], dtype=torch.int64, device=_device_of(group))
+    numbers = torch.tensor([digest, -digest], dtype=torch.int64, device=message_device(group))
     group.all_reduce(numbers, ReduceOp.MAX)
     largest, negative = numbers.tolist()
     return bool(largest == -negative)
@@ -42,7 +42,7 @@ def exchange_objects(payload: Any, *, group: ProcessGroup) -> list[Any]:
 def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
     """Give every rank the root's object. The objects of the other ranks are ignored."""
     data = pickle.dumps(payload) if group.rank == root else b""
-    device = _device_of(group)
+    device = message_device(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     group.broadcast(length, root)
     buffer = _to_tensor(data).to(device) if group.rank == root else torch.empty(int(length), dtype=torch.uint8, device=device)
@@ -53,7 +53,7 @@ def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
 
 def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, int]]:
     """For each rank its padded bytes, on the CPU, and their number without the padding."""
-    device = _device_of(group)
+    device = message_device(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size)]
     group.all_gather(lengths, length)
@@ -64,9 +64,16 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
     return [(block.cpu(), int(entry)) for block, entry in zip(blocks, lengths, strict=True)]
 
 
-def _device_of(group: ProcessGroup) -> torch.device:
-    """The device of the collective's tensors: the CPU if the group serves it, else this process's current GPU."""
-    return torch.device("cpu") if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
+def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
+    """The device for small tensors by which ranks agree: the CPU, which a reader does not wait for, if the group serves it.
+
+    Args:
+        group: the group of the collectives.
+        otherwise: the device if the group does not serve the CPU; None for this process's current GPU.
+    """
+    if "cpu" in group.device_types:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if otherwise is None else otherwise
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

@@ -425,7 +425,7 @@ def all_to_all_rows(
 def _start_all_to_all(
     tensor: torch.Tensor, counts: list[int], group: ProcessGroup, async_op: bool
 ) -> PendingResult[tuple[torch.Tensor, list[int]]]:
-    device = _control_device(tensor, group)
+    device = object_exchange.message_device(group, tensor.device)
     told = torch.tensor([[count, _digest(tensor)] for count in counts], dtype=torch.int64, device=device)
     heard = torch.empty_like(told)
     group.all_to_all_single(heard, told)
@@ -507,7 +507,7 @@ def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup
     """For each rank the numbers of rows of its tensors. A collective, which also compares dtypes and the shapes of rows."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
-    device = _control_device(tensors[0], group)
+    device = object_exchange.message_device(group, tensors[0].device)
     digest = crc32(b" ".join(str(_digest(tensor)).encode() for tensor in tensors))
     told = torch.tensor([digest, *(tensor.shape[0] for tensor in tensors)], dtype=torch.int64, device=device)
     heard = told.new_empty(group.size, told.numel())
@@ -519,10 +519,6 @@ def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup
 
 def _digest(tensor: torch.Tensor) -> int:
     return crc32(f"{tensor.dtype} {tuple(tensor.shape[1:])}".encode())
-
-
-def _control_device(tensor: torch.Tensor, group: ProcessGroup) -> torch.device:
-    return torch.device("cpu") if "cpu" in group.device_types else tensor.device
 
 
 def _check_has_rows(name: str, tensor: torch.Tensor, group: ProcessGroup) -> None:

@@ -13,7 +13,7 @@ from ..errors import DisagreementError, MisuseError
 from ..group import ProcessGroup
 from ..reduce_op import ReduceOp, Reduction
 from ..work import Work
-from .object_exchange import broadcast_object
+from .object_exchange import broadcast_object, message_device
 from .returned import PendingResult, all_reduce_copy_coalesced
 
 
@@ -119,7 +119,7 @@ class UnevenCalls:
     # ---- the roll call ----
 
     def _issue(self, entry: _Entry, number: int) -> tuple[Work, torch.Tensor]:
-        device = "cpu" if "cpu" in self._group.device_types else torch.device("cuda", torch.cuda.current_device())
+        device = message_device(self._group)
         mine = torch.tensor([int(entry), number], dtype=torch.int64, device=device)
         all_entries = mine.new_empty(self._group.size, 2)
         # A step must not wait for its roll call. The caller waits for it at the end of the step.

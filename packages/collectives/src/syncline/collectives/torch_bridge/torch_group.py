@@ -80,6 +80,8 @@ class TorchGroup(ProcessGroup):
     ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
+        served = getattr(torch_group, "_device_types", None)  # a bare backend has none
+        self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
         self._marks_said, self._marks_compared = 0, 0  # numbers of marks
         self._marks_digest = 0
         self._latest_mark = ""
@@ -101,8 +103,8 @@ class TorchGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The CPU and CUDA. The torch group itself refuses devices that it does not serve."""
-        return frozenset({"cpu", "cuda"})
+        """The devices that the torch group has a backend for. For a bare backend, which cannot say this: the CPU and CUDA."""
+        return self._device_types
 
     @property
     def profiled_as(self) -> None:
@@ -131,7 +133,7 @@ class TorchGroup(ProcessGroup):
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
         """Compare the marks since the last comparison, by an all_reduce of 16 bytes. Needs a backend for the CPU."""
-        if self.size == 1 or self._marks_said == self._marks_compared or not self._serves_cpu():
+        if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
         self._marks_compared = self._marks_said
         mark, digest = self._latest_mark, self._marks_digest
@@ -147,10 +149,6 @@ class TorchGroup(ProcessGroup):
                 raise different_calls(Statements.of([f"a call with the mark: {text.decode()}" for text in said]))
 
         return self._work([], self.torch_group.allreduce([numbers], options), compare, async_op)
-
-    def _serves_cpu(self) -> bool:
-        devices = getattr(self.torch_group, "_device_types", None)  # a bare backend has none
-        return devices is None or any(device.type == "cpu" for device in devices)
 
     # ---- calls ----
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.collectives import ProcessGroup
-from syncline.collectives.internal import TRACE_CLOCK
+from syncline.collectives.internal import TRACE_CLOCK, message_device
 
 ROUNDS = 16
 
@@ -90,8 +90,7 @@ def _answer(group: ProcessGroup) -> ClockOffset:
 
 def _message(group: ProcessGroup) -> torch.Tensor:
     """Return a tensor of three float64 numbers, on a device whose tensors the group can send."""
-    device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
-    return torch.zeros(3, dtype=torch.float64, device=device)
+    return torch.zeros(3, dtype=torch.float64, device=message_device(group))
 
 
 def _tag(group: ProcessGroup) -> int:

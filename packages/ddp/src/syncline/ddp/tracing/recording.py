@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from syncline.collectives import ProcessGroup, SynclineError
+from syncline.collectives.internal import message_device
 from syncline.reducer import IterationStatistics, Reducer
 
 from .clock import measure_offset
@@ -178,8 +179,7 @@ class TraceRecording:
 
 def _agree_on_run(group: ProcessGroup) -> str:
     """Agree on a name that no other run has. A collective."""
-    device = "cpu" if "cpu" in group.device_types else torch.device("cuda", torch.cuda.current_device())
-    number = torch.tensor([time.time_ns()], dtype=torch.int64, device=device)
+    number = torch.tensor([time.time_ns()], dtype=torch.int64, device=message_device(group))
     group.broadcast(number, 0)
     return f"{int(number):x}"
 
