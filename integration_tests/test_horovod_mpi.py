@@ -149,6 +149,29 @@ def test_compression_travels_as_float16_and_comes_back() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hvd.allreduce(1.5),
+        lambda: hvd.allreduce_([1.5]),
+        lambda: hvd.grouped_allreduce(torch.ones(2)),
+        lambda: hvd.grouped_allreduce_async(None),
+        lambda: hvd.grouped_allreduce_([torch.ones(2), 1.5]),
+        lambda: hvd.sparse_allreduce_async([1.0]),
+        lambda: hvd.allgather("text"),
+        lambda: hvd.broadcast(1.5, 0),
+        lambda: hvd.broadcast_(None, 0),
+        lambda: hvd.broadcast_async(torch.ones(2), "0"),
+        lambda: hvd.alltoall([1, 2]),
+        lambda: hvd.reducescatter(None),
+    ],
+)
+def test_what_is_no_tensor_is_refused_before_the_others_hear_of_the_call(call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"expected (a torch\.Tensor|a list of tensors|one of the ranks)"):
+        call()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_gradients_go_through_an_allreduce(op: Any) -> None:
     tensor = mine(hvd.rank()).requires_grad_()

@@ -197,6 +197,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Combine several tensors, as `allreduce`. They are sent together. Returns a list."""
     chosen, group = _chosen_op(op, average), process_set.group()
+    _check("allreduce", tensors)
     compressed, contexts = _compressed(tensors, compression)
     _announce(process_set, compressed, chosen)
     if chosen is Adasum:
@@ -219,6 +220,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Begin a `grouped_allreduce`. `synchronize(handle)` returns the list."""
     chosen, group = _chosen_op(op, average), process_set.group()
+    _check("allreduce", tensors)
     _announce(process_set, tensors, chosen)
     if chosen is Adasum:
         return _finished(_start_adasum(tensors, prescale_factor, postscale_factor, group))
@@ -255,6 +257,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Begin a `grouped_allreduce_`. `synchronize(handle)` returns the tensors."""
     chosen, group = _chosen_op(op, average), process_set.group()
+    _check("allreduce", tensors)
     _announce(process_set, tensors, chosen)
     targets = [tensor.detach() for tensor in tensors]  # the same memory, but autograd allows writes to it
     if chosen is Adasum:
@@ -289,6 +292,7 @@ def sparse_allreduce_async(
     chosen = _chosen_op(op, None)
     if chosen not in (Average, Sum):
         raise InvalidArgumentError(f"sparse_allreduce_async: expected Average or Sum as op, found {chosen.name}")
+    _check("sparse_allreduce_async", [tensor])
     _announce_complete(process_set, "sparse_allreduce_async")
     # A copy, because the collective works in place.
     copy = tensor.detach().clone()
@@ -363,6 +367,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Concatenate the rows of several tensors, as `allgather`. They are sent together. Returns a list."""
+    _check("allgather", tensors)
     _announce_complete(process_set, "allgather")
     group = process_set.group()
     results: list[torch.Tensor] = all_gather_rows_coalesced(_with_gradients_times(1 / group.size, tensors), group)
@@ -375,6 +380,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin a `grouped_allgather`. `synchronize(handle)` returns the list."""
+    _check("allgather", tensors)
     _announce_complete(process_set, "allgather")
     pending: Handle = all_gather_rows_coalesced(tensors, process_set.group(), async_op=True)
     return pending
@@ -390,8 +396,9 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return the root's tensor on every rank."""
-    _announce_complete(process_set, "broadcast")
     group = process_set.group()
+    _check_broadcast(tensor, root_rank, group)
+    _announce_complete(process_set, "broadcast")
     (scaled,) = _with_gradients_times(1 / group.size, [tensor])
     result: torch.Tensor = broadcast_copy(scaled, root_rank, group)
     return result
@@ -404,8 +411,10 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin a `broadcast`. `synchronize(handle)` returns the tensor."""
+    group = process_set.group()
+    _check_broadcast(tensor, root_rank, group)
     _announce_complete(process_set, "broadcast")
-    pending: Handle = broadcast_copy(tensor, root_rank, process_set.group(), async_op=True)
+    pending: Handle = broadcast_copy(tensor, root_rank, group, async_op=True)
     return pending
 
 
@@ -424,10 +433,16 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin a `broadcast_`. `synchronize(handle)` returns the tensor."""
-    _announce_complete(process_set, "broadcast")
     group = process_set.group()
+    _check_broadcast(tensor, root_rank, group)
+    _announce_complete(process_set, "broadcast")
     work = group.broadcast(tensor.detach(), root_in(group, root_rank), async_op=True)
     return PendingResult([work], lambda: tensor)
+
+
+def _check_broadcast(tensor: torch.Tensor, root_rank: int, group: ProcessGroup) -> None:
+    _check("broadcast", [tensor])
+    root_in(group, root_rank)
 
 
 def root_in(group: ProcessGroup, root_rank: int) -> int:
@@ -463,6 +478,7 @@ def alltoall(
         rows came from each rank.
     """
     counts = _counts_of(splits)
+    _check("alltoall", [tensor])
     _announce_complete(process_set, "alltoall")
     output, received = all_to_all_rows(tensor, counts, process_set.group())
     return output if splits is None else (output, _as_splits(received, splits))
@@ -476,6 +492,7 @@ def alltoall_async(
 ) -> Handle:
     """Begin an `alltoall`. `synchronize(handle)` returns the rows, and how many rows came from each rank."""
     counts = _counts_of(splits)
+    _check("alltoall", [tensor])
     _announce_complete(process_set, "alltoall")
     pending = all_to_all_rows(tensor, counts, process_set.group(), async_op=True)
 
@@ -541,6 +558,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Combine and scatter several tensors, as `reducescatter`. They are sent together. Returns a list."""
     reduction, group = _scattering(op), process_set.group()
+    _check("reducescatter", tensors)
     _announce_complete(process_set, "reducescatter")
     compressed, contexts = _compressed(_with_gradients_times(group.size, tensors), compression)
     results = reduce_scatter_rows_coalesced(compressed, reduction, group, prescale=prescale_factor, postscale=postscale_factor)
@@ -557,6 +575,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Begin a `grouped_reducescatter`. `synchronize(handle)` returns the list."""
     reduction = _scattering(op)
+    _check("reducescatter", tensors)
     _announce_complete(process_set, "reducescatter")
     pending: Handle = reduce_scatter_rows_coalesced(
         tensors, reduction, process_set.group(), async_op=True, prescale=prescale_factor, postscale=postscale_factor
@@ -599,6 +618,18 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks have called it."""
     _announce_complete(process_set, "barrier")
     process_set.group().barrier()
+
+
+def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse anything but tensors, before the other ranks hear of the call."""
+    if not isinstance(tensors, (list, tuple)):
+        raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(
+                f"hvd.{call}: expected a torch.Tensor, found {type(tensor).__name__}; "
+                "make a tensor of it, or use hvd.broadcast_object or hvd.allgather_object"
+            )
 
 
 def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
