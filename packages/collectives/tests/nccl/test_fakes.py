@@ -30,6 +30,7 @@ pytestmark = pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc)")
 @pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not installed")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads an NCCL of its own, which CuPy would take")
 def test_every_check_through_the_real_cupy(tmp_path: Path) -> None:
     run_processes(Path(cupy_on_fakes.__file__), 1, tmp_path, timeout_s=280.0)
 
