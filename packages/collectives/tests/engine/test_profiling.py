@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from syncline.collectives import ProcessGroup, RoundRobinGroup
 from syncline.collectives.engine import observers
 from syncline.collectives.testing import run_ranks
+from syncline.collectives.work import PendingWork
 
 pytestmark = pytest.mark.ranks
 
@@ -91,3 +93,23 @@ def test_of_groups_in_turn_each_shows_its_own_calls() -> None:
         ]
 
     run_ranks(1, body)
+
+
+def test_a_work_runs_an_action_before_anybody_knows_that_it_is_over() -> None:
+    """Else a program could stop the profiler first, which frees the event that the end of the range writes to."""
+    work = PendingWork([], lambda: "a work")
+    seen = []
+
+    def action() -> None:
+        seen.append((work.is_completed(), work._waiting is not None and work._waiting.is_set()))
+
+    work.before_end(action)
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    assert seen == []
+    work.succeed()
+    waiter.join(20)
+    assert seen == [(False, False)]
+    work.fail(RuntimeError("too late"))
+    work.before_end(action)
+    assert [completed for completed, _ in seen] == [False, True]

@@ -278,7 +278,7 @@ _exit_range: Any = getattr(torch.autograd, "_record_function_with_args_exit", No
 
 
 class ProfilerRange:
-    """A range of torch's profiler. It begins at construction, and ends at `end` or `end_with`.
+    """A range of torch's profiler. It begins at construction, and ends at `end` or `end_elsewhere`.
 
     Args:
         title: the name of the range in the profile.
@@ -298,9 +298,16 @@ class ProfilerRange:
         else:
             _exit_range(self._record)
 
-    def end_with(self, future: Any) -> None:
-        """End the range when the future completes, on any thread."""
-        if future.done() or not hasattr(torch.ops.profiler, "_call_end_callbacks_on_jit_fut"):
+    def end_elsewhere(self) -> Callable[[], object]:
+        """Return a function that ends the range, on any thread. Where torch cannot do this, the range ends now.
+
+        Call the function before the program can stop the profiler. When a profiler stops, it frees its events, and a range that
+        ends later writes to their memory, which may crash the process.
+        """
+        if not hasattr(torch.ops.profiler, "_call_end_callbacks_on_jit_fut"):
             self.end()
-            return
-        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(self._record, future)
+            return lambda: None
+        # On another thread, only a future's callback knows the profiler of this thread.
+        over: Any = torch.futures.Future()
+        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(self._record, over)
+        return lambda: over.set_result(None)

@@ -238,6 +238,14 @@ class Work(ABC):
         one runs at once, on the caller's thread. A collective in a callback runs inside the callback, before its successors.
         """
 
+    def before_end(self, action: Callable[[], object]) -> None:
+        """Run a quick action once the call is over, before any thread returns from `wait`; at once if the call is over already.
+
+        The action must take no lock and call nothing of Syncline. (A work whose future decides the end cannot keep this order:
+        it runs the action as a callback, which may come a moment after `wait` has returned.)
+        """
+        self.get_future().add_done_callback(lambda _: action())
+
     def __bool__(self) -> NoReturn:
         raise TypeError(
             "a Work has no truth value; call wait() to finish it, is_completed() to ask whether it has, or compare with None"
@@ -278,7 +286,7 @@ class FinishedWork(Work):
 class PendingWork(Work):
     """A collective that another thread finishes by calling `succeed` or `fail`. The first of these calls counts."""
 
-    __slots__ = ("_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
+    __slots__ = ("_before_end", "_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
 
     def __init__(self, tensors: list[torch.Tensor], describe: Callable[[], str]) -> None:
         self._tensors = tensors
@@ -288,6 +296,15 @@ class PendingWork(Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
+        self._before_end: Callable[[], object] | None = None
+
+    @override
+    def before_end(self, action: Callable[[], object]) -> None:
+        with self._lock:
+            if not self._is_done:
+                self._before_end = action
+                return
+        action()
 
     def leave_to_parent(self, error: BaseException) -> None:
         """In a forked child, where no thread finishes this work: let every `wait` raise `error`."""
@@ -310,6 +327,9 @@ class PendingWork(Work):
         with self._lock:
             if self._is_done:
                 return
+            # Before `_is_done`, which `wait` reads without the lock.
+            if self._before_end is not None:
+                self._before_end()
             self._error = error
             self._is_done = True
             future, waiting = self._future, self._waiting

@@ -173,9 +173,9 @@ def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work],
         raise
     finally:
         _here.is_profiled = False
-    # The call may go on after `issue`, so its future ends the range.
-    if is_async:
-        span.end_with(work.get_future())
+    # The call may go on after `issue`. Its range ends before a thread returns from `wait`, and may then stop the profiler.
+    if is_async and not work.is_completed():
+        work.before_end(span.end_elsewhere())
     else:
         span.end()
     return work
