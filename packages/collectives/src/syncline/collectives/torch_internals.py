@@ -298,7 +298,7 @@ class ProfilerRange:
         else:
             _exit_range(self._record)
 
-    def end_elsewhere(self) -> Callable[[], object]:
+    def end_elsewhere(self) -> Callable[[], None]:
         """Return a function that ends the range, on any thread. Where torch cannot do this, the range ends now.
 
         Call the function before the program can stop the profiler. When a profiler stops, it frees its events, and a range that

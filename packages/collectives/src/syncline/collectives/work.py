@@ -238,7 +238,7 @@ class Work(ABC):
         one runs at once, on the caller's thread. A collective in a callback runs inside the callback, before its successors.
         """
 
-    def before_end(self, action: Callable[[], object]) -> None:
+    def before_end(self, action: Callable[[], None]) -> None:
         """Run a quick action once the call is over, before any thread returns from `wait`; at once if the call is over already.
 
         The action must take no lock and call nothing of Syncline. (A work whose future decides the end cannot keep this order:
@@ -296,10 +296,10 @@ class PendingWork(Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
-        self._before_end: Callable[[], object] | None = None
+        self._before_end: Callable[[], None] | None = None
 
     @override
-    def before_end(self, action: Callable[[], object]) -> None:
+    def before_end(self, action: Callable[[], None]) -> None:
         with self._lock:
             if not self._is_done:
                 self._before_end = action
