@@ -9,6 +9,7 @@ from .forks import Inherited, not_the_rank, tell_in_forks
 from .group import DEFAULT_SILENCE_TIMEOUT_S
 from .reduce_op import Reduction
 from .startup.algorithm_thresholds import AlgorithmThresholds
+from .tensors.checks import is_list
 from .tensors.layout import bytes_of, in_plain_order, mark_written, overlaps_itself
 from .torch_internals import disable_dynamo, disable_dynamo_here
 from .work import future_for_torch
@@ -29,6 +30,7 @@ __all__ = [
     "disable_dynamo_here",
     "future_for_torch",
     "in_plain_order",
+    "is_list",
     "mark_written",
     "message_device",
     "not_the_rank",

@@ -296,13 +296,13 @@ class PendingWork(Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
-        self._before_end: Callable[[], None] | None = None
+        self._before_end: tuple[Callable[[], None], ...] = ()
 
     @override
     def before_end(self, action: Callable[[], None]) -> None:
         with self._lock:
             if not self._is_done:
-                self._before_end = action
+                self._before_end += (action,)
                 return
         action()
 
@@ -328,8 +328,8 @@ class PendingWork(Work):
             if self._is_done:
                 return
             # Before `_is_done`, which `wait` reads without the lock.
-            if self._before_end is not None:
-                self._before_end()
+            for action in self._before_end:
+                action()
             self._error = error
             self._is_done = True
             future, waiting = self._future, self._waiting

@@ -31,6 +31,7 @@ from syncline.collectives import (
     reduce_scatter_rows_coalesced,
 )
 from syncline.collectives import all_reduce_coalesced as reduce_in_place
+from syncline.collectives.internal import is_list
 
 from .world import ProcessSet, global_process_set, world
 
@@ -397,10 +398,10 @@ def broadcast(
 ) -> torch.Tensor:
     """Return the root's tensor on every rank."""
     group = process_set.group()
-    _check_broadcast(tensor, root_rank, group)
+    root = _checked_root(tensor, root_rank, group)
     _announce_complete(process_set, "broadcast")
     (scaled,) = _with_gradients_times(1 / group.size, [tensor])
-    result: torch.Tensor = broadcast_copy(scaled, root_rank, group)
+    result: torch.Tensor = broadcast_copy(scaled, group=group, group_src=root)
     return result
 
 
@@ -412,9 +413,9 @@ def broadcast_async(
 ) -> Handle:
     """Begin a `broadcast`. `synchronize(handle)` returns the tensor."""
     group = process_set.group()
-    _check_broadcast(tensor, root_rank, group)
+    root = _checked_root(tensor, root_rank, group)
     _announce_complete(process_set, "broadcast")
-    pending: Handle = broadcast_copy(tensor, root_rank, group, async_op=True)
+    pending: Handle = broadcast_copy(tensor, group=group, async_op=True, group_src=root)
     return pending
 
 
@@ -434,15 +435,16 @@ def broadcast_async_(
 ) -> Handle:
     """Begin a `broadcast_`. `synchronize(handle)` returns the tensor."""
     group = process_set.group()
-    _check_broadcast(tensor, root_rank, group)
+    root = _checked_root(tensor, root_rank, group)
     _announce_complete(process_set, "broadcast")
-    work = group.broadcast(tensor.detach(), root_in(group, root_rank), async_op=True)
+    work = group.broadcast(tensor.detach(), root, async_op=True)
     return PendingResult([work], lambda: tensor)
 
 
-def _check_broadcast(tensor: torch.Tensor, root_rank: int, group: ProcessGroup) -> None:
+def _checked_root(tensor: torch.Tensor, root_rank: int, group: ProcessGroup) -> int:
+    """Check the arguments of a broadcast. Returns the root's rank in the group."""
     _check("broadcast", [tensor])
-    root_in(group, root_rank)
+    return root_in(group, root_rank)
 
 
 def root_in(group: ProcessGroup, root_rank: int) -> int:
@@ -622,7 +624,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
     """Refuse anything but tensors, before the other ranks hear of the call."""
-    if not isinstance(tensors, (list, tuple)):
+    if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):

@@ -44,6 +44,6 @@ class LivingSet(Generic[T]):
 
 
 def _remove(references: dict[int, weakref.ref[T]], key: int, gone: weakref.ref[T]) -> None:
-    # After `discard`, another object may have got the address, and so the key.
+    # A thread that goes through the set still holds references. After `discard`, another object may have got the key meanwhile.
     if references.get(key) is gone:
         del references[key]

@@ -164,10 +164,10 @@ class NcclGroup(EngineGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
+        if signature.name == "barrier":
+            return self._barrier(signature, async_op)
         device = self._device_of(signature, (*reads, *writes))
         call = Call(signature, None, reads, writes, mark=self._take_mark())
-        if signature.name == "barrier":
-            return self._barrier(call, device, async_op)
         with self._ending_the_group():
             work, is_put = self._queue.run_in_turn(self._put, call, device, async_op)
         # A call of an open batch is not on the stream yet; `coalescing` settles it at its end.
@@ -177,13 +177,14 @@ class NcclGroup(EngineGroup):
             work.wait()
         return work
 
-    def _barrier(self, call: Call, device: torch.device, async_op: bool) -> StreamWork:
+    def _barrier(self, signature: Signature, async_op: bool) -> StreamWork:
         """Put a barrier on the stream. Without `async_op`, wait until it is over and the ranks have compared their calls."""
         if self._runtime.is_capturing():
             raise MisuseError(
-                f"{call.signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
+                f"{signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
                 "nothing can be waited for on the CPU"
             )
+        device, call = self._device_of(signature, ()), Call(signature, None, (), (), mark=self._take_mark())
 
         def put() -> tuple[StreamWork, PendingWork | FinishedWork | None]:
             work, _ = self._put(call, device, async_op)
