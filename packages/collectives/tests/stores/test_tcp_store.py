@@ -138,7 +138,7 @@ def test_what_listens_but_is_no_store_is_named(greeting: bytes) -> None:
         client.sendall(greeting)
         client.recv(1)
 
-    with listener_of(greet) as port, pytest.raises(StoreError, match="what listens there is no store") as caught:
+    with listener_of(greet) as port, pytest.raises(StoreError, match="the program that listens there is not a store") as caught:
         TCPStore("127.0.0.1", port, secret=SECRET, timeout=60)
     assert not isinstance(caught.value, StoreTimeout)
 
@@ -157,7 +157,7 @@ def test_what_says_nothing_for_long_has_taken_the_port(monkeypatch: pytest.Monke
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(StoreError, match=r"no store of this version of Syncline.* says nothing for 0\.2 s") as caught:
+        with pytest.raises(StoreError, match=r"not a store of this version of Syncline.* says nothing for 0\.2 s") as caught:
             TCPStore("127.0.0.1", taken.getsockname()[1], secret=SECRET, timeout=3600)
     assert not isinstance(caught.value, StoreTimeout)
 

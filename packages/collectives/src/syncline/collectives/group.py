@@ -174,7 +174,7 @@ class ProcessGroup(ABC):
 
         Args:
             outputs: `size` tensors with the shape and dtype of `tensor`; number r is overwritten with rank r's tensor.
-            tensor: any shape and dtype, the same on every rank. Only read; may be one of the outputs.
+            tensor: any shape and dtype, the same on every rank. It is not changed; may be one of the outputs.
             async_op: return at once, before the collective has finished.
 
         Extra memory: one block as large as all outputs together.
@@ -190,7 +190,7 @@ class ProcessGroup(ABC):
 
         Args:
             output: `size` times the elements of `tensor`, same dtype, any shape. Overwritten.
-            tensor: any shape and dtype, the same on every rank. Only read; may be this rank's own part of `output`.
+            tensor: any shape and dtype, the same on every rank. It is not changed; may be this rank's own part of `output`.
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
@@ -211,7 +211,7 @@ class ProcessGroup(ABC):
         """Give the root the tensors of all ranks.
 
         Args:
-            tensor: any shape and dtype, the same on every rank. Only read.
+            tensor: any shape and dtype, the same on every rank. It is not changed.
             outputs: on the root `size` tensors like `tensor`, which are overwritten; None elsewhere.
             root: rank in this group.
             async_op: return at once, before the collective has finished.
@@ -253,8 +253,8 @@ class ProcessGroup(ABC):
 
         Args:
             output: like `inputs[rank]`; a dtype that `op` is defined for. Overwritten.
-            inputs: `size` tensors; number r has the same shape on every rank. Only read. The tensors may differ in shape, and
-                some may be empty. Different shapes cost one `reduce` for each rank.
+            inputs: `size` tensors, which are not changed. Number r has the same shape on every rank. The tensors may
+                differ in shape, and some may be empty. Different shapes cost one `reduce` for each rank.
             op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
             async_op: return at once, before the collective has finished.
 
@@ -279,7 +279,7 @@ class ProcessGroup(ABC):
 
         Args:
             output: any shape; a dtype that `op` is defined for. Overwritten; may be this rank's own part of `tensor`.
-            tensor: `size` times the elements of `output`, same dtype, any shape. Only read.
+            tensor: `size` times the elements of `output`, same dtype, any shape. It is not changed.
             op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
             async_op: return at once, before the collective has finished.
         """
@@ -299,7 +299,7 @@ class ProcessGroup(ABC):
         Args:
             outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r has as
                 many elements as `inputs[r]` on rank s.
-            inputs: `size` tensors of the outputs' dtype. Only read.
+            inputs: `size` tensors of the outputs' dtype. They are not changed.
             async_op: return at once, before the collective has finished.
 
         Extra memory: a copy of the inputs and a copy of the outputs.
@@ -333,7 +333,7 @@ class ProcessGroup(ABC):
 
         Args:
             output: rows like those of `tensor`, same dtype. Overwritten.
-            tensor: at least one dimension. Only read.
+            tensor: at least one dimension. It is not changed.
             output_split_sizes: how many rows come from each rank; None: the same number from each.
             input_split_sizes: how many rows go to each rank; None: the same number to each.
             async_op: return at once, before the collective has finished.
@@ -362,7 +362,7 @@ class ProcessGroup(ABC):
         """Send a tensor to one rank, which calls `recv`.
 
         Args:
-            tensor: any shape and dtype. Only read; do not write it before the work has finished.
+            tensor: any shape and dtype. It is not changed; do not write it before the work has finished.
             dst: rank in this group; not this rank.
             tag: 0 or above. Syncline reserves the tags 32,000 to 32,767. The receiver must pass the same tag.
             async_op: return at once. With False, `send` may or may not wait for the receiver.

@@ -147,7 +147,7 @@ class BucketTuning:
                              for each size, and broadcasts the best size; the next forward builds the buckets anew
 
     Args:
-        group: its ranks average.
+        group: the group whose ranks average their gradients.
         reducer: the reducer whose buckets are measured. Its bucket sizes are `measuring_caps`.
 
     Attributes:

@@ -63,9 +63,9 @@ class RuntimeSamples:
                 self._samples.append(_durations(before))
 
     def describe(self) -> LoggingData:
-        """Return the number of the latest sampled iteration, from 0.
+        """Return the number of the latest sampled iteration, counted from 0.
 
-        If there are samples, add their mean times in nanoseconds.
+        If iterations were sampled, the result also has the mean of their times, in nanoseconds.
         """
         if self._iteration is None:
             return {"iteration": 0}

@@ -78,7 +78,7 @@ class ReplicaCheck:
     """Compares the ranks' parameters after every `every` averaged backwards.
 
     Args:
-        group: the group whose ranks average.
+        group: the group whose ranks average their gradients.
         state: the module's state.
         every: the number of averaged backwards from one check to the next.
 

@@ -70,7 +70,7 @@ class StragglerWatch:
     ends on no rank before all ranks have contributed. The time since this moment includes reading data, forward and backward.
 
     Args:
-        group: the group whose ranks average.
+        group: the group whose ranks average their gradients.
         every: the number of steps from one line of the log to the next.
 
     Cost: every `every` steps an all-gather of 8 * `every` bytes from each rank. The watch does not read the clock itself.

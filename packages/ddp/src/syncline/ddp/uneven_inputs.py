@@ -26,7 +26,7 @@ class Replica:
         state: the module's parameters and buffers.
         buffers: the module's buffers, and when to synchronise them.
         reducer: the reducer that averages the gradients.
-        process_group: the group whose ranks average.
+        process_group: the group whose ranks average their gradients.
         device: the parameters' device.
     """
 

@@ -23,7 +23,7 @@ _KIND = "compression"
 
 
 class CompressionState:
-    """A compressor, and the memory of `compression_hook`. Every rank passes the same arguments.
+    """The state of `compression_hook`: a compressor, and the error feedback. Every rank passes the same arguments.
 
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or your own.
@@ -31,8 +31,8 @@ class CompressionState:
         use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
             much memory as the gradients.
         random_seed: the seed of random compressors, 0 to 2**32 - 1.
-        named_parameters: as from `model.named_parameters()`. `state_dict` saves under these names. None: parameters are
-            numbered.
+        named_parameters: pairs of name and parameter, such as `model.named_parameters()`. `state_dict` saves the error feedback
+            under these names. Without names it saves under the numbers of the parameters.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.

@@ -22,7 +22,7 @@ class BackwardReduction:
         buckets: the reducer's buckets, in the order in which they are reduced.
         usage: the usage model. The caller has called its `begin` for this backward.
         reduction: starts the reduction of a bucket.
-        group: the group whose ranks average. After the last bucket, these ranks compare their calls.
+        group: the group whose ranks average their gradients. After the last bucket, these ranks compare their calls.
         statistics: gets the times.
         mark: a text about this backward. The ranks compare this text together with the first bucket; see Note [Which backward
             is reduced] in `sync_policy`.

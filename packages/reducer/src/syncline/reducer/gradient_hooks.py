@@ -70,12 +70,12 @@ class GradientHooks:
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        Autograd accumulates a gradient on the stream that was current when the parameter's node was made. If nothing holds the
-        old node, autograd makes a new one in each forward. A bucket is collected on the stream of its last gradient, so all
-        nodes of its parameters must belong to one stream. So the reducer holds all nodes. Holding a node costs nothing, but a
-        hook on each node would cost time. If the reducer held only some nodes, a forward on another stream than the stream of
-        the construction (`with torch.cuda.stream(...)`, CUDA graphs) would put the nodes on two streams. Then the stream that
-        collects would not wait for the gradients of the other stream.
+        Each parameter has a node in autograd's graph, which accumulates the gradient. A node runs on the stream that was current
+        when autograd made it. If nobody holds the node, autograd makes a new node in each forward. So if the reducer held only
+        some nodes, and a forward ran on another stream than the constructor (`with torch.cuda.stream(...)`, CUDA graphs), the
+        nodes of one bucket would run on two streams. The bucket is collected on the stream of its last gradient, and this
+        stream would not wait for the gradients of the other stream. So the reducer holds the nodes of all parameters. Holding
+        a node costs nothing. Only hooks on nodes cost time.
         """
         self._remove()
         self.are_off = self._is_closed

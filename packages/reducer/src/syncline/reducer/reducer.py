@@ -96,8 +96,8 @@ class Reducer(Inherited):
     Args:
         named_parameters: names and parameters, the same on all ranks. Each parameter requires a gradient. Names appear in
             errors.
-        group: the group whose ranks average. The first forward whose backward is reduced allocates the buckets, by a collective
-            of this group. Without such a forward, the first backward allocates the buckets.
+        group: the group whose ranks average their gradients. The first forward whose backward is reduced allocates the
+            buckets, by a collective of this group. Without such a forward, the first backward allocates the buckets.
         bucket_cap_bytes: the reducer closes a bucket when the bucket reaches this size. A list has the sizes of the first,
             second, ... bucket. The last size holds for all further buckets.
         first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If

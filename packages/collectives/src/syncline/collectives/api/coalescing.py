@@ -139,7 +139,7 @@ def all_gather_coalesced(
 
     Args:
         output_tensor_lists: one list for each rank, each like `input_tensor_list`; list r is overwritten with rank r's.
-        input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Only read.
+        input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. They are not changed.
         group: the group, the default one if None.
         async_op: return a `Work` at once.
 

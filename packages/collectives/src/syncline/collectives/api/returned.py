@@ -382,7 +382,8 @@ def all_to_all_rows(
     """Send rows to each rank, and return the rows that come. Only the sender has to know how many rows it sends.
 
     Args:
-        tensor: at least one dimension. The dtype and all dimensions but the first are the same on every rank. Only read.
+        tensor: has at least one dimension, and is not changed. The dtype and all dimensions but the first are the same on every
+            rank.
         splits: how many rows go to each rank; None sends the same number to each.
         group: the default group if None.
         async_op: return a `PendingResult`. The numbers of rows are exchanged before it returns.

@@ -18,7 +18,7 @@ from .returned import PendingResult, all_reduce_copy_coalesced
 
 
 class _Entry(IntEnum):
-    """A rank's answer in a roll call."""
+    """What a rank says in a roll call: the all-gather in which each rank says what it does next."""
 
     JOINED = 0
     CALL = 1
@@ -28,15 +28,16 @@ class _Entry(IntEnum):
 class UnevenCalls:
     """Lets each rank leave a loop of collectives when it has no work left. The others go on, and the rank adds zeros.
 
-        calls = UnevenCalls(group)           rank with work left            rank without
+        calls = UnevenCalls(group)           rank with work left            rank without work
         for batch in batches:
             ...                              roll call: a call         ◄──► roll call: joined
             calls.announce_all_reduce(...)   broadcast: which           ──► broadcast: which
             all_reduce(...)                  all_reduce                ◄──► all_reduce of zeros
         last = calls.join()                  roll call: joined         ◄──► roll call: joined
 
-    Every rank announces each of its collectives, with one of the methods, right before the collective. If no rank has joined,
-    this costs an all-gather of 16 bytes from each rank.
+    A *roll call* is an all-gather of 16 bytes from each rank, in which each rank says what it does next. Every rank announces
+    each of its collectives, with one of the methods, right before the collective. If no rank has joined, an announcement costs
+    one roll call.
 
     Args:
         group: the group. All its ranks make their `UnevenCalls` at the same point of their programs.
@@ -98,7 +99,7 @@ class UnevenCalls:
         """Join when this rank has no work left: take part in the calls that others announce, until all ranks have joined.
 
         Returns:
-            The largest of the ranks that had work last. The same on every rank.
+            The rank that had work last; if several ranks had, the largest of them. The result is the same on every rank.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))

@@ -211,7 +211,9 @@ def _get(store: Store, key: str, scope: CancelScope) -> bytes:
 
 
 def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: float) -> str:
-    """`address_by_store` for ranks that a group connects. If all ranks are on one host, it is the loopback address.
+    """Do the same as `address_by_store`, but exchange the addresses over a group.
+
+    If all ranks are on one host, the result is the loopback address.
 
     Raises:
         LaunchError: as `address_by_store`. All ranks raise it.

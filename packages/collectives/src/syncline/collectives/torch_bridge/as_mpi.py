@@ -28,9 +28,11 @@ NAME = "mpi"
 
 
 def init_as_mpi(timeout: timedelta | float | None = None) -> None:
-    """Initialise torch.distributed with our MPI backend, as torch's backend "mpi". All ranks call it, under mpirun or srun.
+    """Initialise torch.distributed with our MPI backend, under the name of torch's own backend "mpi".
 
-    From then on torch says that MPI is available (`is_mpi_available()`), and `new_group` makes groups of this backend, too.
+    Start the ranks with mpirun or srun. All ranks call this function.
+
+    After this call `is_mpi_available()` of torch is true, and `new_group` of torch also makes groups of our MPI backend.
 
     Args:
         timeout: the time limit of each collective, in seconds or as a timedelta; None takes torch's 30 minutes.

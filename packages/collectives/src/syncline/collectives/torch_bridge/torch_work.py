@@ -110,18 +110,18 @@ class TorchWork(Work):
         return True
 
     def wait_for(self, limit_s: float) -> bool:
-        """Wait `limit_s` seconds at most. Returns whether the work and its last step are over; if not, wait again.
+        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. If not, the caller waits again.
 
         Raises:
-            TransportError: the work failed; a `CollectiveTimeout` if torch itself gave it up.
+            TransportError: the work failed. If torch itself ended the work at its time limit, the error is a `CollectiveTimeout`.
         """
         try:
             return self.wait(limit_s)
         except CollectiveTimeout:
-            # The work ended just now, or torch gave it up. In both cases `wait` has the outcome at once.
+            # The work ended just now, or torch ended it at its time limit. In both cases `wait` returns or raises at once.
             if self._torch_work.is_completed():
                 return self.wait()
-            # The work goes on, so the end of this look is not its error.
+            # The work goes on. This wait has ended too early, but the work has no error.
             self._error = None
             return False
 

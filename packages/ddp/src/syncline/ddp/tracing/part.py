@@ -27,7 +27,7 @@ class Header:
     """The rank that traced, and its host and group.
 
     Attributes:
-        rank, size: the rank and the size of the group whose ranks average.
+        rank, size: the rank and the size of the group whose ranks average their gradients.
         host, pid: the host's name and the process id.
         group: the group in words, such as "mpi: MPICH 4.3.0".
         epoch_s: seconds since the epoch, minus the seconds of the rank's clock at the same moment.

@@ -61,7 +61,7 @@ class StepRecorder:
     Args:
         folder: the folder for the file. It is created if it is missing.
         header: the file's first line.
-        group: the group whose ranks average.
+        group: the group whose ranks average their gradients.
         reducer: the reducer whose backwards are the steps. The recorder does not keep the reducer alive.
         parameters: the parameters. The recorder notes steps of their optimizers.
 

@@ -47,7 +47,7 @@ class Case:
     size_bytes: int
 
     def numel(self, world_size: int) -> int:
-        """Return the number of elements of the block.
+        """Return the number of elements of the tensor that is measured.
 
         The size is rounded down, so that all parts have equally many elements (one or more).
         """

@@ -28,7 +28,7 @@ class Measurement:
         collective, dtype: the collective, and the dtype of its tensors.
         size_bytes: the size S, see `kinds`.
         world_size: the number of ranks.
-        backend: the name of the subject that ran it.
+        backend: the name of the backend, or of the program to compare with, such as `raw-mpi`.
         samples_s: the samples. A sample is the time of one call on the slowest rank. Empty if the backend refused the case.
         note: why the backend refused, or empty.
     """

@@ -221,18 +221,19 @@ class Communicator:
 
         Note [Abort of a blocking communicator]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        NCCL guarantees a safe abort only for non-blocking communicators, with no thread inside NCCL. CuPy (14) makes blocking
-        ones: its `NcclConfig` has only the field `split_share`. And a thread that is stuck inside NCCL is the usual reason to
-        abort. Normally NCCL's abort flag makes this thread and the kernels give up, and the thread's call returns an error. Two
-        other outcomes are possible:
+        NCCL guarantees a safe abort only if the communicator is non-blocking, and no thread is inside NCCL. Neither holds here.
+        CuPy (14) makes blocking communicators: its `NcclConfig` has only the field `split_share`. And the usual reason to abort
+        is a thread that is stuck inside NCCL. Normally the abort ends the kernels, and the call of the stuck thread returns an
+        error. Two other outcomes are possible:
 
         1. The abort or the stuck call does not return. Each abort has its own thread, so only the end of the process waits for
            it, for a few seconds.
         2. NCCL frees the communicator under the stuck thread, and a signal kills the process.
 
-        We accept both, because they only happen in a group that has failed: the report is written, the works have their error,
-        and the group is not used again. NVIDIA's `nccl4py` (0.6) has non-blocking communicators, `revoke` and `shrink`. It
-        would fit behind this class, but it needs `cuda-core` and `cuda-bindings`, and we would have to poll each call.
+        We accept both outcomes, because they only happen in a group that has failed. At this time the report is written, the
+        works have their error, and nobody uses the group any more. NVIDIA's `nccl4py` (0.6) has
+        non-blocking communicators, `revoke` and `shrink`. It would fit behind this class, but it needs `cuda-core` and
+        `cuda-bindings`, and we would have to poll each call.
         """
         self._raw.abort()
 

@@ -150,7 +150,7 @@ class NcclGroup(EngineGroup):
 
     @property
     def first_failure(self) -> BaseException | None:
-        """See Note [Failure over NCCL] in `in_flight`."""
+        """The first error of a call, or None. See Note [Failure over NCCL] in `in_flight`."""
         failure = self._in_flight.failure
         return None if failure is None else failure.error
 
