@@ -70,7 +70,7 @@ class GradientHooks:
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        Each parameter has a node in autograd's graph, which accumulates the gradient. A node runs on the stream that was current
+        Each parameter has a node in autograd's graph that accumulates the gradient. A node runs on the stream that was current
         when autograd made it. If nobody holds the node, autograd makes a new node in each forward. So if the reducer held only
         some nodes, and a forward ran on another stream than the constructor (`with torch.cuda.stream(...)`, CUDA graphs), the
         nodes of one bucket would run on two streams. The bucket is collected on the stream of its last gradient, and this

@@ -113,7 +113,7 @@ class TorchWork(Work):
         """Wait `limit_s` seconds at most. Return whether the work and its last step are over. If not, the caller waits again.
 
         Raises:
-            TransportError: the work failed. If torch itself ended the work at its time limit, the error is a `CollectiveTimeout`.
+            TransportError: the work failed. If torch ended the work at its time limit, the error is a `CollectiveTimeout`.
         """
         try:
             return self.wait(limit_s)

@@ -204,6 +204,6 @@ class TCPStore(ServedStore):
             raise other_secret(self.describe()) from error
         except ProtocolError as error:
             raise StoreError(
-                f"{self.describe()}: the program that listens there is not a store of this version of Syncline. If it is another "
-                f"program, give another port: {error}"
+                f"{self.describe()}: the program that listens there is not a store of this version of Syncline. If it is "
+                f"another program, give another port: {error}"
             ) from error
