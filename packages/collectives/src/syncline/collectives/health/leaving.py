@@ -15,7 +15,6 @@ leaver's notice. Then it assumes that all messages of the leaver have arrived.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from time import monotonic
 from typing import Protocol
 from zlib import crc32
 
+from ..engine.living_set import LivingSet
 from ..errors import RankLostError, with_details
 from .recorder import CallCount
 
@@ -66,7 +66,7 @@ class Leavers:
         self._lock = threading.Lock()
         self._left: dict[int, tuple[Leaving, float]] = {}
         self._groups: dict[str, GroupLeavers] = {}
-        self._made_by: list[weakref.ref[OpenGroup]] = []
+        self._made_by = LivingSet[OpenGroup]()
         self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
@@ -96,13 +96,11 @@ class Leavers:
 
     def add(self, group: OpenGroup) -> None:
         """Remember a group whose calls this object counts. Keep only a weak reference to the group."""
-        # Groups that are gone are forgotten here, so the list does not grow with each new group.
-        self._made_by = [made for made in self._made_by if made() is not None]
-        self._made_by.append(weakref.ref(group))
+        self._made_by.add(group)
 
     def open_groups(self) -> list[OpenGroup]:
         """Return the groups that still exist, the newest first."""
-        return [group for made in reversed(self._made_by) if (group := made()) is not None]
+        return list(self._made_by)[::-1]
 
     def left(self) -> dict[int, tuple[Leaving, float]]:
         """Return for each rank that has left its notice, and the time when this notice came (monotonic clock)."""
