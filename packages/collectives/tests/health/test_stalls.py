@@ -64,6 +64,17 @@ def test_those_who_wait_and_the_one_they_wait_for(caplog: pytest.LogCaptureFixtu
     assert record.getMessage().endswith("; not in a call: rank 1 (still computing, stopped, or gone)")
 
 
+def test_a_rank_that_came_shortly_before_the_warning_is_in_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(3)
+    ranks.begin(0)
+    ranks.look(*range(25))
+    ranks.begin(2)
+    ranks.look(*range(25, 40))
+    (record,) = caplog.records
+    assert "ranks 0, 2 in all_reduce" in record.getMessage()
+    assert "not in a call: rank 1 (" in record.getMessage()
+
+
 def test_others_wait_for_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2)
     ranks.begin(1)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
-# A rank posts its line for rank 0 some looks before the limit: as many looks as a line needs to reach rank 0, plus one. So if
-# rank 0 waits, too, the warning comes within two looks after the limit. Else it comes as much later as the line needed.
+# A rank posts a line for rank 0 when it has waited for one look, so that the warning also names ranks that came late. It posts
+# again shortly before the limit: as many looks before as a line needs to reach rank 0, plus one. So if rank 0 waits, too, the
+# warning comes within two looks after the limit. Else it comes as much later as the line needed.
 _LOOKS_IN_LIMIT = 30
 _STOP_S = 1.0
 _LONGEST = 1000
@@ -58,10 +59,12 @@ class Waiting:
     Attributes:
         position: the call's position in the group's total order.
         call: the call in words.
+        is_long: whether the rank waits for so long that rank 0 must warn.
     """
 
     position: int
     call: str
+    is_long: bool = True
 
 
 class StallWatch:
@@ -128,20 +131,21 @@ class StallWatch:
         # Another call runs than at the last look, so the time counts anew.
         if position != self._position:
             self._position, self._since = position, now_s
-        if call is None or position is None or now_s - self._since < self.limit_s - self._gather_s:
+        waited_s = now_s - self._since
+        if call is None or position is None or waited_s < self.period_s:
             return None
-        return Waiting(position, str(call.record())[:_LONGEST])
+        return Waiting(position, str(call.record())[:_LONGEST], waited_s >= self.limit_s - self._gather_s)
 
     def _say(self, mine: Waiting | None) -> None:
         # Only changes are posted, because each post costs a message.
         if mine != self._said:
             self._said = mine
-            self._post.post("" if mine is None else json.dumps([mine.position, mine.call]))
+            self._post.post("" if mine is None else json.dumps([mine.position, mine.call, mine.is_long]))
 
     def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
         """Log once, when the limit is reached and the lines of the other ranks have had time to arrive."""
-        first = min((one.position for one in waiting.values()), default=None)
-        # The earliest call in which ranks wait has changed: set the time of the warning anew.
+        first = min((one.position for one in waiting.values() if one.is_long), default=None)
+        # The earliest call in which ranks wait for long has changed: set the time of the warning anew.
         if first != self._noticed:
             limit_s = self._since + self.limit_s if first == self._position else now_s
             self._noticed, self._log_at_s = first, max(limit_s, now_s + self._gather_s)
@@ -162,12 +166,12 @@ def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int
         group_name: the group's name in messages.
         ranks: for each rank of the group its rank in the job.
         waiting: for each waiting rank of the group its call.
-        limit_s: how long the ranks have waited at least, in seconds.
+        limit_s: how long one of the ranks has waited at least, in seconds.
     """
-    calls: dict[Waiting, list[int]] = {}
+    calls: dict[tuple[int, str], list[int]] = {}
     for rank, one in sorted(waiting.items()):
-        calls.setdefault(one, []).append(ranks[rank])
-    parts = [f"{ranks_in_words(found)} in {one.call}" for one, found in calls.items()]
+        calls.setdefault((one.position, one.call), []).append(ranks[rank])
+    parts = [f"{ranks_in_words(found)} in {call}" for (_, call), found in calls.items()]
     missing = [ranks[rank] for rank in range(len(ranks)) if rank not in waiting]
     rest = f"; not in a call: {ranks_in_words(missing)} (still computing, stopped, or gone)" if missing else ""
     return f"group '{group_name}': waiting for {limit_s:g} s and more: {', '.join(parts)}{rest}"

@@ -19,11 +19,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ...health.exit_status import as_status, set_exit_status
 from ...startup.uncaught_errors import also_failed, handle_uncaught_elsewhere, in_text, is_first, started_s
 from .ranks import Job, end_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _FAILURE = 1  # the tag of notices
 # Ranks that fail for the same reason fail within this time of each other. A notice also arrives within it.
@@ -87,22 +90,9 @@ class Ending:
             # Without MPI the ranks cannot send notices. Those of one node have the same parent, so they share a file.
             is_alone = job.size == 1 or is_first(f"failed-{os.getppid()}-{job.run_id}", started_s())
             return None if is_alone else "another rank failed first, and its traceback says why"
-        from mpi4py import MPI
-
         assert job.world is not None
-        mine = (time.time(), job.rank)
-        others = [rank for rank in range(job.size) if rank != job.rank]
-        notices = [job.world.isend(mine, dest=rank, tag=_FAILURE) for rank in others]
-        end_s = time.monotonic() + _TOGETHER_S
-        while others and time.monotonic() < end_s:
-            if not job.world.iprobe(MPI.ANY_SOURCE, _FAILURE):
-                time.sleep(0.005)
-                continue
-            other = job.world.recv(source=MPI.ANY_SOURCE, tag=_FAILURE)
-            if other < mine:
-                return f"rank {other[1]} failed first, and its traceback says why"
-        del notices
-        return None
+        first = first_to_fail(job.world, time.time())
+        return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
         """Replace `atexit.register`.
@@ -194,3 +184,27 @@ def _say(text: str) -> None:
     stream = sys.__stderr__ or sys.stderr
     stream.write(f"{text}\n")
     stream.flush()
+
+
+def first_to_fail(world: MPI.Intracomm, failed_at: float) -> int:
+    """Return the first of the ranks that fail at about the same time as this rank. Each of these ranks calls this function.
+
+    Args:
+        world: connects all ranks.
+        failed_at: when this rank failed, in seconds since the epoch.
+    """
+    from mpi4py import MPI
+
+    mine = first = (failed_at, world.Get_rank())
+    began_s = time.monotonic()
+    notices = [world.isend(mine, dest=rank, tag=_FAILURE) for rank in range(world.Get_size()) if rank != mine[1]]
+    missing = len(notices)
+    # The notice of a later rank may arrive before the notice of the first one. So read until all notices have come, or until
+    # the first rank itself stops reading, `_TOGETHER_S` after its failure.
+    while missing and time.monotonic() - began_s < _TOGETHER_S - (mine[0] - first[0]):
+        if not world.iprobe(MPI.ANY_SOURCE, _FAILURE):
+            time.sleep(0.005)
+            continue
+        first = min(first, world.recv(source=MPI.ANY_SOURCE, tag=_FAILURE))
+        missing -= 1
+    return first[1]
