@@ -31,7 +31,7 @@ from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.engine.transport import Plan
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
+from syncline.collectives.startup.settings import AlgorithmThresholds
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
 from syncline.collectives.transports.shared_memory.os_memory import huge_page_bytes

@@ -14,7 +14,7 @@ import torch
 
 from syncline.collectives.cli.bench import Measurement
 from syncline.collectives.cli.bench.command import add_arguments, run
-from syncline.collectives.cli.bench.sizes import in_words
+from syncline.collectives.cli.bench.results import size_in_words
 from syncline.collectives.cli.bench.subjects import FLOOR, IN_WINDOW, RAW_MPI, TORCH_GLOO
 
 from .targets import (
@@ -49,7 +49,7 @@ class Rule:
         ours, other = (medians.get(name, {}) for name in (self.ours, self.other))
         sizes = [size for size in ours if size in other and self.least <= size <= self.most]
         if sizes:
-            seen = [(self.compare(ours[size], other[size]), f"{self.ours}, {in_words(size)}") for size in sizes]
+            seen = [(self.compare(ours[size], other[size]), f"{self.ours}, {size_in_words(size)}") for size in sizes]
             yield self.target.verdict(*self.target.worst(seen))
 
 

@@ -16,7 +16,7 @@ from syncline.collectives import ProcessGroup, placement_of
 from syncline.collectives.cli.bench.kinds import Buffers, plain_memory
 from syncline.collectives.cli.bench.measure import Case as CollectiveCase
 from syncline.collectives.cli.bench.measure import measure
-from syncline.collectives.cli.bench.sizes import in_words
+from syncline.collectives.cli.bench.results import size_in_words
 from syncline.collectives.cli.bench.subjects import IN_WINDOW, RAW_MPI, TORCH_GLOO, Subject, connect_subject
 from syncline.hooks import (
     CompressionState,
@@ -108,7 +108,7 @@ def _collective(options: argparse.Namespace, group: ProcessGroup, report: Report
     found = {subject.name: Summary.of(row.samples_s) for subject, row in zip(subjects, measured, strict=True)}
     sent = {subject.name: _sent_by(subject, case, group) for subject in subjects}
     least = minimum_bytes(size_bytes, host_count(group))
-    what = f"all-reduce of {in_words(size_bytes)}"
+    what = f"all-reduce of {size_in_words(size_bytes)}"
     rows = [[name, summary.in_ms(), f"{sent[name] / 2**20:.2f}", _times(sent[name], least)] for name, summary in found.items()]
     head = ["subject", "time", "sent", "times minimum"]
     report.table("collective", f"{what}, ms: median [quartiles]; MiB that a host sends", head, rows)
@@ -131,7 +131,7 @@ def _sizes(options: argparse.Namespace, group: ProcessGroup, report: Report) -> 
         case = CollectiveCase("all_reduce", torch.float32, size_bytes)
         measured = measure(case, subjects, group, budget_s=0.2 * options.steps)
         for subject, row in zip(subjects, measured, strict=True):
-            found[subject.name][in_words(size_bytes)] = Summary.of(row.samples_s)
+            found[subject.name][size_in_words(size_bytes)] = Summary.of(row.samples_s)
     peers = found[TORCH_GLOO]
     rows = [
         [name, size, summary.in_ms(), f"{summary.median_s / peers[size].median_s:.2f}"]
@@ -198,7 +198,7 @@ def _halves(options: argparse.Namespace, group: ProcessGroup, report: Report) ->
     sent = {name: measure_sent(call, WIRE_REPEATS, DEVICE, group) for name, call in calls.items()}
     least = minimum_bytes(size_bytes // 2, host_count(group))
     rows = [[name, summary.in_ms(), f"{sent[name] / 2**20:.2f}", _times(sent[name], least)] for name, summary in found.items()]
-    title = f"averaging {in_words(size_bytes)} of float32, ms: median [quartiles]; MiB that a host sends"
+    title = f"averaging {size_in_words(size_bytes)} of float32, ms: median [quartiles]; MiB that a host sends"
     report.table("halves", title, ["hook", "time", "sent", "times minimum of halves"], rows)
     if least:
         report.judge(WIRE, sent[BETWEEN_HOSTS] / least, BETWEEN_HOSTS)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import MisuseError, ProcessGroup, destroy_process_group, exchange_objects, init_process_group
-from syncline.collectives.cli.bench.plot import require_matplotlib
+from syncline.collectives.cli.bench.results import require_matplotlib
 from syncline.collectives.startup.rendezvous import tcp_store_of_rank_0
 
 from .cases import FULL, QUICK, Scale

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import log2
 
 from syncline.collectives.engine.group import MOST_PLANS
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
+from syncline.collectives.startup.settings import AlgorithmThresholds
 from syncline.collectives.transports.mpi.node.copy_in_copy_out import SLOT_BYTES, SLOTS
 
 _TURNS = 2

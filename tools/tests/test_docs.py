@@ -21,9 +21,8 @@ import syncline.ddp
 import syncline.hooks
 import syncline.reducer
 from environment import LAYERS
-from syncline.collectives.cli.doctor import torch_versions
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
-from syncline.collectives.startup.settings import Settings
+from syncline.collectives.cli.doctor.diagnosis import RUN_WITH
+from syncline.collectives.startup.settings import AlgorithmThresholds, Settings
 from syncline.collectives.torch_bridge.registration import OLDEST_TORCH
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -141,11 +140,11 @@ def test_every_command_and_each_of_its_options_is_documented() -> None:
 
 def test_the_table_of_versions_is_what_the_doctor_knows() -> None:
     rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", (REFERENCE / "versions.md").read_text(), re.MULTILINE)
-    assert sorted(set(rows)) == sorted(torch_versions.RUN_WITH)
+    assert sorted(set(rows)) == sorted(RUN_WITH)
 
 
 def test_the_wheels_claim_no_torch_older_than_was_run() -> None:
-    oldest = min(torch_versions.RUN_WITH, key=lambda version: [int(number) for number in version.split(".")])
+    oldest = min(RUN_WITH, key=lambda version: [int(number) for number in version.split(".")])
     for layer in LAYERS:
         project = ROOT / "packages" / layer / "pyproject.toml"
         assert f'"torch>={oldest},<3"' in project.read_text()

@@ -30,7 +30,7 @@ BAD = [
     ("ddp/join.py", "if TYPE_CHECKING:\n    import syncline.hooks", "ddp does without hooks"),
     ("reducer/readiness.py", "from syncline.collectives.work import Work", "public names of collectives"),
     ("reducer/readiness.py", "from syncline.collectives import engine", "public names of collectives"),
-    ("ddp/join.py", "from syncline.collectives.stores.prefix import PrefixStore", "public names of collectives"),
+    ("ddp/join.py", "from syncline.collectives.stores.store import PrefixStore", "public names of collectives"),
     ("hooks/cast.py", "from syncline.collectives.transports import gloo", "The registry finds transports"),
     ("collectives/api/objects.py", "from ..transports.threads import SharedState", "The registry finds transports"),
     ("collectives/transports/mpi/library.py", "from .. import threads", "No transport needs another"),

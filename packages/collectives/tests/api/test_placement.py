@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from syncline.collectives import LaunchError, Placement, default_device, placement_of
-from syncline.collectives.api import default_device as device_module
 from syncline.collectives.api import placement
-from syncline.collectives.api.default_device import assign_devices
+from syncline.collectives.api.placement import assign_devices
 from syncline.collectives.startup.nodes import HostIdentity, place
 from syncline.collectives.transports.threads import create_groups
 
@@ -85,8 +84,8 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._me = threading.local()
         monkeypatch.setattr(placement, "host_identity", lambda: self._me.host)
-        monkeypatch.setattr(device_module, "host_identity", lambda: self._me.host)
-        monkeypatch.setattr(device_module, "visible_devices", lambda: self._me.devices)
+        monkeypatch.setattr(placement, "host_identity", lambda: self._me.host)
+        monkeypatch.setattr(placement, "visible_devices", lambda: self._me.devices)
 
     def run(self, body, hosts: list[HostIdentity], devices: list[list[str]]) -> list:
         results: list = [None] * len(hosts)

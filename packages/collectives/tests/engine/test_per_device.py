@@ -8,7 +8,7 @@ import pytest
 
 from syncline.collectives import ProcessGroup, RoundRobinGroup, TransportError
 from syncline.collectives.startup.backend import Backend, ConnectRequest
-from syncline.collectives.startup.per_device_backend import PerDeviceBackend
+from syncline.collectives.startup.registry import PerDeviceBackend
 from syncline.collectives.transports.threads import backend as in_process
 
 REQUEST = ConnectRequest(None, None, None, None, 5.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives import InvalidArgumentError
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
+from syncline.collectives.startup.settings import AlgorithmThresholds
 
 
 def test_the_environment_goes_first() -> None:

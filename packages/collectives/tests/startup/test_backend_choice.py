@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from syncline.collectives import LaunchError
-from syncline.collectives.startup.backend_choice import BACKEND_VARIABLE, BackendChoice, choose_backend
 from syncline.collectives.startup.launch import Launch
+from syncline.collectives.startup.registry import BACKEND_VARIABLE, BackendChoice, choose_backend
 from syncline.collectives.startup.settings import Settings
 
 MPIEXEC = Launch("Open MPI", True, 0, 2)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.startup import library_check
+from syncline.collectives.startup import mpi_library
 from syncline.collectives.startup.launch import HYDRA, OPEN_MPI, SRUN_PMI2, SRUN_PMIX, process_manager
-from syncline.collectives.startup.library_check import LEAST_SHM_BYTES, launcher_conflict, little_shared_memory, other_mpi
+from syncline.collectives.startup.mpi_library import LEAST_SHM_BYTES, launcher_conflict, little_shared_memory, other_mpi
 
 STEP = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
 BY_PMI2 = {**STEP, "SLURM_MPI_TYPE": "pmi2", "PMI_JOBID": "8.0", "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "11"}
@@ -93,7 +93,7 @@ def test_another_number_of_ranks_may_be_another_mpi_or_a_shell_inside_a_job() ->
 
 def test_little_shared_memory_is_told_to_the_ranks_of_mpich_that_share_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     total = LEAST_SHM_BYTES - 1
-    monkeypatch.setattr(library_check.shutil, "disk_usage", lambda folder: (total, 0, total))
+    monkeypatch.setattr(mpi_library.shutil, "disk_usage", lambda folder: (total, 0, total))
     warning = little_shared_memory("MPICH", 2)
     assert warning is not None
     assert "/dev/shm has 63 MiB" in warning

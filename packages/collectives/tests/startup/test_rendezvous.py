@@ -20,8 +20,15 @@ from syncline.collectives import (
     StoreTimeout,
     StoreUnavailableError,
 )
-from syncline.collectives.startup.init_method import Address, address_by_environment, parse_address, parse_folder
-from syncline.collectives.startup.rendezvous import find_secret, loopback_host, store_at
+from syncline.collectives.startup.rendezvous import (
+    Address,
+    address_by_environment,
+    find_secret,
+    loopback_host,
+    parse_address,
+    parse_folder,
+    store_at,
+)
 from syncline.collectives.startup.user_secret import is_loopback, user_secret
 from syncline.collectives.stores import TCPStoreServer, new_secret
 from syncline.collectives.testing.processes import run_processes

@@ -8,11 +8,11 @@ import pytest
 
 from syncline.collectives import InvalidArgumentError, SiteFileError
 from syncline.collectives.engine.cancel_scope import DEFAULT_TIMEOUT_S
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
 from syncline.collectives.startup.settings import (
     SITE_VARIABLE,
     SPIN_VARIABLE,
     TIMEOUT_VARIABLE,
+    AlgorithmThresholds,
     Settings,
     load_settings,
     parse_settings,

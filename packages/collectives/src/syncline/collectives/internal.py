@@ -8,7 +8,7 @@ from .engine.tags import TRACE_CLOCK
 from .forks import Inherited, not_the_rank, tell_in_forks
 from .group import DEFAULT_SILENCE_TIMEOUT_S
 from .reduce_op import Reduction
-from .startup.algorithm_thresholds import AlgorithmThresholds
+from .startup.settings import AlgorithmThresholds
 from .tensors.checks import is_list
 from .tensors.layout import bytes_of, in_plain_order, mark_written, overlaps_itself
 from .torch_internals import disable_dynamo, disable_dynamo_here

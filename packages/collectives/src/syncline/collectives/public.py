@@ -2,8 +2,8 @@
 
 from .api.adasum import adasum_coalesced
 from .api.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced
-from .api.default_device import default_device
 from .api.default_group import (
+    NonMember,
     destroy_process_group,
     get_default_group,
     get_rank,
@@ -26,7 +26,6 @@ from .api.functional import (
     scatter,
 )
 from .api.monitored_barrier import monitored_barrier
-from .api.non_member import NonMember
 from .api.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -34,7 +33,7 @@ from .api.objects import (
     gather_object,
     scatter_object_list,
 )
-from .api.placement import get_local_rank, get_local_size, get_node_rank, placement_of
+from .api.placement import default_device, get_local_rank, get_local_size, get_node_rank, placement_of
 from .api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .api.returned import (
     PendingResult,

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ReduceOp
-from syncline.collectives.cli.bench import KINDS, Buffers, Case, Measurement, command, plot
+from syncline.collectives.cli.bench import KINDS, Buffers, Case, Measurement, command, results
 from syncline.collectives.cli.bench.measure import LEAST_ROUNDS, MOST_ROUNDS, refusal_of_all, repeats_of, rounds_of
-from syncline.collectives.cli.bench.results import in_json, in_text
-from syncline.collectives.cli.bench.sizes import in_words, ladder, parse_size
+from syncline.collectives.cli.bench.results import in_json, in_text, ladder, parse_size, size_in_words
 from syncline.collectives.reduce_op import BOOL, DTYPES_OF
 
 
@@ -34,7 +33,7 @@ def test_sizes_that_are_none(text: str) -> None:
     ("size", "words"), [(4, "4"), (1000, "1000"), (1024, "1K"), (64 * 2**20, "64M"), (2**30, "1G"), (0, "0")]
 )
 def test_sizes_in_words(size: int, words: str) -> None:
-    assert in_words(size) == words
+    assert size_in_words(size) == words
     assert size == 0 or parse_size(words) == size
 
 
@@ -233,6 +232,6 @@ def test_json() -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
     with pytest.raises(MisuseError, match=r"pip install matplotlib"):
-        plot.require_matplotlib()
+        results.require_matplotlib()

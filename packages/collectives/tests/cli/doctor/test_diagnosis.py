@@ -8,12 +8,11 @@ import pytest
 
 from syncline.collectives.cli.doctor import Finding, MPIFacts, Observation, Status, diagnose
 from syncline.collectives.cli.doctor import diagnosis as d
-from syncline.collectives.cli.doctor import memory as m
+from syncline.collectives.cli.doctor.diagnosis import survival
 from syncline.collectives.cli.doctor.finding import exit_status, in_text, ok, summary
 from syncline.collectives.cli.doctor.observation import _abi, nccl_version_in_words
-from syncline.collectives.cli.doctor.survival import survival
-from syncline.collectives.startup.backend_choice import BackendChoice
 from syncline.collectives.startup.nodes import HostIdentity
+from syncline.collectives.startup.registry import BackendChoice
 from syncline.collectives.transports.shared_memory.memory_limit import HEADROOM_BYTES, Limit
 
 A, B = HostIdentity("a", "1"), HostIdentity("b", "2")
@@ -97,13 +96,13 @@ ROWS = {
         "clean the environment",
     ),
     "little /dev/shm": (
-        lambda: m.memory([replace(FINE, shm_total_bytes=16 * MIB, shm_free_bytes=2 * MIB)]),
+        lambda: d.memory([replace(FINE, shm_total_bytes=16 * MIB, shm_free_bytes=2 * MIB)]),
         Status.WARN,
         "16 MiB, 2 MiB free on a",
         "less than 64 MiB MPICH may crash while it starts",
     ),
     "little /dev/shm, and no MPI": (
-        lambda: m.memory([replace(FINE, shm_total_bytes=16 * MIB, mpi=None)]),
+        lambda: d.memory([replace(FINE, shm_total_bytes=16 * MIB, mpi=None)]),
         Status.WRONG,
         "16 MiB",
         "docker run --shm-size",
@@ -175,13 +174,13 @@ ROWS = {
         "--bind-to none",
     ),
     "no shared memory": (
-        lambda: m.memory([replace(FINE, sharing="no: rank 1: [Errno 13] Permission denied")] * 2),
+        lambda: d.memory([replace(FINE, sharing="no: rank 1: [Errno 13] Permission denied")] * 2),
         Status.WARN,
         "rank 1: [Errno 13] Permission denied",
         "in one container",
     ),
     "little memory on the second node": (
-        lambda: m.memory([FINE] + [replace(FINE, host=B, memory_limits=(*FINE.memory_limits, SMALL))] * 2),
+        lambda: d.memory([FINE] + [replace(FINE, host=B, memory_limits=(*FINE.memory_limits, SMALL))] * 2),
         Status.WARN,
         "127 MiB left for each of 2 rank(s) on b, by the limit of /slurm/job_7",
         "have 128 MiB or more for the buckets of gradients: give the job more memory (Slurm's --mem",
@@ -281,13 +280,13 @@ def test_no_gpu_could_be_tried() -> None:
 def test_a_small_dev_shm_is_no_matter() -> None:
     """What the ranks share does not lie there."""
     small = replace(FINE, host=B, shm_total_bytes=64 * MIB, shm_free_bytes=3 * MIB)
-    assert {finding.status for finding in m.memory([FINE, small] + [FINE] * 9)} == {Status.OK}
-    assert m.memory([FINE, small])[2].found == "64 MiB, 3 MiB free on b (MPI libraries use it, Syncline does not)"
+    assert {finding.status for finding in d.memory([FINE, small] + [FINE] * 9)} == {Status.OK}
+    assert d.memory([FINE, small])[2].found == "64 MiB, 3 MiB free on b (MPI libraries use it, Syncline does not)"
 
 
 def test_memory_of_which_nothing_is_known() -> None:
     unknown = replace(FINE, sharing=None, memory_limits=())
-    assert [finding.found for finding in m.memory([unknown])[:2]] == [
+    assert [finding.found for finding in d.memory([unknown])[:2]] == [
         "not tried: the ranks are not connected by MPI",
         "this system does not say how much is left",
     ]
@@ -382,4 +381,4 @@ def test_a_job_of_a_fault_tolerant_mpirun_survives_it() -> None:
 def test_who_starts_no_mpi_needs_no_shared_memory() -> None:
     little = replace(FINE, shm_total_bytes=2 * MIB)
     for rank in (replace(little, launch_is_mpi=False), replace(little, launch_world_size=1)):
-        assert {finding.status for finding in m.memory([rank])} == {Status.OK}
+        assert {finding.status for finding in d.memory([rank])} == {Status.OK}

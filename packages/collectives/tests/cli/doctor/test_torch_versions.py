@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from syncline.collectives.cli.doctor import torch_versions
+from syncline.collectives.cli.doctor.diagnosis import was_run
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ from syncline.collectives.cli.doctor import torch_versions
     ],
 )
 def test_versions_count_by_major_and_minor_number(version: str, expected: bool) -> None:
-    assert torch_versions.was_run(version) is expected
+    assert was_run(version) is expected
 
 
 @pytest.mark.filterwarnings("default::UserWarning")  # it shall be seen, and fail nothing
 def test_of_a_torch_that_was_not_run_this_run_tells() -> None:
-    if not torch_versions.was_run(torch.__version__):
+    if not was_run(torch.__version__):
         warnings.warn(
             f"these tests were not run with torch {torch.__version__} before: enter the result into docs/reference/versions.md "
-            "and doctor/torch_versions.py",
+            "and doctor/diagnosis.py",
             stacklevel=1,
         )

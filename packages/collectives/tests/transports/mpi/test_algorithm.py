@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from syncline.collectives.startup.algorithm_thresholds import AlgorithmThresholds
+from syncline.collectives.startup.settings import AlgorithmThresholds
 from syncline.collectives.transports.mpi.node.plan import (
     Capabilities,
     Choice,

@@ -10,9 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from syncline.collectives.transports.shared_memory import fd_passing
-from syncline.collectives.transports.shared_memory.fd_passing import FdServer, open_peer_fd, receive_fd, request_fd
-from syncline.collectives.transports.shared_memory.segment import create_file, padded
+from syncline.collectives.transports.shared_memory import segment
+from syncline.collectives.transports.shared_memory.segment import (
+    FdServer,
+    create_file,
+    open_peer_fd,
+    padded,
+    receive_fd,
+    request_fd,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets and memfd_create are Linux's")
 
@@ -81,7 +87,7 @@ def test_nobody_is_there(server: FdServer) -> None:
 
 
 def test_no_answer_is_waited_for_without_end(server: FdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_passing, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(segment, "_TIMEOUT_S", 0.01)
     with request_fd(server.address, server.token) as connection, pytest.raises(TimeoutError):
         receive_fd(connection)
 

@@ -1,4 +1,4 @@
-"""The default group. This module remembers it between calls."""
+"""The default group, which this module remembers, and NonMember, which stands for a group that this rank is not in."""
 
 from __future__ import annotations
 
@@ -9,28 +9,58 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..engine.cancel_scope import seconds
 from ..errors import BackendUnavailableError, InvalidArgumentError, MisuseError, NotInitializedError, UnknownBackendError
 from ..group import ProcessGroup
 from ..startup.backend import Backend, ConnectRequest, apply_to_process
-from ..startup.backend_choice import BackendChoice, choose_backend
 from ..startup.launch import check_init_method, launch_by, take_launch
 from ..startup.nodes import host_identity, in_words
-from ..startup.registry import load_backend, what_is_missing
+from ..startup.registry import BackendChoice, choose_backend, load_backend, what_is_missing
 from ..startup.settings import load_settings
 from ..startup.uncaught_errors import print_failure_once, print_failures_of_the_run
 from ..tensors.checks import is_integer
-from .non_member import NonMember
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py import MPI
 
     from ..stores import Store
+
+
+class NonMember:
+    """The result of `new_group` on a rank that is not in the new group. Using it as a group raises an error."""
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self._rank = rank
+
+    def error_message(self) -> str:
+        """Why this rank cannot use the group."""
+        return (
+            f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
+            "on those ranks (get_rank(group) is -1 elsewhere)"
+        )
+
+    @staticmethod
+    def refuse(group: object) -> None:
+        """Raise if this is a `NonMember`.
+
+        Raises:
+            MisuseError: it says which ranks the group has.
+        """
+        if isinstance(group, NonMember):
+            raise MisuseError(group.error_message())
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):  # Python itself asks for these, to copy or pickle, say
+            raise AttributeError(attribute)
+        raise MisuseError(f"{attribute}: {self.error_message()}")
+
 
 logger = logging.getLogger("syncline.collectives")
 

@@ -1,4 +1,4 @@
-"""Find out which ranks of a group share a node.
+"""Find out which ranks of a group share a node, and choose the device on which each rank should compute.
 
 The ranks tell each other their hosts in `init_process_group`. They do not read variables such as LOCAL_RANK, which are the
 launcher's view of the whole job: a group may be a part of the job, may mix launchers, or may have no launcher.
@@ -7,7 +7,11 @@ launcher's view of the whole job: a group may be a part of the job, may mix laun
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
+import torch
+
+from ..errors import LaunchError
 from ..group import ProcessGroup
 from ..startup.nodes import Placement, from_words, host_identity, place
 from .default_group import resolve_group
@@ -68,3 +72,69 @@ def get_node_rank(group: ProcessGroup | None = None) -> int:
         group: the default group if None.
     """
     return placement_of(group).node
+
+
+def default_device(group: ProcessGroup | None = None) -> torch.device:
+    """The device that this rank should compute on. A collective: every rank of the group calls it.
+
+    If no rank of the node sees a CUDA device, it is the CPU. Otherwise each rank of a node takes the first device that it sees
+    and that no lower rank has taken. So if all ranks see all devices, each takes the device with the number of its local rank.
+    If the launcher shows each rank a device of its own (`srun --gpus-per-task=1`), each takes `cuda:0`.
+
+    Args:
+        group: the default group if None.
+
+    Raises:
+        LaunchError: a node has fewer devices than ranks, or some ranks see no device. Every rank of the node raises it.
+    """
+    chosen = resolve_group(group)
+    seen = exchange_objects((host_identity(), visible_devices()), group=chosen)
+    placement = place(chosen.rank, [identity for identity, _ in seen])
+    local_ranks = placement.ranks_on_node(placement.node)
+    indices = assign_devices({rank: seen[rank][1] for rank in local_ranks}, placement.hostnames[chosen.rank])
+    index = indices[chosen.rank]
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+
+def assign_devices(visible: dict[int, Sequence[str]], hostname: str) -> dict[int, int | None]:
+    """Choose one of the visible devices for each rank of a node. A pure function.
+
+    Args:
+        visible: for each rank of the node the ids of the devices that it sees, in the rank's order.
+        hostname: the node's name in messages.
+
+    Returns:
+        For each rank an index into its devices. None for every rank if no rank sees a device.
+
+    Raises:
+        LaunchError: no device is left for a rank.
+    """
+    if not any(visible.values()):
+        return dict.fromkeys(visible)
+    taken: dict[str, int] = {}
+    indices: dict[int, int | None] = {}
+    for rank, devices in sorted(visible.items()):
+        free = [index for index, device in enumerate(devices) if device not in taken]
+        if not free:
+            raise LaunchError(_no_device_left(rank, devices, visible, hostname))
+        taken[devices[free[0]]] = rank
+        indices[rank] = free[0]
+    return indices
+
+
+def _no_device_left(rank: int, devices: Sequence[str], visible: dict[int, Sequence[str]], hostname: str) -> str:
+    ranks = ", ".join(map(str, sorted(visible)))
+    different = len({device for shown in visible.values() for device in shown})
+    return (
+        f"rank {rank} finds no CUDA device that is left for it on {hostname}: it sees {len(devices)}, and the {len(visible)} "
+        f"ranks there ({ranks}) together see {different}. Start at most as many ranks on a node as it has devices "
+        "(--ntasks-per-node, mpirun's -N), show each rank one of its own (--gpus-per-task=1, or a wrapper that sets "
+        "CUDA_VISIBLE_DEVICES), or choose the device yourself"
+    )
+
+
+def visible_devices() -> list[str]:
+    """The ids of the CUDA devices that this process sees. A device has the same id in every process of the node."""
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

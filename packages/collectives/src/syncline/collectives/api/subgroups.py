@@ -11,8 +11,7 @@ from ..errors import DisagreementError, InvalidArgumentError
 from ..group import ProcessGroup
 from ..health.statements import Statements
 from ..tensors.checks import is_integer
-from .default_group import get_default_group, resolve_group
-from .non_member import NonMember
+from .default_group import NonMember, get_default_group, resolve_group
 from .object_exchange import all_gather_bytes, are_same_on_all_ranks
 
 _LONGEST_REQUEST_BYTES = 1024

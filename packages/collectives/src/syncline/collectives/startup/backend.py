@@ -12,9 +12,8 @@ from ..group import ProcessGroup
 from ..health.report import set_report_folder
 from ..health.stalls import DEFAULT_STALL_WARNING_S
 from .addresses import chosen_interfaces
-from .algorithm_thresholds import AlgorithmThresholds
 from .launch import Launch
-from .settings import DEFAULT_SPIN_S, Settings
+from .settings import DEFAULT_SPIN_S, AlgorithmThresholds, Settings
 from .uncaught_errors import show_all_frames
 
 if TYPE_CHECKING:

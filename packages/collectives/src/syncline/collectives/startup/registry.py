@@ -1,14 +1,23 @@
-"""Find backends by name. Built-in and third-party backends use the same group of entry points."""
+"""Find backends by name, choose one, or combine one for each type of device.
+
+Built-in and third-party backends use the same group of entry points.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 
-from ..errors import BackendUnavailableError, UnknownBackendError
-from .backend import Backend
-from .per_device_backend import PerDeviceBackend, parse
+from ..engine.composed import PerDeviceGroup
+from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, UnknownBackendError
+from ..group import ProcessGroup
+from .backend import Backend, ConnectRequest
+from .launch import Launch
+from .settings import Settings
 
 ENTRY_POINT_GROUP = "syncline.backends"
+BACKEND_VARIABLE = "SYNCLINE_BACKEND"
 
 
 def backend_names() -> list[str]:
@@ -26,7 +35,7 @@ def load_backend(name: str) -> Backend:
         BackendUnavailableError: two packages offer it, or its module cannot be imported, or it is not a `Backend`.
     """
     if ":" in name:
-        return PerDeviceBackend({device: load_backend(backend) for device, backend in parse(name).items()})
+        return PerDeviceBackend({device: load_backend(backend) for device, backend in devices_and_backends(name).items()})
     point = _only_entry_point(name)
     try:
         backend = point.load()
@@ -62,3 +71,131 @@ def _only_entry_point(name: str) -> EntryPoint:
             f"several packages offer a backend {name!r}: {', '.join(sorted(found))}; uninstall all but one"
         )
     return next(iter(found.values()))
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend's name, and the reason why it was chosen, in words."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(
+    argument: str | None,
+    environ: Mapping[str, str],
+    launch: Launch | None,
+    missing: Callable[[str], str | None],
+    *,
+    scheme: str | None = None,
+    rendezvous_given: bool = False,
+    settings: Settings | None = None,
+) -> BackendChoice:
+    """Choose by argument, else by environment variable, else by the site file, else automatically. A pure function.
+
+    The automatic choice is MPI if an MPI launcher started this process and nothing that MPI needs is missing. Else it is Gloo
+    if there is a launcher or a rendezvous. Else it is a group of one. If NCCL lacks nothing, NCCL serves the GPUs.
+
+    Args:
+        argument: the `backend` argument of `init_process_group`.
+        environ: the environment variables.
+        launch: what the launcher says, or None.
+        missing: maps a backend's name to what it lacks here, or to None.
+        scheme: the scheme of the `init_method`; "mpi" means the same as the argument "mpi".
+        rendezvous_given: whether the caller gave an `init_method` or a world size.
+        settings: the site's settings.
+
+    Raises:
+        LaunchError: the `init_method` is mpi:// and the argument names another backend.
+    """
+    # The URL is as explicit as an argument, so it comes before the environment, too.
+    if scheme == "mpi":
+        return _by_mpi_url(argument)
+    if argument is not None:
+        return BackendChoice(argument, "given as argument")
+    if environ.get(BACKEND_VARIABLE):
+        return BackendChoice(environ[BACKEND_VARIABLE], f"set by {BACKEND_VARIABLE}")
+    if settings is not None and settings.backend is not None:
+        return BackendChoice(settings.backend, f"set by the site file {settings.path}")
+    return _with_gpus(_choose_automatically(launch, missing, rendezvous_given), missing)
+
+
+def _by_mpi_url(argument: str | None) -> BackendChoice:
+    if argument not in (None, "mpi"):
+        raise LaunchError(
+            f"init_method 'mpi://' means backend 'mpi', but backend {argument!r} was given; leave one of the two out"
+        )
+    return BackendChoice("mpi", "init_method is mpi://")
+
+
+def _with_gpus(host: BackendChoice, missing: Callable[[str], str | None]) -> BackendChoice:
+    if missing("nccl") is not None:
+        return host
+    return BackendChoice(f"cpu:{host.name},cuda:nccl", f"{host.reason}, and there are GPUs")
+
+
+def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | None], rendezvous_given: bool) -> BackendChoice:
+    if launch is not None and launch.is_mpi:
+        lack = missing("mpi")
+        if lack is None:
+            return BackendChoice("mpi", f"launched by {launch.launcher}")
+        # The reason becomes a part of one line, so its first line must do.
+        why = lack.splitlines()[0]
+        return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {why}")
+    # A launcher that does not start MPI programs, such as torchrun.
+    if launch is not None:
+        return BackendChoice("gloo", f"launched by {launch.launcher}")
+    if rendezvous_given:
+        return BackendChoice("gloo", "a rendezvous was given and no MPI launcher started this process")
+    return BackendChoice("in_process", "nothing launched this process, so it is alone")
+
+
+class PerDeviceBackend(Backend):
+    """Connects one backend for each type of device.
+
+    Args:
+        backends: for each device type ("cpu", "cuda") its backend.
+    """
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self._backends = dict(backends)
+
+    def missing(self) -> str | None:
+        """The first problem of any of the backends."""
+        lacks = (backend.missing() for backend in self._backends.values())
+        return next((lack for lack in lacks if lack is not None), None)
+
+    @property
+    def meets_in_store(self) -> bool:
+        """Whether any of the backends meets in a store."""
+        return any(backend.meets_in_store for backend in self._backends.values())
+
+    def connect(self, request: ConnectRequest) -> PerDeviceGroup:
+        """Connect one backend after the other. The CPU's backend comes first, because the others may meet over it.
+
+        Only backends that meet in a store get the request's store. Each backend gets its device type, so it need not prepare
+        for others.
+        """
+        groups: dict[str, ProcessGroup] = {}
+        for device in sorted(self._backends, key=lambda device: device != "cpu"):
+            backend = self._backends[device]
+            # If no backend meets in a store, all of them get it, so that they refuse what they would ignore.
+            store = request.store if backend.meets_in_store or not self.meets_in_store else None
+            groups[device] = backend.connect(
+                replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))
+            )
+        return PerDeviceGroup({device: groups[device] for device in self._backends})
+
+
+def devices_and_backends(specification: str) -> dict[str, str]:
+    """Parse "cpu:mpi,cuda:nccl" to {"cpu": "mpi", "cuda": "nccl"}.
+
+    Raises:
+        InvalidArgumentError: the text has another form, or names a device twice.
+    """
+    pairs = [entry.split(":") for entry in specification.replace(" ", "").split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
+        raise InvalidArgumentError(
+            f"expected devices and backends such as 'cpu:mpi,cuda:nccl', each device once, found {specification!r}"
+        )
+    return dict(pairs)

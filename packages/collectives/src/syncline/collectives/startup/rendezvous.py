@@ -3,6 +3,8 @@
 Our stores listen on only one address, and accept only clients with the job's secret. torch's own rendezvous is less careful:
 its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use
 torch's rendezvous only under torchrun, whose agent has opened its store already.
+
+The last part of the module parses the URL of an `init_method`.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 import torch.distributed as dist
 
 from ..api.object_exchange import exchange_objects
-from ..errors import LaunchError
+from ..errors import InvalidArgumentError, LaunchError
 from ..forks import in_forks
 from ..group import ProcessGroup
 from ..stores import AsTorchStore, FileStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
@@ -26,7 +30,6 @@ from ..stores.file import leave_run
 from ..stores.tcp.sockets import require_pyzmq
 from .addresses import chosen_interfaces
 from .backend import ConnectRequest
-from .init_method import Address, address_by_environment, parse_address, parse_folder
 from .launch import check_init_method
 from .meeting import address_by_group
 from .registry import load_backend
@@ -277,3 +280,74 @@ def _close_all() -> None:
     # The newest first, so a client closes before the server in the same process.
     while _close_at_exit:
         _close_at_exit.pop()()
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address where rank 0 serves a TCP store, from a URL. `secret_file` is the path in the URL, or None."""
+
+    host: str
+    port: int
+    secret_file: str | None
+
+
+def parse_folder(url: str) -> Path:
+    """The folder that a file:// URL names. A pure function.
+
+    Raises:
+        InvalidArgumentError: the URL has anything but an absolute path; for example, it has a host.
+    """
+    parts = urlsplit(url)
+    if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
+        raise InvalidArgumentError(
+            f"expected an init_method such as 'file:///shared/folder', with nothing after it, found {url!r}"
+        )
+    return Path(parts.path)
+
+
+def parse_address(url: str) -> Address:
+    """Host, port and secret file of a tcp:// URL. A pure function.
+
+    Raises:
+        InvalidArgumentError: the host or the port is missing, or the URL has anything else but a secret_file.
+    """
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        # The port is not a number, or is too large. The error below says so.
+        port = None
+    if not parts.hostname or not port or parts.username is not None or parts.path or parts.fragment:
+        raise InvalidArgumentError(
+            f"expected an init_method such as 'tcp://host:29500' or 'tcp://host:29500?secret_file=PATH', found {url!r}"
+        )
+    return Address(parts.hostname, port, _secret_file(parts))
+
+
+def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
+    """The address in MASTER_ADDR and MASTER_PORT. A pure function.
+
+    Raises:
+        LaunchError: one of the variables is missing, or the port is not a number.
+        InvalidArgumentError: the URL has anything else but a secret_file.
+    """
+    parts = urlsplit(url)
+    if parts.netloc or parts.path or parts.fragment:
+        raise InvalidArgumentError(f"expected the init_method 'env://' or 'env://?secret_file=PATH', found {url!r}")
+    lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if lacks:
+        raise LaunchError(f"init_method 'env://' needs {' and '.join(lacks)} in the environment; set them, or use another one")
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise LaunchError(f"expected MASTER_PORT to be a port, 1 to 65535, found {port!r}")
+    return Address(host, int(port), _secret_file(parts))
+
+
+def _secret_file(parts: SplitResult) -> str | None:
+    fields = parse_qsl(parts.query, keep_blank_values=True)
+    if [name for name, _ in fields] not in ([], ["secret_file"]) or ("secret_file", "") in fields:
+        raise InvalidArgumentError(
+            f"expected nothing but secret_file=PATH after the question mark, found {parts.query!r} (rank and world_size are "
+            "arguments of init_process_group)"
+        )
+    return fields[0][1] if fields else None

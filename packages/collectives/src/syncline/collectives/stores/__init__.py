@@ -1,8 +1,7 @@
 """Stores: small key-value tables through which the processes of a job find each other."""
 
 from .file import FileStore, file_rendezvous, join_latest_run
-from .prefix import PrefixStore
-from .store import Store
+from .store import PrefixStore, Store
 from .table import InMemoryStore
 from .tcp import TCPStore, TCPStoreServer, new_secret
 from .torch_store import AsTorchStore, FromTorchStore

@@ -5,21 +5,83 @@ Ranks agree on outcomes, all ranks but rank 0 print nothing, and a test that han
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import pytest
 from _pytest.terminal import TerminalReporter  # pytest exports it only since version 9
 
 from ..engine.cancel_scope import CancelScope
 from ..group import ProcessGroup
-from .agreement import Agreement
-from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 
 T = TypeVar("T")
+
+# Output that mpiexec has not read from its ranks when the job is aborted is lost (MPICH 5.0).
+_FORWARDING_S = 0.3
+
+
+class Agreement:
+    """Exchanges small objects between all ranks of the MPI job.
+
+    It uses mpi4py directly. It does not use our collectives, because the tests check our collectives.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._communicator = MPI.COMM_WORLD.Dup()
+        self.rank = self._communicator.Get_rank()
+        self.size = self._communicator.Get_size()
+
+    def exchange(self, value: Any, scope: CancelScope) -> list[Any]:
+        """Return the values of all ranks, in the order of the ranks.
+
+        Raises:
+            TimeoutError: not all ranks called this in time. The exchange cannot be cancelled, so the caller must end the job.
+        """
+        payload = pickle.dumps(value)
+        lengths = bytearray(8 * self.size)
+        self._wait(lambda: self._communicator.Iallgather(len(payload).to_bytes(8, "little"), lengths), scope)
+        counts = [int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)]
+        starts = [sum(counts[:rank]) for rank in range(self.size)]
+        payloads = bytearray(sum(counts))
+        self._wait(lambda: self._communicator.Iallgatherv(payload, _gathered(payloads, counts, starts)), scope)
+        return [pickle.loads(payloads[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+
+    def end_job(self) -> None:
+        """End all ranks. First wait, so that mpiexec can read what this rank printed."""
+        from mpi4py import MPI
+
+        time.sleep(_FORWARDING_S)
+        MPI.COMM_WORLD.Abort(1)
+
+    @staticmethod
+    def _wait(start: Callable[[], MPI.Request], scope: CancelScope) -> None:
+        request = start()
+        pause_s = 1e-5
+        while not request.Test():
+            if scope.is_over():
+                raise TimeoutError
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.001)
+
+
+def _gathered(payloads: bytearray, counts: list[int], starts: list[int]) -> Any:
+    from mpi4py import MPI
+
+    return payloads, (counts, starts), MPI.BYTE
+
 
 # A rank that waits for the others waits a little longer than their own limit, so that the rank that hangs reports first.
 _LONGER_S = 3.0
@@ -194,3 +256,46 @@ def _text(report: pytest.TestReport) -> str:
         return f"{path}:{line}: {reason}"
     sections = [f"{name}:\n{content}" for name, content in report.sections]
     return "\n".join([report.longreprtext, *sections])
+
+
+# When a test hangs, time is up on all ranks at once. Wait so that all can print their stacks before the first ends the job.
+_OTHERS_S = 1.0
+# If C code never releases the GIL, the timer's thread cannot run. faulthandler's thread needs no GIL, and ends the process.
+_LAST_RESORT_S = 5.0
+
+
+class Watchdog:
+    """Ends the job when a time limit passes. First it writes the name of this rank and the stacks of all threads.
+
+    Args:
+        who: the name of this rank, for messages.
+        stderr: a file descriptor of the true standard error, which pytest does not capture.
+        end_job: ends all ranks.
+    """
+
+    def __init__(self, who: str, stderr: int, end_job: Callable[[], None]) -> None:
+        self._who = who
+        self._stderr = stderr
+        self._end_job = end_job
+        self._timer: threading.Timer | None = None
+
+    def arm(self, what: str, limit_s: float) -> None:
+        """Restart the clock: `what` may take `limit_s` seconds."""
+        self.disarm()
+        self._timer = threading.Timer(limit_s, self._on_time_up, (what, limit_s))
+        self._timer.daemon = True
+        self._timer.start()
+        faulthandler.dump_traceback_later(limit_s + _LAST_RESORT_S, exit=True, file=self._stderr)
+
+    def disarm(self) -> None:
+        """Stop the clock."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_time_up(self, what: str, limit_s: float) -> None:
+        os.write(self._stderr, f"\n{self._who}: {what} took more than {limit_s:g} s; all threads of this rank:\n".encode())
+        faulthandler.dump_traceback(self._stderr, all_threads=True)
+        threading.Event().wait(_OTHERS_S)
+        self._end_job()

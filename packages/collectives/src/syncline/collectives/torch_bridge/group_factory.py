@@ -14,9 +14,8 @@ from ..api.default_group import get_default_group
 from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, MisuseError, UnknownBackendError
 from ..group import ProcessGroup
 from ..startup.backend import ConnectRequest, apply_to_process
-from ..startup.backend_choice import choose_backend
 from ..startup.launch import take_launch
-from ..startup.registry import load_backend
+from ..startup.registry import choose_backend, load_backend
 from ..startup.settings import load_settings
 from ..startup.uncaught_errors import print_failures_of_the_run
 from . import compiled

@@ -1,4 +1,4 @@
-"""torch's collectives that reduce, copy, gather and scatter, on a group of ours."""
+"""torch's collectives on a group of ours: reduce, copy, gather, scatter, all-to-all, send and receive."""
 
 # Each method accepts the arguments of several overloads of torch, and also has its older name.
 # mypy: disable-error-code="override, assignment"
@@ -14,11 +14,17 @@ import torch.distributed as dist
 
 from ..api.coalescing import all_gather_coalesced, all_reduce_coalesced
 from ..api.monitored_barrier import monitored_barrier
+from ..errors import InvalidArgumentError
+from ..group import ProcessGroup
+from ..reduce_op import ReduceOp, Reduction, checked_reduction
+from ..tensors import checks
+from ..tensors.checks import has_fakes, resolved
+from ..tensors.layout import untracked
+from ..tensors.reduction import reduce_in_rank_order
 from ..torch_internals import disable_dynamo
-from ..work import Work
+from ..work import FinishedWork, FutureWork, TensorsFuture, Work
 from .call_issuer import CallIssuer
 from .options import check_first_device, listed, only, reduction_of, root_of, some, time_limit_s, word
-from .together import all_reduce_together
 from .watched import Seen
 from .works import CoalescedWork
 
@@ -260,3 +266,131 @@ def _rows(tensors: Any) -> list[torch.Tensor]:
 def _there(work: Work | None) -> Work:
     assert work is not None  # because the call had async_op=True
     return work
+
+
+def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
+    """Combine all tensors of all ranks, as if each tensor came from another rank. Every tensor gets the result.
+
+    In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced`, in contrast, reduces
+    each tensor separately.
+
+    Args:
+        group: our group; all its ranks call, with the same number of tensors.
+        tensors: tensors of the same shape and dtype.
+        op: a reduction that does not scale.
+
+    Raises:
+        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction scales (AVG, PREMUL_SUM).
+    """
+    tensors = resolved(some(tensors, "allreduce"))
+    # The program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.
+    if has_fakes(tensors):
+        return FinishedWork(list(tensors))
+    for tensor in tensors:
+        problem = checks.unusable(tensor, group.device_types, group.backend_name) or checks.unwritable(tensor)
+        if problem is not None:
+            raise InvalidArgumentError(f"allreduce on {group.place()}: {problem}")
+    first, *others = tensors
+    if any(other.shape != first.shape or other.dtype != first.dtype for other in others):
+        raise InvalidArgumentError(
+            "allreduce of several tensors reduces them together, so they must be alike in shape and dtype: call it for each of "
+            "them, or torch.distributed.all_reduce_coalesced"
+        )
+    op = checked_reduction(op, first.dtype)
+    if not isinstance(op, ReduceOp) or op is ReduceOp.AVG:
+        raise InvalidArgumentError(f"allreduce of several tensors does not scale, found {op.name}: call it for each tensor")
+    with untracked():
+        total = reduce_in_rank_order(op, tensors)
+
+    def copy_back(done: Any) -> list[torch.Tensor]:
+        done.value()
+        with untracked():
+            for tensor in tensors:
+                tensor.copy_(total)
+        return list(tensors)
+
+    future: TensorsFuture = group.all_reduce(total, op, async_op=True).get_future().then(copy_back)
+    return FutureWork(future, list(tensors), lambda: f"allreduce of {len(tensors)} tensors on {group.place()}")
+
+
+# Each method accepts the arguments of several overloads of torch, and also has its older name.
+# mypy: disable-error-code="override, assignment"
+
+
+class TorchExchanges(CallIssuer):
+    """torch's collectives with a tensor for each rank on both sides, and its transfers between two ranks."""
+
+    # ---- one tensor for each rank on both sides ----
+
+    @disable_dynamo
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Send a part of the rows to each rank, and receive rows from each. Without sizes, all parts are equal."""
+        group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
+        return self._issue(
+            "all_to_all",
+            [input],
+            lambda is_async: group.all_to_all_single(output, input, *sizes, async_op=is_async),
+            opts,
+            timeout,
+            lambda: Seen("all_to_all_single", [input], [output], _splits(output, input, sizes, group.size)),
+        )
+
+    @disable_dynamo
+    def alltoall(
+        self,
+        output_tensors: Sequence[torch.Tensor],
+        input_tensors: Sequence[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Send a tensor to each rank, and receive a tensor from each rank."""
+        group = self.syncline_group
+        return self._issue(
+            "all_to_all",
+            list(input_tensors),
+            lambda is_async: group.all_to_all(output_tensors, input_tensors, async_op=is_async),
+            opts,
+            timeout,
+        )
+
+    # ---- two ranks ----
+
+    @disable_dynamo
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
+        """Begin to send a tensor to one rank."""
+        group, tensor = self.syncline_group, only(tensors, "tensor")
+        return self._issue("send", [tensor], lambda _: group.send(tensor, dst, tag, async_op=True))
+
+    @disable_dynamo
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        """Begin to receive a tensor from one rank."""
+        group, tensor = self.syncline_group, only(tensors, "tensor")
+        return self._issue("recv", [tensor], lambda _: group.recv(tensor, src, tag, async_op=True))
+
+    @disable_dynamo
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
+        """Begin to receive a tensor from any rank. The work's `source_rank` names the sender."""
+        group, tensor = self.syncline_group, only(tensors, "tensor")
+        return self._issue("recvAnySource", [tensor], lambda _: group.recv(tensor, None, tag, async_op=True))
+
+    alltoall_base = all_to_all_single  # its older name, by which C++ calls it
+
+
+def _splits(
+    output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
+) -> tuple[list[int] | None, ...]:
+    """The numbers of rows from and to each rank; None if the tensors do not fit, so that the group itself raises the error."""
+    if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
+        return None, None
+    both = ((output, sizes[0]), (input, sizes[1]))
+    if any(checks.bad_splits("tensor", tensor, splits, ranks) for tensor, splits in both):
+        return None, None
+    return tuple(list(splits or [tensor.shape[0] // ranks] * ranks) for tensor, splits in both)

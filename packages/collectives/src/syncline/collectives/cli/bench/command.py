@@ -12,18 +12,15 @@ from typing import Any, cast
 
 import torch
 
-from ...api.default_device import default_device
 from ...api.default_group import destroy_process_group, init_process_group
-from ...api.placement import placement_of
+from ...api.placement import default_device, placement_of
 from ...errors import InvalidArgumentError
 from ...group import ProcessGroup
 from ...reduce_op import BOOL, DTYPES_OF, ReduceOp
 from ..options import seconds
 from .kinds import CPU, KINDS
 from .measure import Case, measure
-from .plot import require_matplotlib, save_plot
-from .results import Measurement, in_json, in_text
-from .sizes import in_words, ladder, parse_size
+from .results import Measurement, in_json, in_text, ladder, parse_size, require_matplotlib, save_plot, size_in_words
 from .subjects import Subject, connect_subject, default_subjects
 
 HELP = "measure latency and bandwidth of collectives, backends side by side"
@@ -111,8 +108,13 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 def _say_progress(case: Case, number: int, of: int) -> None:
     """Show the progress. On a terminal each text replaces the text before. In a job's log each text gets its own line."""
     dtype = str(case.dtype).removeprefix("torch.")
+    size = size_in_words(case.size_bytes)
     start, end = ("\r", "\033[K\r") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}measuring {number} of {of}: {case.collective} {dtype} {in_words(case.size_bytes)}", end=end, file=sys.stderr)
+    print(
+        f"{start}measuring {number} of {of}: {case.collective} {dtype} {size}",
+        end=end,
+        file=sys.stderr,
+    )
     sys.stderr.flush()
 
 

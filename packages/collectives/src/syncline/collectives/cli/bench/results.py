@@ -1,15 +1,17 @@
-"""Measurements, and functions that show them as a table or as JSON. The functions are pure."""
+"""Measurements, and functions that show them as a table, as JSON or as a plot. All but `save_plot` are pure."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
+from ...errors import InvalidArgumentError, MisuseError
 from .kinds import KINDS
-from .sizes import in_words
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -84,10 +86,10 @@ def _rows(measurements: list[Measurement]) -> list[tuple[str, ...]]:
 
 def _row(row: Measurement, first: Measurement | None) -> tuple[str, ...]:
     if not row.samples_s or first is None:
-        return (in_words(row.size_bytes), row.backend, "-", "-", "-", "-", "-", "-", "-")
+        return (size_in_words(row.size_bytes), row.backend, "-", "-", "-", "-", "-", "-", "-")
     low, median, high = row.quartiles_s
     return (
-        in_words(row.size_bytes),
+        size_in_words(row.size_bytes),
         row.backend,
         *(f"{seconds * 1e6:.1f}" for seconds in (median, min(row.samples_s), low, high)),
         *(f"{bandwidth / 1e9:.2f}" for bandwidth in (row.algorithm_bandwidth, row.bus_bandwidth)),
@@ -116,3 +118,93 @@ def _as_dict(row: Measurement) -> dict[str, Any]:
         "algorithm_bandwidth": row.algorithm_bandwidth,
         "bus_bandwidth": row.bus_bandwidth,
     }
+
+
+# ---- sizes ----
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Turn a size such as "64M" into bytes. K, M and G are binary, and "64MiB" is the same as "64M".
+
+    Raises:
+        InvalidArgumentError: the text does not have this form, or is zero.
+    """
+    found = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
+    if found is None or int(found[1]) == 0:
+        raise InvalidArgumentError(f"expected a size such as 4, 64K, 25M or 1G, found {text!r}")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def ladder(smallest: int, largest: int, factor: int) -> list[int]:
+    """Return sizes from the smallest to the largest. Each size is `factor` times the size before. The last size is the largest.
+
+    Raises:
+        InvalidArgumentError: the largest is below the smallest, or the factor is below 2.
+    """
+    if largest < smallest or factor < 2:
+        raise InvalidArgumentError(
+            f"expected a smallest and a largest size and a factor of 2 or above, found {smallest}, {largest} and {factor}"
+        )
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor
+    return [*sizes, largest]
+
+
+def size_in_words(size: int) -> str:
+    """Format bytes so that `parse_size` can read them: 64M for 64 MiB, 12 for 12 bytes."""
+    for unit in ("G", "M", "K"):
+        if size >= _UNITS[unit] and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return str(size)
+
+
+# ---- plots ----
+
+
+def require_matplotlib() -> None:
+    """Check, before the measurement, that it will be possible to draw a plot.
+
+    Raises:
+        MisuseError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise MisuseError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def save_plot(measurements: Sequence[Measurement], path: str) -> None:
+    """Write a picture with a row for each collective and dtype. The path's suffix selects the format."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in measurements if row.samples_s and row.size_bytes]
+    tables = {key: list(rows) for key, rows in groupby(shown, key=lambda row: (row.collective, row.dtype))}
+    figure = Figure(figsize=(11, 3.6 * max(1, len(tables))), layout="constrained")
+    axes = figure.subplots(max(1, len(tables)), 2, squeeze=False)
+    for (time_axis, bandwidth_axis), ((collective, dtype), rows) in zip(axes, tables.items(), strict=False):
+        for backend in dict.fromkeys(row.backend for row in rows):
+            _draw(time_axis, bandwidth_axis, backend, [row for row in rows if row.backend == backend])
+        _label(time_axis, f"{collective}, {dtype}, {rows[0].world_size} ranks", "time [μs], median and quartiles")
+        _label(bandwidth_axis, "bus bandwidth as nccl-tests define it", "[GB/s]")
+    figure.savefig(path, dpi=120)
+
+
+def _draw(time_axis: Any, bandwidth_axis: Any, backend: str, rows: list[Measurement]) -> None:
+    sizes = [row.size_bytes for row in rows]
+    low, median, high = ([row.quartiles_s[which] * 1e6 for row in rows] for which in range(3))
+    time_axis.fill_between(sizes, low, high, alpha=0.2)
+    time_axis.plot(sizes, median, marker=".", label=backend)
+    bandwidth_axis.plot(sizes, [row.bus_bandwidth / 1e9 for row in rows], marker=".", label=backend)
+
+
+def _label(axis: Any, title: str, unit: str) -> None:
+    axis.set_title(title)
+    axis.set_xlabel("size [bytes]")
+    axis.set_ylabel(unit)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.grid(alpha=0.3)
+    axis.legend()

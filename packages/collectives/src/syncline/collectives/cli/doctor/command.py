@@ -18,9 +18,8 @@ from ...api.object_exchange import exchange_objects
 from ...errors import SynclineError
 from ...group import ProcessGroup
 from ...health.monitor import END_STATUS
-from ...startup.backend_choice import BackendChoice, choose_backend
 from ...startup.launch import detect_launch
-from ...startup.registry import backend_names, what_is_missing
+from ...startup.registry import BackendChoice, backend_names, choose_backend, what_is_missing
 from ...startup.settings import load_settings
 from ...startup.uncaught_errors import is_first, started_s
 from ...transports.cuda_awareness import try_cuda_awareness

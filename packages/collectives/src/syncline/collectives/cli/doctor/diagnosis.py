@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ...startup.backend_choice import BackendChoice
+from ...startup.mpi_library import LEAST_SHM_BYTES
 from ...startup.nodes import place
-from . import torch_versions
+from ...startup.registry import BackendChoice
+from ...transports.shared_memory.memory_limit import room_for_each
 from .finding import Finding, Status, ok, worst
-from .memory import memory
 from .observation import Observation
-from .survival import survival
+
+#: Major and minor versions. Other versions may work, but were not tested.
+RUN_WITH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
+
+
+def was_run(version: str) -> bool:
+    """Whether our tests were run with this major and minor version. `version` is a full version, such as "2.13.0+cpu"."""
+    return ".".join(version.split(".")[:2]) in RUN_WITH
+
 
 Observations = Sequence[Observation]
 
@@ -57,10 +65,10 @@ def software(ranks: Observations) -> Finding:
     if len(set(versions)) > 1:
         return Finding("software", Status.WRONG, _differing(versions), "install the same versions on every node")
     torch = dict(ranks[0].software)["torch"]
-    if torch_versions.was_run(torch):
+    if was_run(torch):
         return ok("software", versions[0])
     found = f"{versions[0]}; the tests of this version of Syncline were not run with torch {torch}"
-    remedy = f"if something fails, try torch {', '.join(torch_versions.RUN_WITH)}, and tell us"
+    remedy = f"if something fails, try torch {', '.join(RUN_WITH)}, and tell us"
     return Finding("software", Status.WARN, found, remedy)
 
 
@@ -287,3 +295,102 @@ def _span(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
+
+
+# ---- whether the job survives the loss of a rank ----
+
+
+_NAME = "loss of a rank"
+
+# These launchers end the job when one process is killed.
+_ENDS_THE_JOB = {
+    "torchrun": "torchrun ends all ranks of a machine when one of them ends",
+    "Open MPI": "mpirun ends the job when a process is killed, unless it was given --with-ft ulfm",
+    "PMI (MPICH, Intel MPI)": "mpiexec ends the job when a process is killed",
+    "PMIx": "its launcher ends the job when a process is killed",
+}
+_IF_TOLD_SO = {"Slurm": "if srun was given --no-kill --kill-on-bad-exit=0"}
+
+
+def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_faults: bool = False) -> Finding:
+    """Say whether the other ranks would go on if a rank died. The finding is always OK, because both answers are normal.
+
+    Args:
+        launcher: the launcher in words, or None.
+        size: the number of ranks.
+        lack: why the group cannot shrink, or None.
+        tolerates_faults: whether mpirun was told not to end the other ranks.
+    """
+    if size == 1:
+        return ok(_NAME, "nobody would be left: there is one rank")
+    if lack is not None:
+        return ok(_NAME, f"this job does not survive it: {lack}")
+    if launcher in _ENDS_THE_JOB and not tolerates_faults:
+        return ok(_NAME, f"this job does not survive it: {_ENDS_THE_JOB[launcher]}; start the ranks by hand or with srun")
+    condition = f", {_IF_TOLD_SO[launcher]}" if launcher in _IF_TOLD_SO else ""
+    return ok(_NAME, f"this job can survive it{condition}: the ranks that are left can shrink the group (syncline.ddp.Elastic)")
+
+
+# ---- memory ----
+
+
+# A few buckets of 25 MiB are in use at a time, for input and output. With less memory a model's gradients do not fit.
+LEAST_BYTES = 128 * 2**20
+
+_MORE = "give the job more memory (Slurm's --mem or --mem-per-cpu, a container's --memory)"
+
+
+def memory(ranks: Sequence[Observation]) -> list[Finding]:
+    """Judge whether ranks can share memory, how much is left, and /dev/shm, which the MPI library uses."""
+    return [_sharing(ranks[0].sharing), _left(ranks), _dev_shm(ranks)]
+
+
+def _sharing(result: str | None) -> Finding:
+    """Judge the trial of shared memory, which has the same result on every rank."""
+    name = "shared memory"
+    if result is None:
+        return ok(name, "not tried: the ranks are not connected by MPI")
+    if not result.startswith("no:"):
+        return ok(name, result)
+    remedy = f"gradients travel by plain MPI, which is slower: start the ranks of a node in one container, or {_MORE}"
+    return Finding(name, Status.WARN, result, remedy)
+
+
+def _left(ranks: Sequence[Observation]) -> Finding:
+    placement = place(0, [rank.host for rank in ranks])
+    members = (placement.ranks_on_node(node) for node in range(placement.nodes))
+    return worst([_left_on([ranks[rank] for rank in node]) for node in members])
+
+
+def _left_on(ranks: Sequence[Observation]) -> Finding:
+    """Judge how much memory is left on a node, if all its ranks use the same amount."""
+    room = room_for_each([rank.memory_limits for rank in ranks])
+    if room is None:
+        return ok("memory", "this system does not say how much is left")
+    found = (
+        f"{in_bytes(room.each_bytes)} left for each of {len(ranks)} rank(s) on {ranks[0].host.hostname}, by {room.limit.name}"
+    )
+    if room.each_bytes >= LEAST_BYTES:
+        return ok("memory", found)
+    return Finding("memory", Status.WARN, found, f"have {in_bytes(LEAST_BYTES)} or more for the buckets of gradients: {_MORE}")
+
+
+def _dev_shm(ranks: Sequence[Observation]) -> Finding:
+    """Judge /dev/shm. MPI libraries put shared memory there; Syncline does not."""
+    least = min(ranks, key=lambda rank: rank.shm_free_bytes)
+    found = (
+        f"{in_bytes(least.shm_total_bytes)}, {in_bytes(least.shm_free_bytes)} free on {least.host.hostname} (MPI libraries use "
+        "it, Syncline does not)"
+    )
+    if least.shm_total_bytes >= LEAST_SHM_BYTES or not least.launch_is_mpi or least.launch_world_size == 1:
+        return ok("/dev/shm", found)
+    remedy = (
+        f"with less than {in_bytes(LEAST_SHM_BYTES)} MPICH may crash while it starts: give the container more, such as "
+        "`docker run --shm-size=1g`"
+    )
+    return Finding("/dev/shm", Status.WRONG if least.mpi is None else Status.WARN, found, remedy)
+
+
+def in_bytes(size: int) -> str:
+    """Format a size in MiB or GiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ...api.default_device import visible_devices
+from ...api.placement import visible_devices
 from ...errors import LaunchError, SynclineError
 from ...startup.launch import Launch, detect_launch, tolerates_faults
 from ...startup.nodes import HostIdentity, host_identity

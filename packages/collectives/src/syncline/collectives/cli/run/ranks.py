@@ -27,8 +27,7 @@ from ...startup.addresses import (
     try_doors,
 )
 from ...startup.launch import RUN_ID_PREFIX, Launch, detect_launch, parent_rank
-from ...startup.library_check import other_mpi
-from ...startup.mpi_library import conflict_with_launcher, missing_library, start
+from ...startup.mpi_library import conflict_with_launcher, missing_library, other_mpi, start
 from ...startup.settings import load_settings
 
 if TYPE_CHECKING:

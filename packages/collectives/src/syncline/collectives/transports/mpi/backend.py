@@ -11,8 +11,7 @@ from ...forks import in_forks, is_fork_of_rank
 from ...health.connecting import Connecting, logger
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.launch import child_of_rank, parent_rank
-from ...startup.library_check import little_shared_memory
-from ...startup.mpi_library import conflict_with_launcher, missing_library, start
+from ...startup.mpi_library import conflict_with_launcher, little_shared_memory, missing_library, start
 
 _IN_FORK = (
     "this process is a fork of a rank, and MPI is that rank's alone; start it by 'spawn', or choose backend 'gloo' with a "

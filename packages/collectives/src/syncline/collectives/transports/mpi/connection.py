@@ -14,9 +14,9 @@ from ...errors import BackendUnavailableError, InvalidArgumentError, LaunchError
 from ...health.connecting import Connecting
 from ...health.liveness import Liveness
 from ...membership.shrinkable_group import ShrinkableGroup
-from ...startup.algorithm_thresholds import AlgorithmThresholds
 from ...startup.backend import ConnectRequest
-from ...startup.library_check import other_mpi
+from ...startup.mpi_library import other_mpi
+from ...startup.settings import AlgorithmThresholds
 from ..cuda import cuda_runtime
 from ..cuda_awareness import CudaAwareness, try_cuda_awareness
 from ..device import DeviceTransport

@@ -20,9 +20,8 @@ from ...tensors.layout import bytes_of
 from ...tensors.reduction import core_op, reduce_in_rank_order
 from .datatypes import memory, message, mpi_reduction
 from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
-from .library import Tag, library_name, mpi_errors
+from .library import MPIRequest, Tag, library_name, mpi_errors
 from .neighbours import MPIStatusPost, TimeoutReport
-from .request import MPIRequest
 from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
 from .sync import MessageSync, Sync

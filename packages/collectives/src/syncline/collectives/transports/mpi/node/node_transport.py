@@ -12,7 +12,7 @@ from typing_extensions import override
 from ....engine.call import Call, Signature
 from ....engine.cancel_scope import CancelScope
 from ....engine.transport import Plan, Transport
-from ....startup.algorithm_thresholds import AlgorithmThresholds
+from ....startup.settings import AlgorithmThresholds
 from ..fault_tolerance import revoke, revoked_on_failure
 from ..ring_all_reduce import largest_piece_bytes
 from ..sync import MessageSync, Sync

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from ....engine.call import Call, Signature
 from ....engine.transport import LibraryPlan, LibraryTransport, Plan
-from ....startup.algorithm_thresholds import AlgorithmThresholds
+from ....startup.settings import AlgorithmThresholds
 from ...shared_memory.segment import Segment
 from ..library import Tag, mpi_errors
 from ..sync import NOWHERE, MessageSync, Sync

@@ -12,9 +12,8 @@ from typing import TypeVar
 import torch
 from mpi4py import MPI
 
-from ...shared_memory.fd_passing import FdServer, open_peer_fd, receive_fd, request_fd
 from ...shared_memory.memory_limit import Limit, Room, memory_limits, room_for_each
-from ...shared_memory.segment import Segment, create_file, padded, reserve
+from ...shared_memory.segment import FdServer, Segment, create_file, open_peer_fd, padded, receive_fd, request_fd, reserve
 from ..library import mpi_errors
 from ..sync import Run, all_gather_objects
 from .hierarchy import Hierarchy
