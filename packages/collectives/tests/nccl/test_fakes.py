@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import threading
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def test_an_error_that_cannot_be_pickled_is_lost_in_a_future_of_the_device() -> 
 
     future = FakeDevice().future(CPU)
     future.set_exception(LocalError("mine"))  # type: ignore[arg-type]  # torch says "result: T"
-    with pytest.raises(AttributeError, match="Can't pickle local object"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):  # the error depends on Python's version
         future.wait()
 
 
