@@ -183,7 +183,7 @@ def lint(_: argparse.Namespace) -> int:
     return _all_of(
         (*ruff, "check", ROOT),
         (*ruff, "format", "--check", ROOT),
-        (PYTHON.parent / "lint-imports", ROOT / "tools" / "layers.toml", "--no-cache"),
+        (PYTHON.parent / "lint-imports", "--config", ROOT / "tools" / "layers.toml", "--no-cache"),
         (PYTHON, ROOT / "tools" / "check_notes.py"),
         (PYTHON, ROOT / "tools" / "check_torch_internals.py"),
         (PYTHON, ROOT / "tools" / "check_prose.py"),

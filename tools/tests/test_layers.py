@@ -63,7 +63,7 @@ def test_the_namespace_has_no_init() -> None:
 def lint(root: Path) -> tuple[int, str]:
     """The exit status and output of the check for a tree of packages."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / "packages" / layer / "src") for layer in LAYERS)}
-    command = (PYTHON.parent / "lint-imports", ROOT / "tools" / "layers.toml", "--no-cache")
+    command = (PYTHON.parent / "lint-imports", "--config", ROOT / "tools" / "layers.toml", "--no-cache")
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
