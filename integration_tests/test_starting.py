@@ -283,6 +283,7 @@ def test_a_program_that_ends_mpi_closes_its_groups_and_goes_on(run_on: RunOn, tm
         import torch
         from syncline.collectives import GroupClosedError, all_reduce, init_process_group
         from syncline.collectives.transports.mpi.job_abort import ExitBarrier
+        from syncline.collectives.transports.mpi.library import while_mpi_runs
 
         ExitBarrier.period_s = 0.05
         group = init_process_group(timeout=60)
@@ -296,6 +297,8 @@ def test_a_program_that_ends_mpi_closes_its_groups_and_goes_on(run_on: RunOn, tm
             except GroupClosedError:
                 tensor += 1
         time.sleep(0.3)  # time for some more checks
+        with while_mpi_runs() as runs:
+            assert not runs
         print(f"{tensor[0].item()} after the end of MPI\\n", end="")
         """,
         SYNCLINE_SITE=str(tmp_path / "site.toml"),
