@@ -39,7 +39,7 @@ class AlgorithmThresholds:
         staged_bytes: the smallest reduction of plain memory that is copied into shared memory and out again. A smaller value
             means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
             for the other ranks at least twice.
-        ring_bytes: use our own ring between nodes if a part (the tensor's size divided by the number of nodes) has at least
+        ring_bytes: use our own ring between nodes if a part (the tensor's size divided by the number of ranks) has at least
             this size. A smaller value means that more reductions use the whole bandwidth of a TCP network, but a ring takes as
             many steps as there are nodes. Switch the ring off if the network itself reduces, or the MPI library is tuned for
             it.
