@@ -93,7 +93,7 @@ class Elastic:
         max_failures: how many ranks may be lost in the whole training; None: any number.
         silence_timeout_s: see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: how many seconds one recovery may take. A newcomer also waits this long to be let in.
-        admit_every: how many steps are applied from one look for newcomers to the next. Only if the group can let ranks in
+        admit_every: the ranks look for newcomers each time this number of steps was applied. Only if the group can let ranks in
             (`ProcessGroup.missing_for_admit`).
 
     Attributes:

@@ -166,7 +166,7 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Return the answer of the group for the tensor's device."""
+        """Ask the group that serves the tensor's device, and return its answer."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
 
     @override

@@ -49,7 +49,7 @@ class StatusPost(ABC):
         """
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
-        """On other ranks, send the lines that have arrived from further ranks on to rank 0."""
+        """On ranks other than 0, forward the lines of other ranks that have arrived here to rank 0."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Works and requests of torch.distributed as ours."""
+"""Wraps works and requests of torch.distributed as Syncline's works and requests."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """A context whose calls become one operation of NCCL, which starts at its end. Contexts may be nested.
+        """A context. The calls inside it become one operation of NCCL, which starts when the context ends. Contexts may nest.
 
         NCCL stores the addresses of tensors and uses them at the end. So the tensors are kept alive until then.
         """
