@@ -142,6 +142,16 @@ def native_ddp_over_ours(group: ProcessGroup, device: torch.device) -> None:
     dist.destroy_process_group(ours)
 
 
+def ddp_over_torchs_nccl(group: ProcessGroup, device: torch.device) -> None:
+    """Our DDP over torch's own group: its future and its stream are torch's."""
+    for as_view in (False, True):
+        mine, native = models(group.rank, device)
+        options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": as_view}
+        expected = train(torch.nn.parallel.DistributedDataParallel(native, [device], **options), device, group.rank)
+        found = train(DistributedDataParallel(mine, process_group=dist.group.WORLD, **options), device, group.rank)
+        expect_close(found, expected, 1e-5)
+
+
 def a_captured_step(group: ProcessGroup, device: torch.device) -> None:
     """Forward and backward in a CUDA graph, replayed with other data; the graph is dropped before the group."""
     mine, native = models(group.rank, device)

@@ -18,6 +18,7 @@ PARTS = (
     "hooks",
     "sync_batch_norm",
     "native_ddp_over_ours",
+    "ddp_over_torchs_nccl",
     "a_captured_step",
     "a_step_does_not_wait_for_the_gpu",
     "forward_on_another_stream",

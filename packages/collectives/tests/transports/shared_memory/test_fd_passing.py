@@ -87,7 +87,7 @@ def test_nobody_is_there(server: FdServer) -> None:
 
 
 def test_no_answer_is_waited_for_without_end(server: FdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(segment, "_REQUEST_TIMEOUT_S", 0.01)
     with request_fd(server.address, server.token) as connection, pytest.raises(TimeoutError):
         receive_fd(connection)
 

@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 
     from ..stores import Store
 
+logger = logging.getLogger("syncline.collectives")
+
+_ALONE_AMONG_SIBLINGS = (
+    "multiprocessing started this process, and nothing says which rank it is and how many ranks there are. So this process is "
+    "a group of one: it averages nothing with the processes that were started beside it. Pass rank=..., world_size=... and set "
+    "MASTER_ADDR=localhost and MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, "
+    "world_size=1"
+)
+
+_lock = threading.Lock()
+_default: ProcessGroup | None = None
+
 
 class NonMember:
     """The result of `new_group` on a rank that is not in the new group. Using it as a group raises an error."""
@@ -60,19 +72,6 @@ class NonMember:
         if attribute.startswith("__"):  # Python itself asks for these, to copy or pickle, say
             raise AttributeError(attribute)
         raise MisuseError(f"{attribute}: {self.error_message()}")
-
-
-logger = logging.getLogger("syncline.collectives")
-
-_ALONE_AMONG_SIBLINGS = (
-    "multiprocessing started this process, and nothing says which rank it is and how many ranks there are. So this process is "
-    "a group of one: it averages nothing with the processes that were started beside it. Pass rank=..., world_size=... and set "
-    "MASTER_ADDR=localhost and MASTER_PORT (or pass init_method='file:///folder'); for a single process, pass rank=0, "
-    "world_size=1"
-)
-
-_lock = threading.Lock()
-_default: ProcessGroup | None = None
 
 
 def init_process_group(

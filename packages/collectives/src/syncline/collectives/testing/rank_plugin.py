@@ -20,15 +20,13 @@ from _pytest.terminal import TerminalReporter  # pytest exports it only since ve
 
 from ..engine.cancel_scope import CancelScope
 from ..group import ProcessGroup
+from ..startup.mpi_library import FORWARDING_S
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 T = TypeVar("T")
-
-# Output that mpiexec has not read from its ranks when the job is aborted is lost (MPICH 5.0).
-_FORWARDING_S = 0.3
 
 
 class Agreement:
@@ -63,7 +61,7 @@ class Agreement:
         """End all ranks. First wait, so that mpiexec can read what this rank printed."""
         from mpi4py import MPI
 
-        time.sleep(_FORWARDING_S)
+        time.sleep(FORWARDING_S)
         MPI.COMM_WORLD.Abort(1)
 
     @staticmethod

@@ -32,7 +32,7 @@ _AT_ONCE_S = 1e-3
 
 
 class TorchCollectives(CallIssuer):
-    """torch's collectives with one tensor on each rank, with one tensor for each rank on one side, or without a tensor."""
+    """torch's collectives, and its transfers between two ranks."""
 
     # ---- one tensor on each rank ----
 
@@ -232,94 +232,6 @@ class TorchCollectives(CallIssuer):
 
         return self._issue("reduce_scatter_tensor_coalesced", list(inputs), issue, opts, seen=seen)
 
-    # ---- no tensor ----
-
-    @disable_dynamo
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Return on any rank only after all ranks have called it."""
-        group = self.syncline_group
-        return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names missing ranks. A limit of zero does not wait; a negative limit means the group's limit."""
-        waits_for_nobody = timeout is not None and not timeout
-        limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
-        monitored_barrier(self.syncline_group, limit_s, wait_all_ranks)
-
-    def _reduced_together(self, tensors: list[torch.Tensor], reduction: Any) -> Work:
-        return _there(all_reduce_coalesced(tensors, reduction, self.syncline_group, async_op=True))
-
-    # torch's older names, which C++ still calls.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-def _rows(tensors: Any) -> list[torch.Tensor]:
-    """The tensors for all ranks, from a list of them, or from a list that has a list of tensors for each device."""
-    some(tensors, "this collective")
-    rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
-    return list(rows)
-
-
-def _there(work: Work | None) -> Work:
-    assert work is not None  # because the call had async_op=True
-    return work
-
-
-def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
-    """Combine all tensors of all ranks, as if each tensor came from another rank. Every tensor gets the result.
-
-    In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced`, in contrast, reduces
-    each tensor separately.
-
-    Args:
-        group: our group; all its ranks call, with the same number of tensors.
-        tensors: tensors of the same shape and dtype.
-        op: a reduction that does not scale.
-
-    Raises:
-        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction scales (AVG, PREMUL_SUM).
-    """
-    tensors = resolved(some(tensors, "allreduce"))
-    # The program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.
-    if has_fakes(tensors):
-        return FinishedWork(list(tensors))
-    for tensor in tensors:
-        problem = checks.unusable(tensor, group.device_types, group.backend_name) or checks.unwritable(tensor)
-        if problem is not None:
-            raise InvalidArgumentError(f"allreduce on {group.place()}: {problem}")
-    first, *others = tensors
-    if any(other.shape != first.shape or other.dtype != first.dtype for other in others):
-        raise InvalidArgumentError(
-            "allreduce of several tensors reduces them together, so they must be alike in shape and dtype: call it for each of "
-            "them, or torch.distributed.all_reduce_coalesced"
-        )
-    op = checked_reduction(op, first.dtype)
-    if not isinstance(op, ReduceOp) or op is ReduceOp.AVG:
-        raise InvalidArgumentError(f"allreduce of several tensors does not scale, found {op.name}: call it for each tensor")
-    with untracked():
-        total = reduce_in_rank_order(op, tensors)
-
-    def copy_back(done: Any) -> list[torch.Tensor]:
-        done.value()
-        with untracked():
-            for tensor in tensors:
-                tensor.copy_(total)
-        return list(tensors)
-
-    future: TensorsFuture = group.all_reduce(total, op, async_op=True).get_future().then(copy_back)
-    return FutureWork(future, list(tensors), lambda: f"allreduce of {len(tensors)} tensors on {group.place()}")
-
-
-# Each method accepts the arguments of several overloads of torch, and also has its older name.
-# mypy: disable-error-code="override, assignment"
-
-
-class TorchExchanges(CallIssuer):
-    """torch's collectives with a tensor for each rank on both sides, and its transfers between two ranks."""
-
     # ---- one tensor for each rank on both sides ----
 
     @disable_dynamo
@@ -381,7 +293,86 @@ class TorchExchanges(CallIssuer):
         group, tensor = self.syncline_group, only(tensors, "tensor")
         return self._issue("recvAnySource", [tensor], lambda _: group.recv(tensor, None, tag, async_op=True))
 
-    alltoall_base = all_to_all_single  # its older name, by which C++ calls it
+    # ---- no tensor ----
+
+    @disable_dynamo
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Return on any rank only after all ranks have called it."""
+        group = self.syncline_group
+        return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names missing ranks. A limit of zero does not wait; a negative limit means the group's limit."""
+        waits_for_nobody = timeout is not None and not timeout
+        limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
+        monitored_barrier(self.syncline_group, limit_s, wait_all_ranks)
+
+    def _reduced_together(self, tensors: list[torch.Tensor], reduction: Any) -> Work:
+        return _there(all_reduce_coalesced(tensors, reduction, self.syncline_group, async_op=True))
+
+    # torch's older names, which C++ still calls.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _rows(tensors: Any) -> list[torch.Tensor]:
+    """The tensors for all ranks, from a list of them, or from a list that has a list of tensors for each device."""
+    some(tensors, "this collective")
+    rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
+    return list(rows)
+
+
+def _there(work: Work | None) -> Work:
+    assert work is not None  # because the call had async_op=True
+    return work
+
+
+def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
+    """Combine all tensors of all ranks, as if each tensor came from another rank. Every tensor gets the result.
+
+    In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced`, in contrast, reduces
+    each tensor separately.
+
+    Args:
+        group: our group; all its ranks call, with the same number of tensors.
+        tensors: tensors of the same shape and dtype.
+        op: a reduction that does not scale.
+
+    Raises:
+        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction scales (AVG, PREMUL_SUM).
+    """
+    tensors = resolved(some(tensors, "allreduce"))
+    # The program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.
+    if has_fakes(tensors):
+        return FinishedWork(list(tensors))
+    for tensor in tensors:
+        problem = checks.unusable(tensor, group.device_types, group.backend_name) or checks.unwritable(tensor)
+        if problem is not None:
+            raise InvalidArgumentError(f"allreduce on {group.place()}: {problem}")
+    first, *others = tensors
+    if any(other.shape != first.shape or other.dtype != first.dtype for other in others):
+        raise InvalidArgumentError(
+            "allreduce of several tensors reduces them together, so they must be alike in shape and dtype: call it for each of "
+            "them, or torch.distributed.all_reduce_coalesced"
+        )
+    op = checked_reduction(op, first.dtype)
+    if not isinstance(op, ReduceOp) or op is ReduceOp.AVG:
+        raise InvalidArgumentError(f"allreduce of several tensors does not scale, found {op.name}: call it for each tensor")
+    with untracked():
+        total = reduce_in_rank_order(op, tensors)
+
+    def copy_back(done: Any) -> list[torch.Tensor]:
+        done.value()
+        with untracked():
+            for tensor in tensors:
+                tensor.copy_(total)
+        return list(tensors)
+
+    future: TensorsFuture = group.all_reduce(total, op, async_op=True).get_future().then(copy_back)
+    return FutureWork(future, list(tensors), lambda: f"allreduce of {len(tensors)} tensors on {group.place()}")
 
 
 def _splits(

@@ -20,7 +20,7 @@ from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from ..torch_internals import disable_dynamo
 from .options import time_limit_s
-from .torch_collectives import TorchCollectives, TorchExchanges
+from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
@@ -122,7 +122,7 @@ class Options:
 _NO_TIME = timedelta(milliseconds=1)
 
 
-class TorchProcessGroup(TorchCollectives, TorchExchanges):
+class TorchProcessGroup(TorchCollectives):
     """Passes every call to our group `syncline_group`, with torch's options translated.
 
     Note [A group that torch can hold]

@@ -300,7 +300,7 @@ def _span(ranks: Sequence[int]) -> str:
 # ---- whether the job survives the loss of a rank ----
 
 
-_NAME = "loss of a rank"
+_LOSS = "loss of a rank"
 
 # These launchers end the job when one process is killed.
 _ENDS_THE_JOB = {
@@ -322,13 +322,13 @@ def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_fau
         tolerates_faults: whether mpirun was told not to end the other ranks.
     """
     if size == 1:
-        return ok(_NAME, "nobody would be left: there is one rank")
+        return ok(_LOSS, "nobody would be left: there is one rank")
     if lack is not None:
-        return ok(_NAME, f"this job does not survive it: {lack}")
+        return ok(_LOSS, f"this job does not survive it: {lack}")
     if launcher in _ENDS_THE_JOB and not tolerates_faults:
-        return ok(_NAME, f"this job does not survive it: {_ENDS_THE_JOB[launcher]}; start the ranks by hand or with srun")
+        return ok(_LOSS, f"this job does not survive it: {_ENDS_THE_JOB[launcher]}; start the ranks by hand or with srun")
     condition = f", {_IF_TOLD_SO[launcher]}" if launcher in _IF_TOLD_SO else ""
-    return ok(_NAME, f"this job can survive it{condition}: the ranks that are left can shrink the group (syncline.ddp.Elastic)")
+    return ok(_LOSS, f"this job can survive it{condition}: the ranks that are left can shrink the group (syncline.ddp.Elastic)")
 
 
 # ---- memory ----

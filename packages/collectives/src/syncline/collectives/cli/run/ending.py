@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from ...health.exit_status import as_status, set_exit_status
+from ...startup.mpi_library import FORWARDING_S
 from ...startup.uncaught_errors import also_failed, handle_uncaught_elsewhere, in_text, is_first, started_s
 from .ranks import Job, end_mpi
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 _FAILURE = 1  # the tag of notices
 # Ranks that fail for the same reason fail within this time of each other. A notice also arrives within it.
 _TOGETHER_S = 0.3
-# mpiexec reads the output of the ranks with a delay. Output that it has not read when the job is aborted is lost (MPICH 5.0).
-_FORWARDING_S = 0.3
 # A rank that was not the first to fail waits this long for the first one to end the job.
 _PATIENCE_S = 10.0
 
@@ -143,7 +142,7 @@ class Ending:
         from mpi4py import MPI
 
         _flush()
-        time.sleep(_FORWARDING_S)
+        time.sleep(FORWARDING_S)
         MPI.COMM_WORLD.Abort(status)
 
 

@@ -48,6 +48,7 @@ from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
+from ...startup.mpi_library import FORWARDING_S
 from ...startup.uncaught_errors import are_handled_elsewhere, last_words
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .library import no_more_mpi, while_mpi_runs
@@ -60,8 +61,6 @@ FINALIZE_S = 15.0
 NOTICE_AFTER_S = 0.1
 # A rank that points to another rank gives it this long to end the job.
 _PATIENCE_S = 10.0
-# mpiexec forwards the output of ranks with a delay. Output that it has not read when the job is aborted is lost (MPICH 5.0).
-_FORWARDING_S = 0.3
 
 
 def abort_on_uncaught() -> None:
@@ -262,7 +261,7 @@ def _end_within(limit_s: float) -> None:
 
 def _abort(status: int) -> None:
     # Let mpiexec read this rank's last output before the abort drops it.
-    time.sleep(_FORWARDING_S)
+    time.sleep(FORWARDING_S)
     MPI.COMM_WORLD.Abort(status)
 
 

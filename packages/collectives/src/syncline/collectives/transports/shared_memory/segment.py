@@ -15,6 +15,9 @@ from .os_memory import collapse, create_memory_file, huge_page_bytes, map_over, 
 
 # The longest time that an allocation waits for huge pages.
 HUGE_PAGES_SECONDS = 1.0
+# The longest time that a rank waits for the descriptor of another rank's file.
+_REQUEST_TIMEOUT_S = 10.0
+_TOKEN_BYTES = 16
 
 
 def padded(nbytes: int) -> int:
@@ -165,10 +168,6 @@ def reserve(file: int, part_bytes: int, part: int) -> None:
     os.posix_fallocate(file, part * padded(part_bytes), padded(part_bytes))
 
 
-_TIMEOUT_S = 10.0
-_TOKEN_BYTES = 16
-
-
 def open_peer_fd(pid: int, file: int, name: str) -> int:
     """Open a file that another process of this machine made with `create_file`.
 
@@ -242,7 +241,7 @@ def request_fd(address: str, token: bytes) -> socket.socket:
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_TIMEOUT_S)
+        connection.settimeout(_REQUEST_TIMEOUT_S)
         connection.connect(address)
         connection.sendall(token)
     except BaseException:
