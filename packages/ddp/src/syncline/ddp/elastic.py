@@ -50,7 +50,7 @@ class _NotAppliedError(Exception):
 
 
 class Elastic:
-    """Lets a training loop go on when ranks die or join. Each step is applied on all ranks, or on no rank and is then repeated.
+    """Lets a training loop go on when ranks die or join. All ranks apply a step, or none does and it is repeated.
 
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -66,10 +66,10 @@ class Elastic:
     A `TransportError` inside `with elastic.step():` ends the body at the line that raised it. The loop goes on with the next
     batch from `batches`. This is the failed batch, divided among the remaining ranks. Before the first `optimizer.step()` the
     ranks agree that all apply the step. After this agreement the body must not communicate: code after a failed collective
-    would run on some ranks only. So a loss after the agreement is an error on this rank. Outside of the step, for example in an
-    evaluation, a loss is an error as usual and writes a report. If the training recovers from a loss, there is no report. After
-    a loss the model has a new group: read `model.join_process_group`. If the old group was the default group, the new group
-    becomes the default.
+    would run on some ranks only. So if a rank is lost after the agreement, this rank raises an error. Outside of the step, for
+    example in an evaluation, the loss of a rank is an error as usual, and writes a report. If the training recovers, there is
+    no report. After the loss of a rank the model has a new group: read `model.join_process_group`. If the old group was the
+    default group, the new group becomes the default.
 
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
     all ranks get the state of one rank in a recovery. A repeated step counts twice in this state. In error feedback, each rank
@@ -77,10 +77,10 @@ class Elastic:
 
     **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. Its constructor of
     `Elastic` waits until the other ranks let it in. The other ranks look for newcomers after every `admit_every` applied steps.
-    A newcomer gets the state of the first rank with the most agreements: parameters, buffers, optimizers, sampler, random state
-    of the CPU, the objects in `stateful`, and the state of the communication hook. The newcomer continues at the step of the
-    others. From this step on its script must issue the same collectives as the others, and no other collectives. So loop over
-    `epochs`.
+    A newcomer gets the state of one rank: of those that have taken part in the most agreements, the lowest. The state is the
+    parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, and the state of the
+    communication hook. The newcomer continues at the step of the others. From this step on its script must issue the same
+    collectives as the others, and no other collectives. So loop over `epochs`.
 
     Args:
         model: the model, on a group that can shrink.

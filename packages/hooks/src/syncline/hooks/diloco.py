@@ -61,8 +61,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             are sent.
         seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor it must be 0.
 
-    Bytes sent by each rank for each step, on average: the bytes of one all_reduce of all parameters (16 bits as float32),
-    divided by H. With a compressor, the bytes of one all_gather of its message, divided by H.
+    Bytes sent by each rank for each step, on average: the bytes of one all_reduce of all parameters, divided by H. float16 and
+    bfloat16 parameters are sent as float32. With a compressor, the bytes of one all_gather of its message, divided by H.
 
     Extra memory: two copies of the parameters in float32 or float64 (one copy without momentum), and a copy of each fragment
     that is under way. With a compressor, one more copy of the parameters.

@@ -96,8 +96,8 @@ class Reducer(Inherited):
     Args:
         named_parameters: names and parameters, the same on all ranks. Each parameter requires a gradient. Names appear in
             errors.
-        group: the group whose ranks average their gradients. The first forward whose backward is reduced allocates the
-            buckets, by a collective of this group. Without such a forward, the first backward allocates the buckets.
+        group: the group whose ranks average their gradients. The buckets are allocated by a collective of this
+            group: in the first forward outside of `no_sync`, or, if there is no such forward, in the first backward.
         bucket_cap_bytes: the reducer closes a bucket when the bucket reaches this size. A list has the sizes of the first,
             second, ... bucket. The last size holds for all further buckets.
         first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If
@@ -248,7 +248,8 @@ class Reducer(Inherited):
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
         """Return the error of a collective that does not reduce a bucket, with an explanation.
 
-        If another rank was in a stray backward, the text says how to repair this. Else the error is returned unchanged.
+        If the cause is that another rank ran a backward which this rank did not run, the text says what to change. Otherwise
+        the error is returned unchanged.
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -354,8 +355,8 @@ class Reducer(Inherited):
         Raises:
             GroupClosedError: `synchronizes` is True, and this process is a fork of the rank.
             MisuseError: the previous backward began to reduce and never ended. Or another reducer that would disturb this one
-                has an open forward or backward. Another reducer on some of the same parameters disturbs this one if both use
-                one group, or if one of the two averages in views of its buckets.
+                has an open forward or backward. Another reducer on some of the same parameters disturbs this one in two cases:
+                both use one group, or at least one of them has `gradient_as_bucket_view`.
         """
         # A worker may run the model for itself, as without a reducer.
         if self.is_in_fork and not synchronizes:
@@ -448,7 +449,7 @@ class Reducer(Inherited):
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether a backward without a forward of its own adds only to this rank's gradients, from now on."""
+        """Set whether later backwards without a forward of their own stay local: they only add to this rank's gradients."""
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:

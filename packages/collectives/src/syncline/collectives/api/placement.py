@@ -23,8 +23,9 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 def placement_of(group: ProcessGroup | None = None) -> Placement:
     """Which ranks of a group share a node.
 
-    It does not communicate for the default group and groups that were made from it. For a group of torch.distributed, and after
-    a loss or an admission of ranks, it is a collective at the first call for a group: every rank of the group calls it.
+    For the default group, and for groups that were made from it, this does not communicate. In two cases, the first call for a
+    group is a collective, which every rank of the group must call: for a group of torch.distributed, and after ranks were lost
+    or admitted.
 
     Args:
         group: the default group if None.

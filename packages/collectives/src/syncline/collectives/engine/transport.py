@@ -1,4 +1,4 @@
-"""A Transport moves the tensors of a group. A Plan says how the transport carries out one signature."""
+"""A Transport moves the tensors of a group. A Plan carries out all calls that have one signature (see `engine.call`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Plan(ABC):
             part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
             whole: the block with one part for each rank, if the collective has a block; else `part` itself. In a gather or
                 scatter, None on all ranks except the root.
-            call: the call. Its scope ends the plan's waits.
+            call: the call. When its `CancelScope` is over or cancelled, the plan stops waiting and raises an error.
 
         Raises:
             TimeoutError: the scope's time limit was reached; the text says what is known of the other ranks.
@@ -103,7 +103,8 @@ class Transport(ABC):
     def plan(self, signature: Signature) -> Plan:
         """Make the plan for calls of this signature. This does not communicate.
 
-        Ranks may make their plans at different calls, so a new plan must send and receive the same messages as an older plan.
+        One rank may use an old plan of a signature while another rank uses a new one. So all plans of a signature must send and
+        receive the same messages.
         """
 
     @abstractmethod
@@ -150,7 +151,7 @@ class Transport(ABC):
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """If possible, tell ranks that wait that a call has failed on this rank, and that this rank makes no further call.
+        """Tell the ranks that wait for this rank, if the library can, that its call has failed and that it makes no more calls.
 
         Must not block.
         """

@@ -32,7 +32,7 @@ class StatusPost(ABC):
     The methods never wait for another rank, but may wait for a library's lock or a store's answer.
 
     Attributes:
-        hops: how many looks a line needs at most to reach rank 0.
+        hops: the largest number of messages, one after the other, by which a line reaches rank 0.
     """
 
     hops = 1

@@ -37,8 +37,8 @@ class Store(ABC):
     order that is the same for all handles. After it has returned, every handle sees its effect. `check` and `wait` may look at
     their keys one after the other.
 
-    **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, so `get` after `add` returns
-    ``b"3"``, as in torch.
+    **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, as in torch: if `add` has returned 3,
+    `get` returns ``b"3"``.
 
     **Waiting** is limited by the `timeout` of the call, or else by the handle's. Each handle has its own limit.
 
@@ -103,8 +103,8 @@ class Store(ABC):
         """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value.
 
         Returns:
-            The same as torch: `desired` if it was stored; the present value if it differs from `expected`; and `expected`
-            itself if the key does not exist and `expected` is not empty (then nothing is stored).
+            As in torch. If `desired` was stored: `desired`. If the key has another value: this value. If the key does not exist
+            and `expected` is not empty, nothing is stored: `expected`.
         """
 
     @abstractmethod

@@ -63,7 +63,7 @@ def mapped(error: RuntimeError) -> TransportError:
 class TorchWork(Work):
     """A torch.distributed work with a last step that must be done after it, such as a copy.
 
-    The thread that waits does the last step. Only with a future does torch's own thread do it. So a work without a future
+    The thread that waits does the last step. If a future was asked for, torch's own thread does it. A work without a future
     leaves no Python object on torch's thread. (Gloo's thread must not drop the last reference to its group: the group would
     join the thread.)
 
