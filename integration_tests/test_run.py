@@ -291,6 +291,24 @@ def test_ranks_that_fail_together_print_one_traceback(run_job, backend: str) -> 
     assert followers == [speaker] * 2, job.output
 
 
+def test_a_rank_whose_own_excepthook_fails_ends_the_job(run_job) -> None:
+    start_s = time.monotonic()
+    script = """
+        import os, sys, time
+        def hook(kind, error, trace):
+            raise OSError("no space left for the log")
+        sys.excepthook = hook
+        if os.environ["RANK"] == "1":
+            raise ValueError("the loss is not finite")
+        time.sleep(60)
+    """
+    job = run_job(2, script, *RUN, "script.py")
+    assert job.status == 1
+    for words in ("Error in sys.excepthook", "OSError: no space left", "ValueError: the loss is not finite", "ends the job"):
+        assert words in job.output, job.output
+    assert time.monotonic() - start_s < SOON_S
+
+
 def test_a_status_of_one_rank_ends_the_job_after_its_exit_handlers(run_job) -> None:
     start_s = time.monotonic()
     script = """

@@ -44,6 +44,6 @@ def test_rank_0_says_who_waits_for_whom(run_job: Callable[..., Any], tmp_path: P
     finished = run_job(3, JOB, str(tmp_path / "script.py"), backend, SYNCLINE_SITE=str(site))
     assert finished.status == 0, finished.output
     told = (tmp_path / "told").read_text()
-    assert "waiting for 1 s and more: ranks 0, 2 in all_reduce(float32[3], op=SUM) #0 at script.py:" in told
+    assert "a call has run for 1 s and more: ranks 0, 2 in all_reduce(float32[3], op=SUM) #0 at script.py:" in told
     assert "not in a call: rank 1" in told
     assert all(f"rank {rank} of 3: host " in finished.output for rank in range(3))

@@ -291,6 +291,7 @@ def test_monitored_barriers() -> None:
     monitored_barrier()
     monitored_barrier(dist.new_group(), timedelta(seconds=20), wait_all_ranks=True)
     world().monitored_barrier(timedelta(seconds=20))
+    world().monitored_barrier(timedelta(milliseconds=-1))  # torch's default: the group's own limit
     group = dist.new_group()
     if dist.get_rank() == 0 < dist.get_world_size() - 1:
         with pytest.raises(CollectiveTimeout, match="Rank 0 timed out in monitoredBarrier"):

@@ -10,6 +10,9 @@ import torch
 
 from syncline.collectives import ProcessGroup, RoundRobinGroup
 from syncline.collectives.engine import observers
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.transfer import TransferWork
+from syncline.collectives.engine.transport import Request
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.work import PendingWork
 
@@ -113,3 +116,49 @@ def test_a_work_runs_an_action_before_anybody_knows_that_it_is_over() -> None:
     work.fail(RuntimeError("too late"))
     work.before_end(action)
     assert [completed for completed, _ in seen] == [False, True]
+
+
+def test_an_action_that_fails_runs_once_and_the_work_can_still_end() -> None:
+    work = PendingWork([], lambda: "a work")
+    ran = []
+
+    def action() -> None:
+        ran.append(1)
+        raise KeyboardInterrupt
+
+    work.before_end(action)
+    with pytest.raises(KeyboardInterrupt):
+        work.succeed()
+    work.fail(RuntimeError("aborted"))
+    assert work.is_completed()
+    assert ran == [1]
+
+
+def test_a_transfer_runs_an_action_before_anybody_knows_that_it_is_over() -> None:
+    comes = threading.Event()
+
+    class Late(Request):
+        def wait(self, scope: CancelScope) -> None:
+            assert comes.wait(60)
+
+        def test(self) -> bool:
+            return False
+
+        def source(self) -> int | None:
+            return 0
+
+    work = TransferWork(Late(), [torch.ones(1)], lambda: None, lambda: "recv", 60.0)
+    seen = []
+    ran = threading.Event()
+
+    def action() -> None:
+        seen.append(work._done)
+        ran.set()
+
+    work.before_end(action)
+    assert not ran.is_set()
+    comes.set()
+    assert ran.wait(60), "nobody waits for the transfer, but its action must run"
+    work.wait()
+    work.before_end(action)
+    assert seen == [False, True]

@@ -59,7 +59,7 @@ def test_those_who_wait_and_the_one_they_wait_for(caplog: pytest.LogCaptureFixtu
     ranks.look(30, 33, 36, 39)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "group 'default': waiting for 30 s and more: ranks 0, 2 in all_reduce(float32[3]) #0 at test_stalls.py:"
+        "group 'default': a call has run for 30 s and more: ranks 0, 2 in all_reduce(float32[3]) #0 at test_stalls.py:"
     )
     assert record.getMessage().endswith("; not in a call: rank 1 (still computing, stopped, or gone)")
 
@@ -73,6 +73,16 @@ def test_a_rank_that_came_shortly_before_the_warning_is_in_the_call(caplog: pyte
     (record,) = caplog.records
     assert "ranks 0, 2 in all_reduce" in record.getMessage()
     assert "not in a call: rank 1 (" in record.getMessage()
+
+
+def test_the_warning_does_not_wait_for_rank_0_if_it_came_late(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(3)
+    ranks.begin(1)
+    ranks.look(*range(26))
+    ranks.begin(0)
+    ranks.look(*range(26, 35))
+    (record,) = caplog.records
+    assert "ranks 0, 1 in all_reduce" in record.getMessage()
 
 
 def test_others_wait_for_rank_0(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,5 +138,5 @@ def test_after_the_end_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
 def test_ranks_that_wait_in_different_calls() -> None:
     waiting = {0: Waiting(3, "barrier() #3"), 1: Waiting(2, "broadcast(...) #2")}
     assert stall_in_words("default/0.1", (4, 6), waiting, 5) == (
-        "group 'default/0.1': waiting for 5 s and more: rank 4 in barrier() #3, rank 6 in broadcast(...) #2"
+        "group 'default/0.1': a call has run for 5 s and more: rank 4 in barrier() #3, rank 6 in broadcast(...) #2"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import torch
 from syncline.collectives import LaunchError, RankLostError, SynclineError, TransportError
 from syncline.collectives.health import liveness
 from syncline.collectives.startup import launch, uncaught_errors
-from syncline.collectives.startup.uncaught_errors import FRESH_S, in_text, is_first, last_words, spoke_before, started_s
+from syncline.collectives.startup.uncaught_errors import FRESH_S, in_text, is_first, last_words, say, spoke_before, started_s
 
 
 def test_one_of_those_that_fail_alike_speaks(tmp_path: Path) -> None:
@@ -222,3 +223,19 @@ def test_a_command_that_is_typed_twice_says_it_twice_and_briefly(tmp_path: Path)
         assert len(done.stderr.splitlines()) <= 6, done.stderr
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in folder.iterdir()] == ["spoken"]
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("stdout", [None, FullDisk()])
+def test_last_words_are_said_although_the_output_is_broken(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO | None) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "__stderr__", stderr)
+    say("rank 1 failed")
+    assert stderr.getvalue() == "rank 1 failed\n"
+    monkeypatch.setattr(sys, "__stderr__", FullDisk())
+    say("nobody can read this, but it is no error")

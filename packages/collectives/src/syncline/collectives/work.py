@@ -327,8 +327,9 @@ class PendingWork(Work):
         with self._lock:
             if self._is_done:
                 return
-            # Before `_is_done`, which `wait` reads without the lock.
-            for action in self._before_end:
+            # Before `_is_done`, which `wait` reads without the lock. Each action runs once: an abort may follow one that fails.
+            actions, self._before_end = self._before_end, ()
+            for action in actions:
                 action()
             self._error = error
             self._is_done = True

@@ -57,6 +57,7 @@ class TransferWork(Work):
         self._done = False
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
+        self._before_end: tuple[Callable[[], None], ...] = ()
 
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -103,6 +104,17 @@ class TransferWork(Work):
                 else:
                     threading.Thread(target=self._wait_quietly, name="syncline-transfer", daemon=True).start()
             return self._future
+
+    @override
+    def before_end(self, action: Callable[[], None]) -> None:
+        with self._settling:
+            is_over = self._done
+            if not is_over:
+                self._before_end += (action,)
+        if is_over:
+            action()
+        else:
+            self.get_future()  # its thread waits for the transfer, even if nobody else does
 
     def _wait_quietly(self) -> None:
         try:
@@ -167,6 +179,10 @@ class TransferWork(Work):
             if error is None:
                 with untracked():
                     self._deliver()
+            # Before `_done`, which `wait` reads without the lock. Each action runs once: another thread may give up meanwhile.
+            actions, self._before_end = self._before_end, ()
+            for action in actions:
+                action()
             self._error = error
             self._done = True
             # `_settle` runs callbacks, which may want this lock, so it comes after the lock is free.

@@ -288,10 +288,13 @@ class _Turn:
 def end_process(words: str) -> None:
     """Print the reason and the stacks of all threads, and end this process without calling any library."""
     stream = sys.__stderr__ or sys.stderr
-    stream.write(f"[syncline] {words}. The library does not return from that call; this process ends here. Stacks:\n")
-    stream.flush()
-    faulthandler.dump_traceback(file=stream, all_threads=True)
-    os._exit(END_STATUS)
+    try:
+        stream.write(f"[syncline] {words}. The library does not return from that call; this process ends here. Stacks:\n")
+        stream.flush()
+        faulthandler.dump_traceback(file=stream, all_threads=True)
+    # Also if the stream is closed, or its reader is gone.
+    finally:
+        os._exit(END_STATUS)
 
 
 # The monitor of this process. The parent's thread does not run in a forked child, which starts a monitor with its first group.

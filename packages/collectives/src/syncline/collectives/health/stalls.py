@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
-# A rank posts a line for rank 0 when it has waited for one look, so that the warning also names ranks that came late. It posts
-# again shortly before the limit: as many looks before as a line needs to reach rank 0, plus one. So if rank 0 waits, too, the
-# warning comes within two looks after the limit. Else it comes as much later as the line needed.
+# A rank posts a line for rank 0 when it has waited for a tenth of the limit, so that the warning also names ranks that came
+# late. It posts again shortly before the limit: as many looks before as a line needs to reach rank 0, plus one. So if rank 0
+# has waited for as long, the warning comes within two looks after the limit. Else it comes as much later as the line needed.
 _LOOKS_IN_LIMIT = 30
+_LOOKS_BEFORE_LINE = 3
 _STOP_S = 1.0
 _LONGEST = 1000
 
@@ -132,7 +133,7 @@ class StallWatch:
         if position != self._position:
             self._position, self._since = position, now_s
         waited_s = now_s - self._since
-        if call is None or position is None or waited_s < self.period_s:
+        if call is None or position is None or waited_s < _LOOKS_BEFORE_LINE * self.period_s:
             return None
         return Waiting(position, str(call.record())[:_LONGEST], waited_s >= self.limit_s - self._gather_s)
 
@@ -147,7 +148,10 @@ class StallWatch:
         first = min((one.position for one in waiting.values() if one.is_long), default=None)
         # The earliest call in which ranks wait for long has changed: set the time of the warning anew.
         if first != self._noticed:
-            limit_s = self._since + self.limit_s if first == self._position else now_s
+            mine = waiting.get(0)
+            # If rank 0 came late to this call, its own waiting says nothing of how long the others have waited.
+            is_mine = mine is not None and mine.is_long and mine.position == first
+            limit_s = self._since + self.limit_s if is_mine else now_s
             self._noticed, self._log_at_s = first, max(limit_s, now_s + self._gather_s)
         elif first is not None and self._log_at_s is not None and now_s >= self._log_at_s:
             self._log_at_s = None
@@ -174,4 +178,4 @@ def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int
     parts = [f"{ranks_in_words(found)} in {call}" for (_, call), found in calls.items()]
     missing = [ranks[rank] for rank in range(len(ranks)) if rank not in waiting]
     rest = f"; not in a call: {ranks_in_words(missing)} (still computing, stopped, or gone)" if missing else ""
-    return f"group '{group_name}': waiting for {limit_s:g} s and more: {', '.join(parts)}{rest}"
+    return f"group '{group_name}': a call has run for {limit_s:g} s and more: {', '.join(parts)}{rest}"

@@ -177,6 +177,25 @@ def also_failed(error: BaseException, trace: TracebackType | None) -> str:
     return f"failed, too{place}: {what if len(what) <= _LONGEST_LINE else f'{what[: _LONGEST_LINE - 3]}...'}"
 
 
+# ---- output ----
+
+
+def flush_output() -> None:
+    """Flush standard output and standard error. A stream that is closed, full, or has no reader any more is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+
+
+def say(text: str) -> None:
+    """Write to the standard error that the process began with, if possible. torch's excepthook replaces `sys.stderr`."""
+    flush_output()
+    stream = sys.__stderr__ or sys.stderr
+    with suppress(AttributeError, OSError, ValueError):
+        stream.write(text.rstrip("\n") + "\n")
+        stream.flush()
+
+
 # ---- tracebacks ----
 
 

@@ -302,7 +302,10 @@ class TorchCollectives(CallIssuer):
         return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names missing ranks. A limit of zero does not wait; a negative limit means the group's limit."""
+        """A barrier in which rank 0 names the missing ranks. torch calls it on groups that report the name "gloo".
+
+        As in torch, a limit of zero does not wait at all, and a negative limit means the group's limit.
+        """
         waits_for_nobody = timeout is not None and not timeout
         limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
         monitored_barrier(self.syncline_group, limit_s, wait_all_ranks)

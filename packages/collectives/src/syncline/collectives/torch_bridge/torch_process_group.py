@@ -9,12 +9,11 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..api.monitored_barrier import monitored_barrier
 from ..engine.cancel_scope import seconds
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
@@ -27,30 +26,6 @@ class UnservedDeviceError(InvalidArgumentError, RuntimeError):
     """The group does not serve a device. Also a RuntimeError, because torch expects one."""
 
 
-class ShimmedGroup(Protocol):
-    """The torch group that has the answers."""
-
-    syncline_group: ProcessGroup
-
-    def name(self) -> str:
-        """The name under which the backend is registered."""
-
-    def rank(self) -> int:
-        """This process's rank."""
-
-    def size(self) -> int:
-        """The number of ranks."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long a collective may take."""
-
-    def abort(self) -> None:
-        """Give up."""
-
-    def shutdown(self) -> None:
-        """Close."""
-
-
 class TorchBackendShim:
     """Answers torch's questions to the backend of one device. One group of ours serves all devices."""
 
@@ -58,7 +33,7 @@ class TorchBackendShim:
     supports_coalescing = False  # torch's word for NCCL's group calls
     supports_time_estimate = False
 
-    def __init__(self, group: ShimmedGroup) -> None:
+    def __init__(self, group: TorchProcessGroup) -> None:
         self._group = group
 
     def name(self) -> str:
@@ -117,9 +92,6 @@ class Options:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Options:
         return copy.copy(self)
-
-
-_NO_TIME = timedelta(milliseconds=1)
 
 
 class TorchProcessGroup(TorchCollectives):
@@ -248,14 +220,6 @@ class TorchProcessGroup(TorchCollectives):
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has issued on this group. If ranks differ, a rank has left out a call."""
         return self._collectives_issued
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier in which rank 0 names the missing ranks. torch calls it on groups that report the name "gloo".
-
-        For torch, a limit of zero means not to wait at all.
-        """
-        is_zero = timeout is not None and not timeout
-        monitored_barrier(self.syncline_group, _NO_TIME if is_zero else timeout, wait_all_ranks)
 
     # ---- the end ----
 

@@ -19,11 +19,20 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from ...health.exit_status import as_status, set_exit_status
 from ...startup.mpi_library import FORWARDING_S
-from ...startup.uncaught_errors import also_failed, handle_uncaught_elsewhere, in_text, is_first, started_s
+from ...startup.uncaught_errors import (
+    also_failed,
+    flush_output,
+    handle_uncaught_elsewhere,
+    in_text,
+    is_first,
+    say,
+    started_s,
+)
 from .ranks import Job, end_mpi
 
 if TYPE_CHECKING:
@@ -64,22 +73,25 @@ class Ending:
 
         If another rank failed before, name that rank instead.
         """
-        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.status = status = 130 if isinstance(error, KeyboardInterrupt) else 1
         set_exit_status(status)
         if os.getpid() != self._job.pid:
             sys.excepthook(type(error), error, error.__traceback__)
             raise SystemExit(status)
-        first = self._failed_first()
-        if first is None:
-            _print(error)
-            if self._job.size > 1:
-                _say(f"{self._job.who()} failed and ends the job")
-        else:
-            _say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
-        if self._has_mpi():
-            if first is not None:
-                time.sleep(_PATIENCE_S)  # the first one ends the job meanwhile
-            self._abort(status)
+        try:
+            first = self._failed_first()
+            if first is None:
+                _print(error)
+                if self._job.size > 1:
+                    say(f"{self._job.who()} failed and ends the job")
+            else:
+                say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
+                if self._has_mpi():
+                    time.sleep(_PATIENCE_S)  # the first one ends the job meanwhile
+        # Also after Ctrl-C: the other ranks must not wait for this one.
+        finally:
+            if self._has_mpi():
+                self._abort(status)
         raise SystemExit(status)
 
     def _failed_first(self) -> str | None:
@@ -107,13 +119,13 @@ class Ending:
             return
         world = self._job.world
         assert world is not None
-        _flush()
+        flush_output()
         everybody = world.Ibarrier()
         end_s = time.monotonic() + _TOGETHER_S
         pause_s = 1e-4
         while not everybody.Test():
             if self.status and time.monotonic() > end_s:
-                _say(f"{self._job.who()} exits with status {self.status} and ends the job")
+                say(f"{self._job.who()} exits with status {self.status} and ends the job")
                 self._abort(self.status)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
@@ -141,7 +153,7 @@ class Ending:
     def _abort(self, status: int) -> None:
         from mpi4py import MPI
 
-        _flush()
+        flush_output()
         time.sleep(FORWARDING_S)
         MPI.COMM_WORLD.Abort(status)
 
@@ -161,28 +173,18 @@ def _leave_hydra() -> None:
             pass  # it is closed: the MPI library is not MPICH, or has closed it itself
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass  # the stream is closed, or its reader is gone
-
-
 def _print(error: BaseException) -> None:
     """Print the error without the frames inside Syncline and torch. A hook that the script installed is called instead."""
-    if sys.excepthook is sys.__excepthook__:
-        _flush()
+    if sys.excepthook is not sys.__excepthook__:
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except BaseException as in_hook:  # noqa: BLE001 - as in Python: both errors are printed
+            say(f"Error in sys.excepthook:\n{in_text(in_hook, in_hook.__traceback__)}\nOriginal exception was:")
+        else:
+            return
+    flush_output()
+    with suppress(AttributeError, OSError, ValueError):  # the stream is closed, or its reader is gone
         sys.stderr.write(in_text(error, error.__traceback__))
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _say(text: str) -> None:
-    _flush()
-    stream = sys.__stderr__ or sys.stderr
-    stream.write(f"{text}\n")
-    stream.flush()
 
 
 def first_to_fail(world: MPI.Intracomm, failed_at: float) -> int:

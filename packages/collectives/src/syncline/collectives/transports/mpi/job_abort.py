@@ -49,7 +49,7 @@ from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
 from ...startup.mpi_library import FORWARDING_S
-from ...startup.uncaught_errors import are_handled_elsewhere, last_words
+from ...startup.uncaught_errors import are_handled_elsewhere, last_words, say
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .library import no_more_mpi, while_mpi_runs
 from .neighbours import LeaveNotices
@@ -83,7 +83,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
         _previous_hook[-1](kind, error, trace)
         return
     words = last_words(_who(), "failed and ends the job", error, trace)
-    _say(words.text)
+    say(words.text)
     # Another rank knows the cause, and its message must not be lost by an early abort.
     if not words.is_all:
         with suppress(KeyboardInterrupt):
@@ -180,7 +180,7 @@ class ExitBarrier(Inherited):
         status = exit_status()
         # With an open group, other ranks may wait for this one. At a prompt, an error status is no failure of the job.
         if status and self.leavers.has_open_group() and not is_interactive():
-            _say(f"{_who()} exits with status {status} and ends the job")
+            say(f"{_who()} exits with status {status} and ends the job")
             _abort(status)
         self._end(status)
 
@@ -191,7 +191,7 @@ class ExitBarrier(Inherited):
         except (RankLostError, MPI.Exception) as error:
             # The ranks that are left cannot meet without the lost one, and MPI_Finalize would wait for it.
             if not is_fault_tolerant():
-                _say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
+                say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
                 _abort(status or 1)
             _end_within(FINALIZE_S)
 
@@ -268,11 +268,3 @@ def _abort(status: int) -> None:
 def _who() -> str:
     world = MPI.COMM_WORLD
     return f"[syncline] {rank_here(world.Get_rank(), world.Get_size(), os.getpid())}"
-
-
-def _say(text: str) -> None:
-    """Write to the standard error that the process began with. torch.distributed's excepthook replaces `sys.stderr`."""
-    sys.stdout.flush()
-    stream = sys.__stderr__ or sys.stderr
-    stream.write(text.rstrip("\n") + "\n")
-    stream.flush()

@@ -39,7 +39,7 @@ class Tag(enum.IntEnum):
     RING = 5
     """`RingAllReduce`: pieces of a part."""
     STATUS = 6
-    """`MPIStatusPost`: the call in which a rank has waited for long."""
+    """`MPIStatusPost`: the call in which a rank waits."""
     GREETING = 7
     """`connect_neighbours`: empty messages."""
 
