@@ -162,7 +162,7 @@ def test_versions_that_differ_are_named_to_all(monkeypatch: pytest.MonkeyPatch) 
 def test_a_meeting_that_is_over_belongs_to_another_job() -> None:
     store = InMemoryStore()
     as_threads(2, lambda rank: meet(store, rank, 2, CancelScope(10.0)))
-    with pytest.raises(DisagreementError, match="have met in this store before rank 1 came: it belongs to another job"):
+    with pytest.raises(DisagreementError, match="have met in this store before rank 1 came: the store belongs to another job"):
         meet(store, 1, 2, CancelScope(60.0))
 
 

@@ -254,8 +254,8 @@ def child_of_rank(rank: int | None, parent: int) -> str:
     """The error message for a child of a rank that starts a group. A pure function."""
     which = "a rank" if rank is None else f"rank {rank}"
     return (
-        f"this process is a child of {which} (pid {parent}), and no rank of the job itself: do not start a group in it, or "
-        "pass rank, world_size and init_method for a group of its own\n"
+        f"this process is a child of {which} (pid {parent}), and is not itself a rank of the job: do not start a group in it, "
+        "or pass rank, world_size and init_method for a group of its own\n"
         "- A script that multiprocessing or a DataLoader imports again: put its code under `if __name__ == '__main__':`.\n"
         "- Several children: pass rank=..., world_size=... and init_method='file:///folder' in each, with backend 'gloo'.\n"
         "- A child that is alone: pass rank=0, world_size=1.\n"

@@ -71,8 +71,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
         store.compare_set(_ALL, "", _IN_ORDER)  # unless a rank has reported a problem
     elif came > size:
         raise DisagreementError(
-            f"all {size} ranks have met in this store before rank {rank} came: it belongs to another job. Is its port, or its "
-            "folder, in use? Give this job another one"
+            f"all {size} ranks have met in this store before rank {rank} came: the store belongs to another job. Is its "
+            "port, or its folder, in use? Give this job another one"
         )
     while not _have_come(store, scope):
         if scope.is_over():

@@ -172,7 +172,7 @@ def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[in
     if manager != SRUN_PMI2 or vendor != "MPICH" or nodes in ("", "1") or environ.get(NETMOD) == "ofi":
         return None
     return (
-        f"{manager} started {vendor} from PyPI on {nodes} nodes, whose addresses can be too long for Slurm: "
+        f"{manager} started {vendor} from PyPI on {nodes} nodes: its addresses can be too long for Slurm. "
         f"`export {NETMOD}=ofi` before srun\n"
         "What its ranks tell one another over UCX can be longer than Slurm's PMI-2 lets through. MPICH then hangs or aborts, "
         "in some runs and not in others. Over OFI it is short"
