@@ -18,6 +18,7 @@ import wheels
 from commands import Outcome, ToolError, follow
 from environment import PINNED_TORCH, ROOT, InstallSet, half_installed
 from mpi_runtimes import Family, MpiRuntime
+from side_by_side import Ended, Job
 
 
 def test_each_rank_is_read_back_in_order(tmp_path: Path) -> None:
@@ -206,6 +207,21 @@ def test_the_newest_torch_is_tried_where_it_can_be_had(
     assert dev.main(["newest-torch", "--skip-install"]) == status
     assert ran == steps
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "limit_s"), [((), 1200.0), (("--full",), dev.FULL_LIMIT_S)])
+def test_a_full_run_gives_its_parts_more_time(words: tuple[str, ...], limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_TEST_FULL", "0")  # so that the test's end restores it
+    limits_s: dict[str, float] = {}
+
+    def run_side_by_side(jobs: Sequence[Job], width: int) -> list[Ended]:
+        limits_s.update({job.name: job.timeout_s for job in jobs})
+        return []
+
+    monkeypatch.setattr(dev, "run_side_by_side", run_side_by_side)
+    dev.main(["test", "--skip-install", *words])
+    assert {"ranks", "wheels"} <= limits_s.keys()
+    assert limits_s["unit collectives"] == limits_s["launch others"] == min(limits_s.values()) == limit_s
 
 
 def test_only_the_demo_passes_arguments_on(capsys: pytest.CaptureFixture[str]) -> None:
