@@ -463,7 +463,9 @@ def test_a_tool_sees_a_collective_and_changes_nothing(call: Callable[[bool], Ten
             watched = call(async_op)
         assert seen.get_total_counts() == 1
     assert all(map(torch.equal, plain, watched))
-    assert any(not torch.equal(tensor, mine(tensor.numel()).view(tensor.shape)) for tensor in plain) or dist.get_rank() != 0
+    # The calls did something. A group of one leaves most of these tensors as they are, and so does the last rank's broadcast.
+    if dist.get_rank() == 0 < dist.get_world_size() - 1:
+        assert any(not torch.equal(tensor, mine(tensor.numel()).view(tensor.shape)) for tensor in plain)
 
 
 def test_the_future_of_a_collective_that_a_tool_has_seen() -> None:
