@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def test_a_fork_does_not_communicate_in_its_parents_name(mpi_group: ProcessGroup
         said = in_fork(lambda: [answer_of(call) for call in calls])
         assert [text.split(":")[0] for text in said] == ["GroupClosedError"] * 3
         said = in_fork(lambda: sc.init_process_group("mpi"))
-        assert said.startswith("LaunchError: this process is a child of rank 0")
+        # Which of the two is asked first depends on whether the rank took its place from the launcher.
+        assert re.match(r"LaunchError: (this process is a child of rank 0|.* this process is a fork of a rank)", said)
     for count in range(3):  # the fork must not have counted as an arrival
         numbers = torch.tensor([group.rank + count])
         group.all_reduce(numbers)
@@ -72,6 +74,7 @@ def test_a_fork_does_not_communicate_in_its_parents_name(mpi_group: ProcessGroup
 
 
 @pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # Intel MPI gives each rank one core
 def test_data_loaders_and_pools_while_another_thread_communicates(mpi_group: ProcessGroup) -> None:
     """The thread that forks is not the one inside MPI, or in the middle of a window."""
     other = mpi_group.split(0)
