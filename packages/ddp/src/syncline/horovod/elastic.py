@@ -127,22 +127,22 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Save the state, then let waiting processes in. Every rank calls it at the same place of the training.
+        """Save the state. If processes wait to be let in, raise. Every rank calls it at the same place of the training.
 
         Raises:
-            HostsUpdatedInterrupt: on all ranks, if a process waits.
+            HostsUpdatedInterrupt: on all ranks, if a process waits; `run` then lets it in.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Let waiting processes in, without saving. This is the second half of `commit`."""
+        """As `commit`, but without saving."""
         group = world().group
-        # The answer depends only on how the group was made. So it is the same on all ranks, and none waits in the broadcast
-        # below.
+        # The answer depends only on how the group was made. So it is the same on all ranks: either all return here, or all
+        # take part in the broadcast below.
         if group.missing_for_admit() is not None:
             return
-        # Rank 0 looks for all ranks, so that all of them raise at the same commit.
+        # Only rank 0 looks, and tells the others. So all ranks raise at the same commit.
         if broadcast_object(group.newcomers() if group.rank == 0 else 0):
             raise HostsUpdatedInterrupt
 

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InvalidArgumentError
 
-#: Programs must not use these tags, both ends included.
+#: Programs must not use these two tags, nor the tags between them.
 FIRST_RESERVED, LAST_RESERVED = 32_000, 32_767
 
 
@@ -17,7 +17,8 @@ class ReservedTag(int):
     """A reserved tag. `send` and `recv` accept this type, but refuse an int with the value of a reserved tag."""
 
 
-#: NCCL groups that agree over a host group send their messages with these tags, one tag for each topic.
+#: The first tag, and the number of tags, by which the ranks of an NCCL group agree over a host group. A message's topic gives
+#: its tag. Two topics may have the same tag.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
 CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)
