@@ -146,8 +146,8 @@ INNER = {
 }
 NEWEST_LIMITS_S = (480.0, 900.0)  # to install the newest torch, and for its tests, which take about four minutes
 RANKS_TIMEOUT_S = 300.0
-# For each part of `test --full`, whose parts run several times as many tests as usual.
-FULL_LIMIT_S = 5400.0
+# For a verb that runs as a part of `test`, and for every part of `test --full`, which has several times as many tests as usual.
+FULL_LIMIT_S = 3600.0
 # Unbuffered, so that a killed rank leaves its output; one thread, because ranks share cores. Tests provoke failures, so reports
 # of them are off.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -304,11 +304,10 @@ def test(options: argparse.Namespace) -> int:
     if not TORCH:
         jobs += [_verb("types"), _verb("docs"), _verb("lint")]
     jobs.sort(key=lambda job: LONGEST.index(job.name) if job.name in LONGEST else len(LONGEST))
-    ranks = _verb("ranks", *full)
     if options.full:
-        *jobs, ranks = (replace(job, timeout_s=FULL_LIMIT_S) for job in (*jobs, ranks))
+        jobs = [replace(job, timeout_s=FULL_LIMIT_S) for job in jobs]
     ended = run_side_by_side(jobs, options.jobs)
-    ended += run_side_by_side([ranks], 1)
+    ended += run_side_by_side([_verb("ranks", *full)], 1)
     _summarize(ended, time.monotonic() - start_s)
     return _failures(ended)
 
@@ -382,7 +381,7 @@ def _summarize(ended: Sequence[Ended], taken_s: float) -> None:
 
 
 def _verb(name: str, *words: str) -> Job:
-    return Job(name, (sys.executable, ROOT / "tools" / "dev.py", name, "--skip-install", *words), timeout_s=3600.0)
+    return Job(name, (sys.executable, ROOT / "tools" / "dev.py", name, "--skip-install", *words), timeout_s=FULL_LIMIT_S)
 
 
 def _unit_jobs(parts: Sequence[str]) -> list[Job]:

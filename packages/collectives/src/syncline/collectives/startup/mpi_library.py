@@ -1,4 +1,4 @@
-"""Find out whether mpi4py has an MPI library that this launcher can start, and start it.
+"""Find out whether mpi4py has an MPI library that this launcher can start, start it, and abort its job.
 
 The checks run before MPI starts, because MPI would end the process. This module needs no torch: see `cli.run`.
 """
@@ -10,6 +10,7 @@ import functools
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..health.connecting import Connecting
 from .launch import HYDRA, OPEN_MPI, SRUN_PMI2, SRUN_PMIX, process_manager
 
 # mpiexec reads the output of the ranks with a delay. Output that it has not read when the job is aborted is lost (MPICH 5.0).
-FORWARDING_S = 0.3
+_FORWARDING_S = 0.3
 _NO_MPI4PY = (
     "mpi4py is not installed: load the site's MPI module and `pip install mpi4py`\n"
     "On a machine without an MPI, `pip install mpi4py mpich` brings one along"
@@ -222,3 +223,11 @@ def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm")
         f"/dev/shm has {total_bytes >> 20} MiB; with less than {LEAST_SHM_BYTES >> 20} MiB {vendor} may crash while it starts "
         "(signal 7 or 11): give the container more, such as `docker run --shm-size=1g`"
     )
+
+
+def abort_job(status: int) -> None:
+    """End all ranks of the MPI job. First wait, so that mpiexec can read what this rank printed."""
+    from mpi4py import MPI
+
+    time.sleep(_FORWARDING_S)
+    MPI.COMM_WORLD.Abort(status)

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TextIO
 from zlib import crc32
 
 from ..errors import (
@@ -187,10 +187,13 @@ def flush_output() -> None:
             stream.flush()
 
 
-def say(text: str) -> None:
-    """Write to the standard error that the process began with, if possible. torch's excepthook replaces `sys.stderr`."""
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write to a stream, if possible. By default it is the standard error that the process began with.
+
+    (torch's excepthook replaces `sys.stderr`.)
+    """
     flush_output()
-    stream = sys.__stderr__ or sys.stderr
+    stream = stream or sys.__stderr__ or sys.stderr
     with suppress(AttributeError, OSError, ValueError):
         stream.write(text.rstrip("\n") + "\n")
         stream.flush()

@@ -20,7 +20,7 @@ from _pytest.terminal import TerminalReporter  # pytest exports it only since ve
 
 from ..engine.cancel_scope import CancelScope
 from ..group import ProcessGroup
-from ..startup.mpi_library import FORWARDING_S
+from ..startup.mpi_library import abort_job
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,11 +58,8 @@ class Agreement:
         return [pickle.loads(payloads[start : start + count]) for start, count in zip(starts, counts, strict=True)]
 
     def end_job(self) -> None:
-        """End all ranks. First wait, so that mpiexec can read what this rank printed."""
-        from mpi4py import MPI
-
-        time.sleep(FORWARDING_S)
-        MPI.COMM_WORLD.Abort(1)
+        """End all ranks."""
+        abort_job(1)
 
     @staticmethod
     def _wait(start: Callable[[], MPI.Request], scope: CancelScope) -> None:

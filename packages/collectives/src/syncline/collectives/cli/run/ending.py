@@ -19,11 +19,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from ...health.exit_status import as_status, set_exit_status
-from ...startup.mpi_library import FORWARDING_S
+from ...startup.mpi_library import abort_job
 from ...startup.uncaught_errors import (
     also_failed,
     flush_output,
@@ -91,7 +90,8 @@ class Ending:
         # Also after Ctrl-C: the other ranks must not wait for this one.
         finally:
             if self._has_mpi():
-                self._abort(status)
+                flush_output()
+                abort_job(status)
         raise SystemExit(status)
 
     def _failed_first(self) -> str | None:
@@ -126,7 +126,7 @@ class Ending:
         while not everybody.Test():
             if self.status and time.monotonic() > end_s:
                 say(f"{self._job.who()} exits with status {self.status} and ends the job")
-                self._abort(self.status)
+                abort_job(self.status)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
         world.Free()
@@ -149,13 +149,6 @@ class Ending:
         from mpi4py import MPI
 
         return not MPI.Is_finalized()
-
-    def _abort(self, status: int) -> None:
-        from mpi4py import MPI
-
-        flush_output()
-        time.sleep(FORWARDING_S)
-        MPI.COMM_WORLD.Abort(status)
 
 
 def _leave_hydra() -> None:
@@ -182,9 +175,7 @@ def _print(error: BaseException) -> None:
             say(f"Error in sys.excepthook:\n{in_text(in_hook, in_hook.__traceback__)}\nOriginal exception was:")
         else:
             return
-    flush_output()
-    with suppress(AttributeError, OSError, ValueError):  # the stream is closed, or its reader is gone
-        sys.stderr.write(in_text(error, error.__traceback__))
+    say(in_text(error, error.__traceback__), sys.stderr)
 
 
 def first_to_fail(world: MPI.Intracomm, failed_at: float) -> int:

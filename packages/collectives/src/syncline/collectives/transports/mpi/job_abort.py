@@ -48,7 +48,7 @@ from ...health.exit_status import exit_status, watch_exit_status
 from ...health.leaving import Leavers
 from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
-from ...startup.mpi_library import FORWARDING_S
+from ...startup.mpi_library import abort_job
 from ...startup.uncaught_errors import are_handled_elsewhere, last_words, say
 from .fault_tolerance import failed_ranks, is_fault_tolerant
 from .library import no_more_mpi, while_mpi_runs
@@ -89,7 +89,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
         with suppress(KeyboardInterrupt):
             time.sleep(_PATIENCE_S)  # the rank that says why ends the job
     # 130 is the shell's status for a process that Ctrl-C ended.
-    _abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    abort_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
 def is_interactive() -> bool:
@@ -181,7 +181,7 @@ class ExitBarrier(Inherited):
         # With an open group, other ranks may wait for this one. At a prompt, an error status is no failure of the job.
         if status and self.leavers.has_open_group() and not is_interactive():
             say(f"{_who()} exits with status {status} and ends the job")
-            _abort(status)
+            abort_job(status)
         self._end(status)
 
     def _end(self, status: int) -> None:
@@ -192,7 +192,7 @@ class ExitBarrier(Inherited):
             # The ranks that are left cannot meet without the lost one, and MPI_Finalize would wait for it.
             if not is_fault_tolerant():
                 say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
-                _abort(status or 1)
+                abort_job(status or 1)
             _end_within(FINALIZE_S)
 
     def _meet(self) -> None:
@@ -257,12 +257,6 @@ def _end_within(limit_s: float) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-
-
-def _abort(status: int) -> None:
-    # Let mpiexec read this rank's last output before the abort drops it.
-    time.sleep(FORWARDING_S)
-    MPI.COMM_WORLD.Abort(status)
 
 
 def _who() -> str:
