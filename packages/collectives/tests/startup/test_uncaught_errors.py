@@ -21,7 +21,16 @@ import torch
 from syncline.collectives import LaunchError, RankLostError, SynclineError, TransportError
 from syncline.collectives.health import liveness
 from syncline.collectives.startup import launch, uncaught_errors
-from syncline.collectives.startup.uncaught_errors import FRESH_S, in_text, is_first, last_words, say, spoke_before, started_s
+from syncline.collectives.startup.uncaught_errors import (
+    FRESH_S,
+    in_text,
+    is_first,
+    last_words,
+    run_began_s,
+    say,
+    spoke_before,
+    started_s,
+)
 
 
 def test_one_of_those_that_fail_alike_speaks(tmp_path: Path) -> None:
@@ -64,6 +73,16 @@ def test_where_nothing_can_be_written_everybody_speaks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):
         assert is_first("this", 0.0, tmp_path / "file" / "none")
+
+
+def test_a_rank_that_a_launcher_starts_late_does_not_repeat_the_first_ones_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uncaught_errors, "started_s", time.time)  # this process starts now
+    assert is_first("this", run_began_s(), tmp_path)
+    assert is_first("this", run_began_s(), tmp_path)  # no launcher: it may be the next run
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert not is_first("this", run_began_s(), tmp_path)
 
 
 def test_the_start_of_this_process() -> None:
@@ -169,7 +188,7 @@ def test_our_own_errors_are_not_chained_to_each_other() -> None:
 def run_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
     """Lets this process be a rank of a run."""
     monkeypatch.setattr(uncaught_errors, "private_folder", lambda _: tmp_path)
-    monkeypatch.setattr(uncaught_errors, "started_s", lambda: 0.0)
+    monkeypatch.setattr(uncaught_errors, "run_began_s", lambda: 0.0)
     monkeypatch.setattr(uncaught_errors, "_VAGUE_S", 0.2)
 
     def be(rank: int) -> None:

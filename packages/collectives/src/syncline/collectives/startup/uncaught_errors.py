@@ -40,12 +40,15 @@ from ..errors import (
     fitted,
 )
 from ..health.liveness import Run, current_run, own_identity
+from .launch import process_manager
 from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
 
 # Ranks of one job are assumed to fail within this time.
 FRESH_S = 30.0
+# A rank may fail within a tenth of a second, before the launcher has started the last rank.
+_STARTS_WITHIN_S = 5.0
 _VAGUE_S = 1.0
 _LOCK_S = 1.0
 _LONGEST_LINE = 200
@@ -111,7 +114,7 @@ class _OncePerNode:
         run = current_run()
         if run is None and self._has_siblings and not self._is_connected():
             words = "".join(traceback.format_exception_only(kind, error))
-            if not is_first(f"{os.getppid()} {crc32(words.encode()):08x}", started_s()):
+            if not is_first(f"{os.getppid()} {crc32(words.encode()):08x}", run_began_s()):
                 return
         if self._previous is not sys.__excepthook__:
             self._previous(kind, error, trace)
@@ -148,7 +151,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
 def _who_spoke(run: Run, error: BaseException) -> str | None:
     """The rank of this node that has spoken before, in words; None if this rank speaks."""
-    name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", started_s()
+    name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", run_began_s()
     end_s = time.monotonic() + _VAGUE_S
     while _is_vague(error) and time.monotonic() < end_s:
         said_by = spoke_before(name, began_s, None)
@@ -285,26 +288,26 @@ def _between() -> tuple[str, ...]:
 # ---- who speaks ----
 
 
-def is_first(name: str, started_s: float, folder: Path | None = None) -> bool:
-    """Whether no other process of this user has used this name since this process started. True if it cannot be known.
+def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
+    """Whether no other process of this user has used this name since this run began. True if it cannot be known.
 
-    A shell, or torchrun's agent, may start one run after the other, with the same error. All processes of a run have started
-    before the first one fails. So a process that has started after an entry was written belongs to another run, and may speak.
+    A shell, or torchrun's agent, may start one run after the other, with the same error. So an entry that is older than this
+    process's run is left out: it is of an earlier run.
 
     Args:
         name: identifies the text and the parent of the processes.
-        started_s: the start time of this process, in seconds since the epoch.
+        began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
         folder: the folder of the file that lists who has spoken.
     """
-    return spoke_before(name, started_s, "", folder) is None
+    return spoke_before(name, began_s, "", folder) is None
 
 
-def spoke_before(name: str, started_s: float, who: str | None, folder: Path | None = None) -> str | None:
+def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
     """The process that has spoken: its argument `who`. None if no process has; then this process counts as the one that speaks.
 
     Args:
         name: as for `is_first`.
-        started_s: as for `is_first`.
+        began_s: as for `is_first`.
         who: the name of this process for others; None only asks.
         folder: as for `is_first`.
     """
@@ -317,7 +320,7 @@ def spoke_before(name: str, started_s: float, who: str | None, folder: Path | No
             with suppress(ValueError, TypeError, AttributeError):  # the file is incomplete
                 spoken = {said: (at_s, by) for said, (at_s, by) in json.load(file).items() if now - FRESH_S < at_s <= now}
             at_s, by = spoken.get(name, (-1.0, ""))
-            if at_s > started_s:
+            if at_s > began_s:
                 return str(by)
             if who is not None:
                 spoken[name] = now, who
@@ -345,6 +348,16 @@ def _lock(file: IO[str]) -> None:
             time.sleep(0.005)
         else:
             return
+
+
+def run_began_s() -> float:
+    """When the first process of this process's run may have started, in seconds since the epoch.
+
+    Without a process manager of MPI, it is the start of this process. Whatever starts the ranks then may start the next run at
+    once, as torchrun's agent does. Each run of a process manager has its own process as the parent of its ranks. So nobody
+    mistakes an older entry of the same parent for one of this run.
+    """
+    return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 
 
 def started_s() -> float:

@@ -21,7 +21,7 @@ from ...health.monitor import END_STATUS
 from ...startup.launch import detect_launch
 from ...startup.registry import BackendChoice, backend_names, choose_backend, what_is_missing
 from ...startup.settings import load_settings
-from ...startup.uncaught_errors import is_first, started_s
+from ...startup.uncaught_errors import is_first, run_began_s
 from ...transports.cuda_awareness import try_cuda_awareness
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
@@ -81,7 +81,7 @@ def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     Rank 0 cannot print this. Rank 0's child may still wait for the child that ended, and the launcher may end the job before
     this wait ends.
     """
-    if not is_first(f"{os.getppid()} doctor", started_s()):
+    if not is_first(f"{os.getppid()} doctor", run_began_s()):
         return 1
     how = f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
     if status == END_STATUS:
@@ -167,4 +167,4 @@ def _speaks(*, is_connected: bool) -> bool:
         return True
     if launch is None or launch.is_mpi or is_connected:
         return launch is None or launch.rank == 0
-    return is_first(f"{os.getppid()} doctor", started_s())
+    return is_first(f"{os.getppid()} doctor", run_began_s())

@@ -11,16 +11,13 @@ from typing import NoReturn
 from zlib import crc32
 
 from ...errors import InvalidArgumentError, LaunchError, SynclineError
-from ...startup.launch import process_manager, take_launch
-from ...startup.uncaught_errors import is_first, started_s
+from ...startup.launch import take_launch
+from ...startup.uncaught_errors import is_first, run_began_s
 from ..options import seconds
 from .answers import BACKENDS, DDP_ENTRY_POINTS, Answers
 from .ending import Ending
 from .ranks import Job, core_quota, find_job, set_variables, threads_for
 from .script import Script, ScriptError, find_script, run_script
-
-# This command refuses within a tenth of a second, so one rank may fail before the launcher has started another.
-_STARTS_WITHIN_S = 5.0
 
 HELP = "run a script written for torchrun, unmodified: under mpirun or srun, or on ranks that this command starts"
 
@@ -197,8 +194,7 @@ def _refuse(message: str, status: int = 2) -> NoReturn:
     MPI does not run yet, so the ranks choose the rank that prints by a file on their node.
     """
     # The name has the parent's process id. Each run of a launcher has its own parent, so runs do not silence each other.
-    spread_s = 0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S
-    if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", started_s() - spread_s):
+    if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):
         _say(message)
     raise SystemExit(status)
 

@@ -29,8 +29,8 @@ from ...startup.uncaught_errors import (
     handle_uncaught_elsewhere,
     in_text,
     is_first,
+    run_began_s,
     say,
-    started_s,
 )
 from .ranks import Job, end_mpi
 
@@ -99,7 +99,7 @@ class Ending:
         job = self._job
         if not self._has_mpi():
             # Without MPI the ranks cannot send notices. Those of one node have the same parent, so they share a file.
-            is_alone = job.size == 1 or is_first(f"failed-{os.getppid()}-{job.run_id}", started_s())
+            is_alone = job.size == 1 or is_first(f"failed-{os.getppid()}-{job.run_id}", run_began_s())
             return None if is_alone else "another rank failed first, and its traceback says why"
         assert job.world is not None
         first = first_to_fail(job.world, time.time())
