@@ -1,17 +1,18 @@
-# Untried: nobody has installed it by Spack yet. Copy it to packages/py-syncline/package.py of a Spack repository of your own.
-# The project has published no address to fetch from, so develop from a checkout:
-#   spack develop --path /path/to/checkout py-syncline@main
+# Copy it to packages/py_syncline/package.py of a Spack repository of your own, and enter the path of your checkout below: the
+# project has published no address to fetch from.
 
 from spack.package import *  # Spack's own way
-from spack_repo.builtin.build_systems.python import PythonPackage
+from spack_repo.builtin.build_systems.python import PythonPackage, PythonPipBuilder
 
 
 class PySyncline(PythonPackage):
     """Distributed data parallel training for PyTorch over MPI, NCCL or Gloo: all four layers."""
 
+    git = "file:///path/to/checkout"
+
     license("BSD-3-Clause")
 
-    version("main")
+    version("main", branch="main")
 
     variant("mpi", default=True, description="Communicate over MPI")
     variant("report", default=False, description="Pages of syncline report")
@@ -31,4 +32,4 @@ class PySyncline(PythonPackage):
 
     def install(self, spec, prefix):
         for layer in ("collectives", "reducer", "hooks", "ddp"):
-            pip("install", *std_pip_args, f"--prefix={prefix}", join_path("packages", layer))
+            pip(*PythonPipBuilder.std_args(self), f"--prefix={prefix}", join_path("packages", layer))
