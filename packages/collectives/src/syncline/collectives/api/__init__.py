@@ -1,1 +1,1 @@
-"""What scripts call: the default group, and functions that use it."""
+"""The functions that scripts call: they make the default group and use it."""

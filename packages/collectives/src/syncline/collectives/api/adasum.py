@@ -19,13 +19,13 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
 
         (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-    This is the sum if they are orthogonal, and the mean if they are equal. More ranks are combined in pairs, then in pairs of
-    pairs, and so on. If the number of ranks is not a power of two, each surplus rank is first combined with one of the first
-    ranks. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.) You can keep the learning
-    rate of one process for any number of ranks.
+    The result is the sum if a and b are orthogonal, and the mean if a and b are equal. More ranks are combined in pairs, then
+    in pairs of pairs, and so on. If the number of ranks is not a power of two, each surplus rank is first combined with one of
+    the first ranks. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.) With Adasum you can
+    keep the learning rate of one process for any number of ranks.
 
     Args:
-        tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten with the same bits everywhere.
+        tensors: floating point, one dtype and device; the same shapes on every rank. All ranks get the same bits.
         group: the default group if None.
 
     Cost, for p ranks: log2(p) exchanges of all tensors between two ranks, two more exchanges if p is not a power of two, and a
@@ -58,8 +58,8 @@ def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> N
         power *= 2
     surplus = group.size - power
     theirs = torch.empty_like(flat)
-    # The ranks from `power` on have no partner in the pairs. Each hands its tensors to one of the first ranks, and gets the
-    # result back from that rank at the end.
+    # The ranks from `power` on have no partner in the pairs. Each such rank gives its tensors to one of the first ranks,
+    # and gets the result back from that rank at the end.
     if surplus:
         if rank >= power:
             _exchange(flat, None, send_to=rank - power, group=group)
@@ -72,7 +72,7 @@ def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> N
         peer = rank ^ distance if rank < power else None
         _exchange(flat, theirs, send_to=peer, receive_from=peer, group=group)
         if peer is not None:
-            # The same order on both ranks, so that both get the same bits.
+            # Combine in the same order on both ranks, so that both get the same bits.
             lower, higher = (flat, theirs) if rank < peer else (theirs, flat)
             _combine(lower, higher, sizes)
             if lower is theirs:

@@ -21,9 +21,9 @@ from .default_group import resolve_group
 
 DEFAULT_BUFFER_BYTES = 250 * 1024 * 1024
 _IN_FLIGHT = 2
-# Up to this total size, if one buffer for each dtype and device is enough, the broadcasts run one after the other. Handing a
-# broadcast to another thread costs more than it saves (36 buffers of batch normalisation, two ranks: 1.1 ms in flight, 0.7 ms
-# one after the other).
+# If the tensors have at most this total size, and one buffer for each dtype and device is enough, the broadcasts run one after
+# the other on the caller's thread. For so few bytes, handing a broadcast to another thread costs more than it saves (36 buffers
+# of batch normalisation, two ranks: 1.1 ms in flight, 0.7 ms one after the other).
 _BLOCKING_BYTES = 1 << 20
 
 
@@ -42,7 +42,8 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
     filling: dict[object, tuple[list[int], int]] = {}
     for index, (size, kind) in enumerate(zip(nbytes, kinds, strict=True)):
         members, filled = filling.get(kind, ([], 0))
-        # A buffer that is left never gets another tensor, even a small one, so the lists keep the tensors' order.
+        # After a new buffer of a kind has begun, earlier buffers of the kind get no more tensors, not even small ones. So the
+        # tensors of a kind stay in their order.
         if not members or filled + size > buffer_size_bytes:
             members, filled = [], 0
             buffers.append(members)
@@ -61,8 +62,9 @@ def broadcast_coalesced(
     """Copy the root's tensors to every rank, flattened into few buffers. At most two broadcasts are in flight.
 
     Args:
-        tensors: the same number, shapes and dtypes on every rank, in the same order. Read on the root, overwritten elsewhere.
-        group: the group, the default one if None; all its ranks call.
+        tensors: the same number, shapes and dtypes on every rank, in the same order. The root only reads them.
+            The other ranks overwrite them.
+        group: the group; None means the default group. Every rank of the group calls.
         root: rank in the group whose tensors are copied.
         buffer_size_bytes: the largest flat buffer, in bytes.
 
@@ -75,7 +77,7 @@ def broadcast_coalesced(
         raise InvalidArgumentError(f"expected buffer_size_bytes of at least 1, found {buffer_size_bytes}")
     chosen = resolve_group(group)
     is_root = chosen.rank == root
-    # The root checks this, too: if a tensor cannot be written on the other ranks, all ranks refuse it.
+    # The root does not write its tensors, but checks that they can be written: then all ranks refuse the same tensors.
     tensors, are_fake = _checked("broadcast_coalesced", tensors, chosen, are_written=chosen.size > 1)
     if are_fake:
         return
@@ -104,12 +106,12 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the tensors of all ranks, in place, in one all_reduce for each dtype.
+    """Combine the tensors of all ranks, in place, in one all_reduce for each 250 MiB of tensors of one dtype and device.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Overwritten.
         op: a reduction that is defined for every dtype among the tensors.
-        group: the group, the default one if None.
+        group: the group; None means the default group.
         async_op: return a `Work` at once.
 
     Extra memory: a copy of all tensors.
@@ -135,12 +137,13 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Give every rank the lists of tensors of all ranks, in one all_gather for each dtype.
+    """Give every rank the tensors of all ranks, in one all_gather for each 250 MiB of inputs of one dtype and device.
 
     Args:
-        output_tensor_lists: one list for each rank, each like `input_tensor_list`; list r is overwritten with rank r's.
-        input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. They are not changed.
-        group: the group, the default one if None.
+        output_tensor_lists: one list for each rank, with tensors like those of `input_tensor_list`. List r is overwritten with
+            the tensors of rank r.
+        input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Not changed.
+        group: the group; None means the default group.
         async_op: return a `Work` at once.
 
     Raises:
@@ -237,7 +240,7 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Check all tensors before the first collective. Returns them resolved, and whether they are FakeTensors.
+    """Check all tensors before the first collective. Returns the resolved tensors, and whether any is a FakeTensor.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """

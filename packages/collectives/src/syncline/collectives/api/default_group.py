@@ -60,16 +60,16 @@ class NonMember:
 
     @staticmethod
     def refuse(group: object) -> None:
-        """Raise if this is a `NonMember`.
+        """Raise if `group` is a `NonMember`.
 
         Raises:
-            MisuseError: it says which ranks the group has.
+            MisuseError: `group` is a `NonMember`. The message says which ranks the group has.
         """
         if isinstance(group, NonMember):
             raise MisuseError(group.error_message())
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):  # Python itself asks for these, to copy or pickle, say
+        if attribute.startswith("__"):  # Python itself looks these up, for example to copy or pickle
             raise AttributeError(attribute)
         raise MisuseError(f"{attribute}: {self.error_message()}")
 
@@ -88,11 +88,11 @@ def init_process_group(
 ) -> ProcessGroup:
     """Connect all ranks of the job and make their group the default. Every rank calls it once.
 
-    Under mpirun, mpiexec or srun it needs no argument, no exported variable and no port.
+    Under mpirun, mpiexec or srun the function needs no argument, no exported variable and no port.
 
-    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo, with the `init_method` ("file://") or the
-    store of this job. `rank`, `world_size` and the launcher's values are ignored. The process has a group of its own, until it
-    and the members of the job call `admit`.
+    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. Pass the job's `init_method` ("file://") or
+    the job's store. `rank`, `world_size` and the launcher's values are ignored. The process is alone in its group until this
+    process and the members of the job call `admit`.
 
     Args:
         backend: a name from `backend_names()`. None takes `SYNCLINE_BACKEND`, else the site file's backend, else MPI under an
@@ -103,14 +103,14 @@ def init_process_group(
         timeout: the time limit of each collective, in seconds or as a timedelta. Default: the site file's, else 30 minutes.
         world_size: number of ranks; -1 takes the launcher's number. Another value must agree with the launcher.
         rank: this process's rank; -1 takes the launcher's rank. Another value must agree with the launcher.
-        store: the store in which the ranks of Gloo meet, instead of an `init_method`: one of `stores`, or a
-            `torch.distributed.Store`. It must not contain keys of an earlier run.
+        store: the store in which the ranks of Gloo meet, instead of an `init_method`: a store of the package `stores`, or a
+            `torch.distributed.Store`. The store must not contain keys of an earlier run.
         communicator: an mpi4py communicator. Its ranks become the group's ranks, and only they call. Use it if other ranks of
             the MPI job serve data, simulate or do inference.
         reproducible: reductions give the same bits in every run; the backend's documentation states the cost. Default: the site
             file's, else False. (Within one run, all ranks always get the same bits.)
         check_calls: the ranks compare their calls before each collective (not before sends and receives). If a script is
-            wrong, a `DisagreementError` names both calls. Costs a small all_gather for each collective; for debugging.
+            wrong, a `DisagreementError` names both calls. Costs a small all_gather for each collective. Use it to debug.
 
     Returns:
         The default group, which `get_default_group()` returns from now on.
@@ -126,7 +126,7 @@ def init_process_group(
         _check_arguments(world_size, rank, init_method, store)
         settings, joins = load_settings(os.environ), _joins(os.environ)
         timeout_s = seconds(timeout, settings.timeout_s)
-        # A communicator says itself who the ranks are, so the launcher is not asked.
+        # A communicator has the ranks, so the launcher's variables are not read.
         if communicator is None:
             launch = take_launch(os.environ, is_given=joins or (rank != -1 and world_size != -1))
         else:
@@ -138,7 +138,7 @@ def init_process_group(
                 "a communicator was given, whose ranks meet over MPI: leave out init_method and store, and unset SYNCLINE_JOIN"
             )
         with _lock:
-            # Inside the lock, so that two threads cannot both connect.
+            # Connect inside the lock, so that only one thread of this process can connect.
             if _default is not None:
                 raise MisuseError(
                     f"init_process_group was called before and made {_default!r}; call destroy_process_group first"
@@ -184,7 +184,7 @@ def init_process_group(
         print_failure_once(is_initialized, has_siblings=launch is not None or not is_known)
         raise
     print_failures_of_the_run(has_siblings=launch is not None)
-    # Only a warning: a child process may train alone on purpose.
+    # This is only a warning, because a child process may train alone on purpose.
     if (
         not joins
         and _default.size == 1
@@ -232,10 +232,10 @@ def _load(choice: BackendChoice) -> Backend:
 
 
 def destroy_process_group() -> None:
-    """Finish all calls in flight and close the default group. Every rank calls it. Without a default group it does nothing.
+    """Finish all calls in flight and close the default group. Every rank calls this function. It needs no default group.
 
-    While an exception is being handled (in a `finally:` around the training), the group is aborted instead. The other ranks may
-    wait for this rank in a collective that it will never start. Closing the group would then wait, and hide the exception.
+    While an exception is being handled (in a `finally:` around the training), the function aborts the group instead. The other
+    ranks may wait in a collective that this rank will never start. Closing the group would then wait, and hide the exception.
     """
     global _default
     with _lock:
@@ -249,7 +249,7 @@ def destroy_process_group() -> None:
 
 
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
-    """Make `new` the default group if `old` is the default group. Returns whether it was."""
+    """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group."""
     global _default
     with _lock:
         if _default is not old:
@@ -276,7 +276,7 @@ _GROUPS = (ProcessGroup, NonMember)
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group that a function works on: the given group, or the default group if it is None.
+    """The group that a function works on: the given group, or the default group if `group` is None.
 
     Raises:
         NotInitializedError: None was given and there is no default group.
@@ -318,10 +318,10 @@ def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, de
 
 
 def get_rank(group: ProcessGroup | NonMember | None = None) -> int:
-    """This process's rank in the group, the default one if None; -1 if it is not in the group."""
+    """This process's rank in the group, or -1 if the process is not in the group. None means the default group."""
     return -1 if isinstance(group, NonMember) else resolve_group(group).rank
 
 
 def get_world_size(group: ProcessGroup | NonMember | None = None) -> int:
-    """The number of ranks of the group, the default one if None; -1 if this process is not in the group."""
+    """The number of ranks of the group, or -1 if this process is not in the group. None means the default group."""
     return -1 if isinstance(group, NonMember) else resolve_group(group).size

@@ -181,13 +181,12 @@ def all_to_all_single(
 
 
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: None = None) -> Work | None:
-    """Wait until all ranks have called it.
+    """Return on any rank only after all ranks have called this function.
 
     See [`ProcessGroup.barrier`][syncline.collectives.ProcessGroup.barrier].
 
-
     Raises:
-        InvalidArgumentError: `device_ids` was given. (torch needs it to guess a GPU; our groups know their device.)
+        InvalidArgumentError: `device_ids` was given. (torch uses it to choose a GPU; our groups know their devices.)
     """
     if device_ids is not None:
         raise InvalidArgumentError(

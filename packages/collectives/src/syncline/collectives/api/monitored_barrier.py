@@ -24,12 +24,14 @@ def monitored_barrier(
     """Return on any rank only after all ranks have called it. On a time-out, rank 0 names the missing ranks, in torch's words.
 
     Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
-    4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step. After a time-out all or some
-    ranks may call it again. A rank that has come meanwhile counts. A rank that has given up does not. Over Gloo it may not be
-    called again, because a time-out ends the connections.
+    4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step.
+
+    After a time-out, all or some ranks may call the function again. In this next barrier, a rank that has come since the
+    time-out and still waits is not missing. A rank whose own call has timed out is missing until it calls again. Over Gloo the
+    function may not be called again, because a time-out ends the connections.
 
     Args:
-        group: the group, the default one if None.
+        group: the group; None means the default group.
         timeout: seconds or a timedelta; None takes the group's time limit.
         wait_all_ranks: name all missing ranks, rather than the first.
 
@@ -52,19 +54,20 @@ class _Messages:
 
     Note [Messages of the monitored barrier]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Each rank counts its calls. A message is two numbers: the number of a call of the other rank (not rank 0), and a question.
+    Each rank counts its calls. A message is two numbers. The first says which call of the other rank (not rank 0) the message
+    is about. The second is the question: the number of rank 0's call, or 0 for no question.
 
-    1. A rank comes, and sends (its call, no question).
+    1. A rank calls the function, and sends (its call, no question).
     2. When all ranks have come, rank 0 asks each rank whether it still waits: (the rank's call, the call of rank 0).
-    3. A rank that still waits in this call sends the same numbers back. A rank that has given up sends nothing. If it calls
-       again, it comes with another number, and rank 0 asks again.
+    3. A rank that still waits in this call sends the same two numbers back. A rank that has given up sends nothing. If such a
+       rank calls again, its message has another call's number, and rank 0 asks it again.
     4. When all ranks have answered, rank 0 lets each go: (the rank's call, no question).
 
     Messages about other calls are left over from barriers that timed out, and are ignored.
 
     Attributes:
         call: how many barriers this rank has called.
-        came: on rank 0, for each rank that has come and was not let go, the number of its latest call.
+        came: on rank 0: for each rank that has come and that rank 0 has not let go, the number of the rank's latest call.
     """
 
     def __init__(self) -> None:
@@ -73,7 +76,10 @@ class _Messages:
         self._receives: dict[int, tuple[Work, torch.Tensor]] = {}
 
     def post(self, group: ProcessGroup, peer: int) -> Work:
-        """The receive of the peer's next message. A receive that timed out is used again: it takes the next message anyway."""
+        """Start to receive the peer's next message, and return the work.
+
+        A receive that timed out is still open. After it, return the work of this receive instead of starting another.
+        """
         if peer not in self._receives:
             message = torch.zeros(2, dtype=torch.int64)
             self._receives[peer] = group.recv(message, peer, MONITORED_BARRIER, async_op=True), message
@@ -107,7 +113,7 @@ def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_
             call, question = messages.receive(group, peer, scope)
             if (call, question) == (messages.came[peer], messages.call):
                 return
-            # The rank had given up, and has come again. See step 3 of the note.
+            # The rank had given up, and has called again. See step 3 of the note.
             if call > messages.came[peer]:
                 messages.came[peer] = call
                 ask(peer)
@@ -119,13 +125,13 @@ def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_
                 step(peer)
             except CollectiveTimeout:
                 missing.append(peer)
-                # Else go on: a rank that has come is found at once, although the time limit is over.
+                # With `wait_all_ranks`, go on: a rank that has come is found at once, although the time limit is over.
                 if not wait_all_ranks:
                     break
         if missing:
             raise _missing(group, missing, scope, wait_all_ranks)
 
-    # Start all receives before the first wait: no rank's message then waits for another rank.
+    # Start all receives before the first wait. Then no rank's message has to wait until another rank has come.
     for peer in others:
         messages.post(group, peer)
     all_do(arrive)
@@ -147,7 +153,7 @@ def _missing(group: ProcessGroup, missing: Iterable[int], scope: CancelScope, wa
 
 
 def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> None:
-    """Do the steps of every other rank."""
+    """Do the steps of a rank that is not rank 0."""
     sent = [_send(group, 0, messages.call, _NO_QUESTION)]
     try:
         while True:

@@ -14,7 +14,7 @@ from ..tensors.layout import contents
 
 
 def are_same_on_all_ranks(payload: bytes, *, group: ProcessGroup) -> bool:
-    """Whether all ranks give the same bytes. Compares 62 bits of the bytes' SHA-256.
+    """Whether all ranks pass the same bytes. The ranks compare 62 bits of the bytes' SHA-256.
 
     Cost: an all_reduce of 16 bytes, for payloads of any length.
     """
@@ -52,7 +52,7 @@ def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
 
 
 def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, int]]:
-    """For each rank its padded bytes, on the CPU, and their number without the padding."""
+    """For each rank, its padded bytes on the CPU, and the number of bytes without the padding."""
     device = message_device(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size)]
@@ -65,7 +65,9 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
 
 
 def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
-    """The device for small tensors by which ranks agree: the CPU, which a reader does not wait for, if the group serves it.
+    """The device for small tensors by which ranks agree.
+
+    If the group serves the CPU, it is the CPU, because reading a tensor on a GPU waits for the GPU.
 
     Args:
         group: the group of the collectives.

@@ -1,6 +1,6 @@
 """Collectives on Python objects, which are sent as pickles. Use them only between ranks that you trust.
 
-Functions with a name from torch.distributed have its arguments, too.
+A function that has its name from torch.distributed also has the arguments of torch's function.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def scatter_object_list(
             f"scatter_object_list on {chosen.place()}: expected {chosen.size} objects on the root, found "
             f"{len(scatter_object_input_list or ())}"
         )
-    # The entries travel as pickles, so that each rank makes only its own object.
+    # Each entry is a separate pickle, so that each rank unpickles only the entry that it gets.
     entries = broadcast_object([pickle.dumps(entry) for entry in scatter_object_input_list or ()], root, group=chosen)
     scatter_object_output_list[0] = pickle.loads(entries[chosen.rank])
 
 
 def _check_list(name: str, given: object, group: ProcessGroup, *, is_filled: bool = True) -> None:
-    """Check a list, before the ranks communicate. If it will be filled, its places must take any object."""
+    """Check a list, before the ranks communicate. A list that will be filled must accept any object."""
     takes_objects = hasattr(given, "__setitem__") and not isinstance(given, deque | bytearray)
     if not is_list(given) or (is_filled and not takes_objects):
         raise InvalidArgumentError(f"{name} on {group.place()}: expected a list of objects, found {type(given).__name__}")

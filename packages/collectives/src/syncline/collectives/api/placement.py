@@ -23,9 +23,9 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 def placement_of(group: ProcessGroup | None = None) -> Placement:
     """Which ranks of a group share a node.
 
-    For the default group, and for groups that were made from it, this does not communicate. In two cases, the first call for a
-    group is a collective, which every rank of the group must call: for a group of torch.distributed, and after ranks were lost
-    or admitted.
+    For the default group, and for groups that were made from it, the function does not communicate. There are two exceptions: a
+    group of torch.distributed, and a group after ranks were lost or admitted. For such a group the first call is a collective,
+    so every rank of the group must make it.
 
     Args:
         group: the default group if None.
@@ -47,7 +47,7 @@ def _find(group: ProcessGroup) -> Placement:
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
-    """This process's number among the ranks of the group on its node, from 0. Communicates as rarely as `placement_of`.
+    """This process's number among the ranks of the group on its node, from 0. Communicates only where `placement_of` does.
 
     Args:
         group: the default group if None.
@@ -56,7 +56,7 @@ def get_local_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """How many ranks of the group are on this process's node. Communicates as rarely as `placement_of`.
+    """How many ranks of the group are on this process's node. Communicates only where `placement_of` does.
 
     Args:
         group: the default group if None.
@@ -67,7 +67,7 @@ def get_local_size(group: ProcessGroup | None = None) -> int:
 def get_node_rank(group: ProcessGroup | None = None) -> int:
     """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
 
-    Communicates as rarely as `placement_of`.
+    Communicates only where `placement_of` does.
 
     Args:
         group: the default group if None.
@@ -78,9 +78,10 @@ def get_node_rank(group: ProcessGroup | None = None) -> int:
 def default_device(group: ProcessGroup | None = None) -> torch.device:
     """The device that this rank should compute on. A collective: every rank of the group calls it.
 
-    If no rank of the node sees a CUDA device, it is the CPU. Otherwise each rank of a node takes the first device that it sees
-    and that no lower rank has taken. So if all ranks see all devices, each takes the device with the number of its local rank.
-    If the launcher shows each rank a device of its own (`srun --gpus-per-task=1`), each takes `cuda:0`.
+    If no rank of the node sees a CUDA device, the result is the CPU. Otherwise, in the order of the ranks, each rank of a node
+    takes the first device that it sees and that is still free. So if all ranks see all devices, each rank takes the device with
+    the number of its local rank. If the launcher shows each rank a different, single device (`srun --gpus-per-task=1`), each
+    rank takes `cuda:0`.
 
     Args:
         group: the default group if None.
@@ -101,7 +102,7 @@ def assign_devices(visible: dict[int, Sequence[str]], hostname: str) -> dict[int
     """Choose one of the visible devices for each rank of a node. A pure function.
 
     Args:
-        visible: for each rank of the node the ids of the devices that it sees, in the rank's order.
+        visible: for each rank of the node, the ids of the devices that the rank sees, in the rank's order.
         hostname: the node's name in messages.
 
     Returns:

@@ -1,13 +1,13 @@
 """Collectives that return new tensors. Inputs stay unchanged, sizes may differ between ranks, and autograd works.
 
-The functions with torch's names write into tensors that the caller has made, so every rank must know all sizes before the call.
-With the functions here, the ranks first exchange the sizes, and then return new tensors.
+torch's functions write into tensors that the caller has made, so every rank must know all sizes before the call. The functions
+of this module exchange the sizes first, and then return new tensors.
 
 =============================  ================================  ==============================================
 function                       what every rank gets              gradient (of the sum of all ranks' losses)
 =============================  ================================  ==============================================
 `all_reduce_copy`              the reduced tensor                reduced the same way (SUM and AVG only)
-`all_gather_rows`              the rows of all ranks             added up; each rank gets its rows' part
+`all_gather_rows`              the rows of all ranks             added up; each rank gets the part of its rows
 `reduce_scatter_rows`          its share of the reduced rows     gathered (SUM and AVG only)
 `broadcast_copy`               the root's tensor                 added up on the root, zeros elsewhere
 `all_to_all_rows`              the rows sent to it               sent back
@@ -15,7 +15,7 @@ function                       what every rank gets              gradient (of th
 =============================  ================================  ==============================================
 
 The functions that end in `_coalesced` take a list, and send its tensors together. With `async_op=True` a function returns a
-`PendingResult`; autograd does not work through it.
+`PendingResult`, and autograd does not work.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class PendingResult(Generic[T]):
         """
         for work in self._works:
             work.wait()
-        if self._finish is not None:  # on the caller's thread, so that an error does not fail the group
+        # Finish on the caller's thread, so that an error does not fail the group.
+        if self._finish is not None:
             self._result, self._finish, self._works = self._finish(), None, ()
         return self._result
 
@@ -80,7 +81,7 @@ def all_reduce_copy(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """Combine the tensors of all ranks into a new one.
+    """Combine the tensors of all ranks into a new tensor.
 
     Args:
         tensor: any shape, the same on every rank; only read.
@@ -162,10 +163,10 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
         tensor: at least one dimension. The first dimension may differ between ranks, and may be 0. The other dimensions and the
             dtype are the same on every rank.
         group: the default group if None.
-        async_op: return a `PendingResult` of the tensor. The numbers of rows are exchanged before it returns.
+        async_op: return a `PendingResult` of the tensor. The ranks exchange the numbers of rows before the function returns.
 
     Returns:
-        The rows of rank 0, then the rows of rank 1, and so on. The same on every rank.
+        The rows of rank 0, then the rows of rank 1, and so on. Every rank gets the same tensor.
 
     Cost: an all-gather of 16 bytes from each rank, then an all-gather of the rows, padded to the rank with the most rows.
 
@@ -179,7 +180,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 def all_gather_rows_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_gather_rows` of several tensors, as many on every rank, with one all-gather for each dtype. Returns a list."""
+    """`all_gather_rows` of several tensors, with one all-gather for each dtype. All ranks pass equally many. Returns a list."""
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_gather_rows", chosen.place(), tensors=tensors)
     # Without a tensor there is nothing to send, not even the numbers of rows.
@@ -198,7 +199,7 @@ def all_gather_rows_coalesced(
         flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
         longest = max(lengths)
         block = flat.new_empty(chosen.size, longest)
-        # The rows of the block are equally long, so a shorter rank pads its own.
+        # The rows of the block are equally long, so a rank with fewer elements pads them with zeros.
         mine = flat if flat.numel() == longest else torch.cat([flat, flat.new_zeros(longest - flat.numel())])
         works.append(chosen.all_gather_into_tensor(block, mine, async_op=async_op))
 
@@ -211,7 +212,7 @@ def all_gather_rows_coalesced(
                     parts.append(block[rank, begins[rank] : end])
                     begins[rank] = end
                 shape = (sum(counts[index] for counts in rows), *tensors[index].shape[1:])
-                # A single tensor without padding is the block itself. It needs no copy.
+                # If there is only one tensor, and no padding, the block is the result, and no copy is needed.
                 is_whole = len(members) == 1 and block.numel() == sum(map(torch.numel, parts))
                 outputs[index] = (block.view(-1) if is_whole else torch.cat(parts)).view(shape)
 
@@ -271,7 +272,7 @@ def reduce_scatter_rows(
         postscale: as in `all_reduce_copy`.
 
     Returns:
-        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more. Then there is one `reduce`
+        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more, and the call does one `reduce`
         for each rank.
     """
     return _first(
@@ -322,7 +323,7 @@ class _ReduceScatterRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, op, factor = ctx.arguments
         _check_differentiable("reduce_scatter_rows", op, group)
-        # The forward divided by the number of ranks, so the gradient must be divided, too.
+        # With AVG, the forward has divided by the number of ranks, so the gradient must be divided, too.
         factor = factor / group.size if op is ReduceOp.AVG else factor
         gathered = all_gather_rows_coalesced([gradient * factor for gradient in gradients], group)
         return (None, None, None, None, *gathered)
@@ -367,7 +368,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, root = ctx.arguments
-        # A copy, because `reduce` overwrites the root's tensor.
+        # Reduce a copy, because `reduce` overwrites the root's tensor.
         total = scaled(gradients[0], 1.0)
         group.reduce(total, root)
         return None, None, total if group.rank == root else torch.zeros_like(total)
@@ -379,14 +380,14 @@ class _Broadcast(torch.autograd.Function):
 def all_to_all_rows(
     tensor: torch.Tensor, splits: Sequence[int] | None = None, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Send rows to each rank, and return the rows that come. Only the sender has to know how many rows it sends.
+    """Send rows to each rank, and return the rows that come. A receiver need not know how many rows will come.
 
     Args:
         tensor: has at least one dimension, and is not changed. The dtype and all dimensions but the first are the same on every
             rank.
         splits: how many rows go to each rank; None sends the same number to each.
         group: the default group if None.
-        async_op: return a `PendingResult`. The numbers of rows are exchanged before it returns.
+        async_op: return a `PendingResult`. The ranks exchange the numbers of rows before the function returns.
 
     Returns:
         The rows in the order of the ranks that sent them, and how many rows came from each rank.
@@ -505,7 +506,7 @@ def _width(tensor: torch.Tensor) -> int:
 
 
 def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
-    """For each rank the numbers of rows of its tensors. A collective, which also compares dtypes and the shapes of rows."""
+    """For each rank, how many rows each of its tensors has. A collective. It also compares dtypes and the shapes of rows."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
     device = object_exchange.message_device(group, tensors[0].device)

@@ -1,4 +1,4 @@
-"""Make groups of some ranks. Every rank of the parent group calls, also ranks that will not be in a new group."""
+"""Make groups of some ranks. Every rank of the parent group calls these functions, even if it will not be in a new group."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
     """Make a group of some ranks of the default group.
 
     Args:
-        ranks: ranks of the default group, each once; None takes all. The new group has them in ascending order, as in torch.
-        timeout: the time limit of a collective, in seconds or as a timedelta; None takes the default group's.
+        ranks: ranks of the default group, each once; None takes all. As in torch, the new group sorts its ranks in
+            ascending order.
+        timeout: the time limit of a collective, in seconds or as a timedelta; None takes the default group's limit.
 
     Returns:
         The group. A rank that is not in it gets a `NonMember`, which raises an error when it is used.
@@ -35,7 +36,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
     chosen = _sorted(range(world.size) if ranks is None else ranks)
     _check_ranks(chosen, world.size)
     timeout_s = seconds(timeout, world.timeout_s)
-    # Compare before the split, so that no rank gets a group that others did not ask for.
+    # Compare before the split, so that no rank gets a group that other ranks have not asked for.
     verify_request(world, f"new_group({chosen})")
     made = world.split(0 if world.rank in chosen else None, timeout_s=timeout_s)
     return NonMember(f"new_group({chosen})", chosen, world.rank) if made is None else made
@@ -96,8 +97,9 @@ def new_subgroups_by_enumeration(
 def verify_request(group: ProcessGroup, request: str) -> None:
     """Compare the requests of the ranks of a group. Every rank of the group calls this.
 
-    Cost: an all_reduce of 16 bytes. Only if the requests differ, also two all-gathers of the first 1024 bytes of each. (A
-    request may name all ranks. Without a limit, the gathered bytes would grow with the square of the number of ranks.)
+    Cost: an all_reduce of 16 bytes. If the requests differ, the ranks also gather the first 1024 bytes of each request, in
+    two all-gathers. (A request may name all ranks. Without this limit, the gathered bytes would grow with the square of the
+    number of ranks.)
 
     Args:
         group: the group.
@@ -117,7 +119,7 @@ def different_requests(requests: Sequence[str], place: str) -> str:
 
     Args:
         requests: the request of each rank, by rank.
-        place: this rank and the group in words.
+        place: this rank and the group, in words.
     """
     said = Statements.of(requests).in_words()
     return f"{place}: the ranks ask for different groups ({said}); let every rank name the same members, in the same order"

@@ -1,4 +1,4 @@
-"""UnevenCalls lets ranks finish a loop of plain collectives before the others."""
+"""UnevenCalls lets ranks finish a loop of plain collectives before other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Entry(IntEnum):
 
 
 class UnevenCalls:
-    """Lets each rank leave a loop of collectives when it has no work left. The others go on, and the rank adds zeros.
+    """Lets a rank leave a loop of collectives when it has no work left. The other ranks go on, and this rank adds zeros.
 
         calls = UnevenCalls(group)           rank with work left            rank without work
         for batch in batches:
@@ -35,9 +35,9 @@ class UnevenCalls:
             all_reduce(...)                  all_reduce                ◄──► all_reduce of zeros
         last = calls.join()                  roll call: joined         ◄──► roll call: joined
 
-    A *roll call* is an all-gather of 16 bytes from each rank, in which each rank says what it does next. Every rank announces
-    each of its collectives, with one of the methods, right before the collective. If no rank has joined, an announcement costs
-    one roll call.
+    A *roll call* is an all-gather of 16 bytes from each rank, in which each rank says what it does next. A rank announces each
+    collective right before the collective, with one of the `announce` methods. If no rank has joined, an announcement costs one
+    roll call.
 
     Args:
         group: the group. All its ranks make their `UnevenCalls` at the same point of their programs.
@@ -52,7 +52,7 @@ class UnevenCalls:
         """Add a kind of step: several collectives that are announced together. All ranks add the same steps in the same order.
 
         Args:
-            shadow: a method that takes part in the other ranks' step with zeros. Its object is not kept alive.
+            shadow: a method that takes part in the other ranks' step with zeros. The method's object is not kept alive.
 
         Returns:
             The step's number, for `announce_step`.
@@ -65,7 +65,7 @@ class UnevenCalls:
 
         Raises:
             MisuseError: a rank has joined, and zeros would change the result of `op`. All ranks that have not joined raise it.
-            DisagreementError: another rank announced something else.
+            DisagreementError: another rank announced a step.
         """
         if op not in (ReduceOp.SUM, ReduceOp.AVG):
             self.announce_complete(f"all_reduce with {op.name}")
@@ -78,7 +78,7 @@ class UnevenCalls:
 
         Raises:
             MisuseError: a rank has joined. All ranks that have not joined raise it.
-            DisagreementError: another rank announced something else.
+            DisagreementError: another rank announced a step.
         """
         if self._call_roll():
             self._tell(None)
@@ -90,16 +90,16 @@ class UnevenCalls:
     def announce_step(self, number: int) -> PendingResult[None]:
         """Announce a step: issue the roll call. The step may begin at once; wait for the result at the end of the step.
 
-        The result's `wait` raises a `DisagreementError` if another rank announced something else.
+        The result's `wait` raises a `DisagreementError` if another rank announced another step, or a single collective.
         """
         work, heard = self._issue(_Entry.STEP, number)
         return PendingResult([work], lambda: self._note(*self._hear(work, heard)))
 
     def join(self) -> int:
-        """Join when this rank has no work left: take part in the calls that others announce, until all ranks have joined.
+        """Call this when the rank has no work left. It takes part in the calls of other ranks until all ranks have joined.
 
         Returns:
-            The rank that had work last; if several ranks had, the largest of them. The result is the same on every rank.
+            The largest rank among the ranks that had work last. The result is the same on every rank.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
@@ -113,7 +113,7 @@ class UnevenCalls:
                 self._shadow_step(number)
             else:
                 described = broadcast_object(None, present[0], group=self._group)
-                # None: the collective needs all ranks. The ranks with work raise, and make no call.
+                # None means that the collective needs all ranks. Then the ranks with work raise, and make no call.
                 if described is not None:
                     self._shadow_all_reduce(*described)
 
@@ -123,7 +123,7 @@ class UnevenCalls:
         device = message_device(self._group)
         mine = torch.tensor([int(entry), number], dtype=torch.int64, device=device)
         all_entries = mine.new_empty(self._group.size, 2)
-        # A step must not wait for its roll call. The caller waits for it at the end of the step.
+        # A step must not wait for its roll call: the caller waits for the roll call at the end of the step.
         is_blocking = entry != _Entry.STEP
         return self._group.all_gather_into_tensor(all_entries, mine, async_op=not is_blocking), all_entries
 
@@ -144,7 +144,7 @@ class UnevenCalls:
         broadcast_object(described, self._first, group=self._group)
 
     def _note(self, present: Sequence[int], entries: Sequence[tuple[int, int]]) -> None:
-        """Remember the largest rank that has work, and check that all ranks with work have announced the same."""
+        """Remember the largest rank that has work, and check that all ranks with work have announced the same thing."""
         self._last_rank = present[-1]
         announced = {entries[rank] for rank in present}
         if len(announced) > 1:
