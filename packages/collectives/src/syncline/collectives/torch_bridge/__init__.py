@@ -1,1 +1,1 @@
-"""Our groups under stock torch.distributed (see `registration`), and torch's groups as ours (see `torch_group`)."""
+"""Use our groups in torch.distributed (see `registration`), and torch's groups as our groups (see `torch_group`)."""

@@ -1,6 +1,6 @@
-"""Our MPI backend under torch's name "mpi", for libraries that accept only names that they know.
+"""Our MPI backend under torch's name "mpi", for libraries that accept only backend names that they know.
 
-torch knows this name, and makes such a group with `ProcessGroupMPI.create`. But only a torch that was built with MPI has this
+torch makes a group of backend "mpi" with `ProcessGroupMPI.create`. But only a torch that was built with MPI has this
 class, and torch's wheels are built without MPI. So `init_as_mpi` adds a class of this name.
 """
 
@@ -49,16 +49,18 @@ def init_as_mpi(timeout: timedelta | float | None = None) -> None:
     torchs.ProcessGroupMPI, torchs._MPI_AVAILABLE = ProcessGroupMPI, True
     dist.init_process_group(NAME)
     group: Any = dist.group.WORLD
-    # torch registers no store for backend "mpi", but groups of another backend, such as "gloo", meet in this group's store.
+    # torch registers no store for backend "mpi". But later groups of another backend, such as "gloo", meet in the store of the
+    # default group, so register the store here.
     set_group_store(group, NAME, group.get_group_store())
-    if timeout is not None:  # torch does not pass a time limit to backend "mpi"
+    if timeout is not None:  # torch does not pass its time limit to backend "mpi"
         group.set_timeout(timedelta(seconds=seconds(timeout)))
 
 
 class ProcessGroupMPI:
     """The class that torch calls to make a group of backend "mpi"."""
 
-    # All ranks of a group make groups of these ranks in the same order, so they agree on the number.
+    # For each list of ranks, counts the groups of these ranks. The ranks make these groups in the same order, so they agree on
+    # a group's number.
     _numbers: ClassVar[defaultdict[tuple[int, ...], itertools.count[int]]] = defaultdict(itertools.count)
 
     @classmethod

@@ -24,7 +24,7 @@ Issue = Callable[[bool], Work]
 
 # The number of latest works that are kept; see Note [A work that only C++ holds].
 _WORKS_KEPT = 64
-# The number of works that are kept although nobody waits for them.
+# The largest number of works that are kept although nobody has waited for them yet (torch 2.6).
 _UNASKED_KEPT = 1024
 
 # These calls concern only two ranks. They are not counted, because the counts of ranks would differ.
@@ -43,9 +43,9 @@ class CallIssuer(dist.ProcessGroup):
     reducer, which waits for it in backward. Then no Python code holds the work. C++ keeps only the C++ half of the work, and
     the `wait` of this half would never return. So the group holds the latest works of this kind.
 
-    In torch 2.6 this is true for every work that C++ gets, and C++ may wait for a work much later than for others. So with
-    torch 2.6 the group holds each work until it is waited for or asked for its future. It holds the latest of these a little
-    longer, because C++ may do both.
+    In torch 2.6 the same happens with every work that C++ gets, and C++ may wait for a work long after the call. So with torch
+    2.6 the group holds each work until somebody waits for the work or asks for its future. C++ may do both, so the group still
+    holds the latest of these works after that.
 
     Args:
         ours: our group.
@@ -53,7 +53,7 @@ class CallIssuer(dist.ProcessGroup):
     """
 
     def __init__(self, ours: ProcessGroup, backend_name: str) -> None:
-        super().__init__(ours.rank, ours.size)  # type: ignore[call-arg]  # the one with a store is not for Python
+        super().__init__(ours.rank, ours.size)  # type: ignore[call-arg]  # the constructor with a store is not for Python
         self.syncline_group = ours
         self._backend_name = backend_name
         self._coalesced: list[Work] | None = None
@@ -74,12 +74,12 @@ class CallIssuer(dist.ProcessGroup):
             opts, timeout = None, opts
         is_async = getattr(opts, "asyncOp", True)
         limit_s = time_limit_s(getattr(opts, "timeout", None) if timeout is None else timeout)
-        # A blocking call with a time limit is only started here, too: `work.wait` below has the limit.
+        # A blocking call with a time limit is also started without waiting: `work.wait` below has the limit.
         starts_only = is_async or limit_s is not None or self._coalesced is not None
         # A dispatch mode or a trace wants to see the call.
         if modes_active() or jit_trace() is not None:
-            # Inside coalescing, nobody waits for a call's own work, which would copy a watched call's results. So issue it
-            # unseen.
+            # Only a wait for a watched call's work copies the results. Inside coalescing, nobody waits for the work of a single
+            # call. So issue the call unseen.
             shown = None if seen is None or self._coalesced is not None else seen()
             work = watched.issue(self, title, shown, lambda: self._issued(title, inputs, issue, starts_only))
         else:
@@ -91,7 +91,7 @@ class CallIssuer(dist.ProcessGroup):
             if LOSES_WORKS:
                 return self._held(work, limit_s)
             torchs = TorchSideWork(work, limit_s)
-            # See Note [A work that only C++ holds]: only DDP's all-reduce of one number is concerned.
+            # Keep the work of DDP's all-reduce of one number; see Note [A work that only C++ holds].
             if title == "all_reduce" and inputs[0].numel() == 1:
                 self._kept.append(torchs)
             return torchs
@@ -99,7 +99,7 @@ class CallIssuer(dist.ProcessGroup):
         return _FINISHED
 
     def _held(self, work: Work, limit_s: float | None) -> TorchSideWork:
-        """A torch work that stays alive even if only C++ holds it."""
+        """A torch work that stays alive even if no Python code but this group holds it."""
 
         def asked(one: TorchSideWork) -> None:
             self._kept.append(one)
@@ -108,7 +108,7 @@ class CallIssuer(dist.ProcessGroup):
         torchs = TorchSideWork(work, limit_s, on_asked=asked)
         self._unasked[id(torchs)] = torchs
         if len(self._unasked) > _UNASKED_KEPT:
-            # The oldest: after so many others, nobody will ask for it.
+            # Drop the oldest work. After so many later works, nobody will ask for it.
             self._unasked.pop(next(iter(self._unasked)))
         return torchs
 

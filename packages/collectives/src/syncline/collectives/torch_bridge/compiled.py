@@ -1,15 +1,16 @@
 """Operators that compiled programs call on a group by its name, and that C++ does not pass to a group in Python.
 
-torch.compile turns collectives into functional operators. Most of them reach our groups. Three go to the group's C++ backend
-instead, which our groups do not have: two that write into a given tensor (the compiler's bucketing of FSDP makes them), and
-batches of transfers. For these three we register our own kernel before torch's.
+torch.compile turns collectives into functional operators. Most of these operators reach our groups. But three of them go to the
+group's C++ backend, which our groups do not have: two operators that write into a given tensor (the compiler's bucketing of
+FSDP makes them), and the operator for batches of transfers. For these three we register our own kernels in place of torch's.
 
 Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If the kernel puts a collective into the queue of a
-Gloo group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen,
-which needs the GIL: a deadlock. So two of our kernels serve torch's groups, too: they call a method of the group, which
-releases the GIL. Batches of transfers do not go through the queue, so on torch's groups they go to torch's kernel.
+Gloo group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen.
+Dropping such a tensor needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's groups. They call
+a method of the group, and the method releases the GIL. Batches of transfers do not go through the queue, so on torch's groups
+they go to torch's kernel.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _served: dict[str, torch.library.Library] = {}
 def serve(device_types: frozenset[str]) -> None:
     """Serve the operators for tensors on these devices, from now on. A second call does nothing.
 
-    If torch.library has no `get_kernel`, torch's own kernels stay, and raise an error that there is no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay, and on our groups they raise an error: there is no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):
             return
         library: Any = torch.library.Library(_OPERATORS, "IMPL")  # type: ignore[no-untyped-call]
-        # Kept for ever: torch removes the kernels of a library that is freed.
+        # Keep the library for ever: torch removes the kernels of a library that is freed.
         _served[device] = library
         for name in _KERNELS:
             if not hasattr(torch.ops._c10d_functional, name):  # torch 2.10 has no operator for batches
@@ -48,7 +49,7 @@ def serve(device_types: frozenset[str]) -> None:
 
 
 def _either(name: str, torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call our kernel, or torch's for a batch of transfers on a group (the last argument) that is not ours."""
+    """Call our kernel. For a batch of transfers on a group (the last argument) that is not ours, call torch's kernel."""
     *rest, named = args
     group = group_named(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
     if name == "batch_p2p_ops" and not isinstance(group, CallIssuer):
@@ -67,9 +68,9 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """The input, or a copy if it shares memory with the output but is not exactly this rank's part.
+    """The input, or a copy of the input if input and output share memory in another place than this rank's part.
 
-    The compiler caches programs on disk. A rank may find the program of another rank, with the other rank's part in it.
+    The compiler caches programs on disk. A rank may find the program of another rank, which uses the other rank's part.
     """
     part, block = (tensor, out) if tensor.numel() < out.numel() else (out, tensor)
     return tensor if checks.not_own_part(part, block, group.rank()) is None else tensor.clone()

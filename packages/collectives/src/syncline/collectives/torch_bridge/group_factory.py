@@ -24,7 +24,7 @@ from .torch_process_group import TorchProcessGroup
 
 logger = logging.getLogger("syncline.collectives")
 
-# By torch's name of the backend: the group of all ranks, from which groups of some ranks are made.
+# For each of torch's backend names, the group of all ranks. Groups of some ranks are made from this group.
 _everybody: dict[str, ProcessGroup] = {}
 # The group for torch while `share_default_group` runs.
 _shared: ProcessGroup | None = None
@@ -33,9 +33,12 @@ _shared: ProcessGroup | None = None
 def share_default_group() -> None:
     """Make our default group the default group of torch.distributed, for libraries that ask torch.distributed for the rank.
 
-    Call it after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true, `get_rank()` and
-    collectives use our group, and new groups of torch are made from it. `torch.distributed.destroy_process_group()` does not
-    close our group. A collective: it makes a store for torch, which a thread of rank 0 serves by messages of the group.
+    Call this function after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true, `get_rank()`
+    and collectives use our group, and new groups of torch are made from our group. `torch.distributed.destroy_process_group()`
+    does not close our group.
+
+    A collective, because it makes a store for torch. If the ranks of our group met in a store, torch gets a part of that store.
+    Otherwise a thread of rank 0 serves torch's store, by messages of a group.
 
     Raises:
         NotInitializedError: we have no default group.
@@ -60,7 +63,7 @@ def share_default_group() -> None:
 
 
 def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:
-    """Make the group that torch asks for. torch calls it, because it was given to `register_backend`, on the group's members.
+    """Make the group that torch asks for. torch calls this function (see `register_backend`) on the group's members.
 
     Args:
         torch_name: the name under which the backend is registered with torch.
@@ -70,7 +73,7 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
         pg_options: the caller's argument of `init_process_group` or `new_group`.
 
     Raises:
-        InvalidArgumentError: `pg_options` were given, or a device that the backend does not serve.
+        InvalidArgumentError: `pg_options` were given, or torch asks for a device that the backend does not serve.
         LaunchError: the group has only some ranks, and there is no group of all ranks.
         BackendUnavailableError: the backend lacks something on this machine.
     """
@@ -85,7 +88,7 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
         ours = _connect(torch_name, backend, options, timeout_s)
     else:
         ours = _root(torch_name, members).subset(members, options.group_id, timeout_s=timeout_s)
-    # Check first: a group that is refused must not be remembered as the one of all ranks.
+    # Check first: a group that is refused must not be remembered as the group of all ranks.
     _check_device(torch_name, devices, options, ours)
     compiled.serve(ours.device_types)
     is_root = torch_name not in _everybody and ours.size == _world_size(ours)
@@ -100,7 +103,7 @@ def _forget(torch_name: str) -> None:
 
 
 def _has_all(members: list[int], torch_name: str) -> bool:
-    """Whether `new_group` must connect the group: it is the first of its backend, and has all ranks."""
+    """Whether `new_group` must connect the ranks, because the group is the first of its backend, and has all ranks."""
     return torch_name not in _everybody and members == list(range(dist.get_world_size()))
 
 
@@ -144,7 +147,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
 
 
 def _choice(size: int) -> str:
-    """A backend for each device: the site's or the launcher's for the CPU, and NCCL if there is CUDA."""
+    """A backend for each device. The site file or the launcher decides for the CPU. If there is CUDA, add NCCL if possible."""
     launch = take_launch(os.environ, is_given=True)
     choice = choose_backend(
         None,
@@ -173,7 +176,7 @@ def _lack_of_nccl() -> str | None:
 def _check_device(torch_name: str, devices: list[str], options: Any, ours: ProcessGroup) -> None:
     """Refuse a device that the backend does not serve, such as "cuda:syncline-mpi", before the first collective.
 
-    If the caller names no device, torch asks for the first of `devices`. So this one is accepted.
+    If the caller names no device, torch asks for the first of `devices`. So this device is accepted, too.
     """
     asked = _device_asked_for(options.store)
     if asked not in (None, devices[0], *ours.device_types):
@@ -185,7 +188,7 @@ def _check_device(torch_name: str, devices: list[str], options: Any, ours: Proce
 
 
 def _device_asked_for(store: dist.Store) -> str | None:
-    """The device for which torch makes the group; None if it is not known. torch shows it only in the prefix of the store."""
+    """The device for which torch makes the group; None if unknown. torch shows the device only in the store's prefix."""
     parent = getattr(store, "underlying_store", None)
     if parent is None:
         return None

@@ -13,7 +13,7 @@ from ..reduce_op import ReduceOp, Reduction, from_torch
 
 
 def reduction_of(options: Any) -> Reduction:
-    """The reduction in the options, or in torch's reduction in their place; SUM for None.
+    """The reduction that torch's options name. `options` may also be one of torch's reductions. None means SUM.
 
     Raises:
         InvalidArgumentError: we have no such reduction.
@@ -28,12 +28,12 @@ def reduction_of(options: Any) -> Reduction:
 
 
 def word(reduction: Reduction) -> str | None:
-    """The word of torch's functional operators for a reduction; None if they have none."""
+    """The word for a reduction in calls of torch's functional operators; None if there is no such word."""
     return reduction.value if isinstance(reduction, ReduceOp) else None
 
 
 def root_of(options: Any) -> int:
-    """The root in the options, or the number in their place; 0 for None."""
+    """The root that torch's options name. `options` may also be the root's number. None means 0."""
     if options is None:
         return 0
     return options if isinstance(options, int) else int(options.rootRank)
@@ -51,7 +51,7 @@ def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str)
 
 
 def time_limit_s(timeout: timedelta | None) -> float | None:
-    """The time limit in seconds; None if it is zero or negative, with which torch means the group's own limit."""
+    """The time limit in seconds. None if it is None, zero or negative, because torch then means the group's own limit."""
     if timeout is None or timeout.days < 0 or not timeout:
         return None
     return timeout.total_seconds()

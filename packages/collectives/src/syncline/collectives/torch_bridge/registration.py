@@ -1,4 +1,4 @@
-"""Register our backends with torch.distributed. Importing this module does it."""
+"""Importing this module registers our backends with torch.distributed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_torch(version: str, *, is_available: bool) -> None:
 def devices_there(devices: list[str]) -> list[str]:
     """The devices that this machine has. torch's libraries make tensors on each device that a backend names.
 
-    A backend that serves only CUDA keeps it, also on a machine without a CUDA device.
+    A backend that serves only CUDA keeps "cuda", even on a machine without a CUDA device.
     """
     # Counting does not start CUDA if the driver's library is present, so forked children can still use CUDA.
     has_cuda = torch.cuda.device_count() > 0
@@ -77,21 +77,21 @@ def _register_backend(name: str, backend: str | None, devices: list[str]) -> Non
         _check_ours(known, f"backend '{name}'")
         return
     creator = partial(create, name, backend, devices)
-    # The first backend registered for a device becomes torch's default. This does not happen here: cpu and cuda have defaults.
+    # The first backend registered for a device becomes the device's default. Ours do not: cpu and cuda have defaults already.
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
 
 
 def _decline_flight_recorder() -> None:
     """Tell torch 2.15 and later not to attach its flight recorder, which needs a C++ backend, and fails without one.
 
-    The set is private to torch. An older torch lacks it, and attaches no recorder.
+    The set of names below is private to torch. An older torch lacks this set, and attaches no recorder.
     """
     recorded_elsewhere: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded_elsewhere.update(BACKENDS)
 
 
 def _close_when_torch_destroys() -> None:
-    """Let `destroy_process_group` of torch 2.6 end our groups, too. By itself, this function only ends NCCL's groups."""
+    """Let `destroy_process_group` of torch 2.6 end our groups, too. Otherwise it ends only NCCL's groups."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

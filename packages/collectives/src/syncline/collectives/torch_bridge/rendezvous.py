@@ -1,4 +1,4 @@
-"""The rendezvous scheme mpi://: the ranks of torch.distributed find each other through MPI. It opens no port."""
+"""The rendezvous scheme mpi://. The ranks of torch.distributed find each other through MPI, without an open port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _numbers = itertools.count()  # the same on all ranks
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Called by torch for ``init_method="mpi://"``. Yields a store, this process's rank and the number of ranks.
+    """The function that torch calls for ``init_method="mpi://"``. Yields a store, this process's rank and the number of ranks.
 
     Without a launcher the process is alone. torch puts the caller's `rank` and `world_size` into the URL.
 
@@ -49,7 +49,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
 
 
 def _asked_for(url: str) -> tuple[int, int]:
-    """The rank and the world size in a URL such as "mpi:?rank=0&world_size=2"; -1 if there is none."""
+    """The rank and the world size in a URL such as "mpi:?rank=0&world_size=2"; -1 for a number that is missing."""
     parts = urlsplit(url)
     if parts.netloc or parts.path.strip("/"):
         raise InvalidArgumentError(f"expected 'mpi://' and nothing after it (MPI knows where the ranks are), found {url!r}")
@@ -82,11 +82,12 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
 
 
 def store_over(group: ProcessGroup) -> dist.Store:
-    """A store for the ranks of a group that is also used for other calls. A collective."""
+    """A store for the ranks of a group. The group may also be used for other calls. A collective."""
     if group.size == 1:
         return dist.HashStore()
     met_in = group.meeting_store()
-    if met_in is not None:  # a part of the store where the ranks met; else a `GroupStore`, which needs a group of its own
+    # If the ranks met in a store, take a part of that store. Otherwise make a `GroupStore`, which needs a separate group.
+    if met_in is not None:
         return dist.PrefixStore(f"torch/{next(_numbers)}", met_in)
     part = group.split(0)
     assert part is not None
@@ -94,8 +95,8 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """A store for the ranks of a group that is not used for anything else."""
-    # Only now: MPI's own exit function is registered already, so this one runs before it.
+    """A store for the ranks of a group. Only this store may use the group."""
+    # Register `close_stores` only now. MPI's exit function is registered already, so `close_stores` runs before MPI ends.
     if not _open:
         atexit.register(close_stores)
     store = GroupStore(group, timeout_s)
@@ -104,6 +105,6 @@ def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
 
 
 def close_stores() -> None:
-    """Close the stores that earlier calls have opened. All ranks call it."""
+    """Close the stores that earlier calls have opened. All ranks call this function."""
     while _open:
         _open.pop().close()

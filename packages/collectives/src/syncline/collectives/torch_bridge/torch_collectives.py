@@ -1,6 +1,6 @@
 """torch's collectives on a group of ours: reduce, copy, gather, scatter, all-to-all, send and receive."""
 
-# Each method accepts the arguments of several overloads of torch, and also has its older name.
+# Methods accept the arguments of several overloads of torch, and some also have torch's older name. mypy refuses both.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> dist.Work:
-        """Combine the tensors of all ranks, in place. Several tensors of one rank are combined, too, and all get the result."""
+        """Combine the tensors of all ranks, in place. If a rank passes several tensors, all its tensors get the same result."""
         reduction = reduction_of(opts if op is None else op)
         mine = listed(tensors)
         if len(mine) != 1:
@@ -113,7 +113,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Give every rank the tensors of all ranks, in one tensor. The input may be a part of it."""
+        """Give every rank the tensors of all ranks, in one tensor. The input may be a part of the output."""
         group = self.syncline_group
         return self._issue(
             "_all_gather_base",
@@ -138,7 +138,7 @@ class TorchCollectives(CallIssuer):
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Do several `all_gather_single`."""
+        """Do several `all_gather_single` in one call."""
         group, pairs = self.syncline_group, list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
@@ -218,7 +218,7 @@ class TorchCollectives(CallIssuer):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Do several `reduce_scatter_single`."""
+        """Do several `reduce_scatter_single` in one call."""
         group, reduction, pairs = self.syncline_group, reduction_of(opts), list(zip(outputs, inputs, strict=True))
 
         def issue(_: bool) -> Work:
@@ -302,7 +302,7 @@ class TorchCollectives(CallIssuer):
         return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier in which rank 0 names the missing ranks. torch calls it on groups that report the name "gloo".
+        """A barrier in which rank 0 names the missing ranks. torch calls this method on groups that report the name "gloo".
 
         As in torch, a limit of zero does not wait at all, and a negative limit means the group's limit.
         """
@@ -322,7 +322,7 @@ class TorchCollectives(CallIssuer):
 
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
-    """The tensors for all ranks, from a list of them, or from a list that has a list of tensors for each device."""
+    """The list of one tensor for each rank. torch passes this list, or a list that has such a list for each device."""
     some(tensors, "this collective")
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)
@@ -334,13 +334,13 @@ def _there(work: Work | None) -> Work:
 
 
 def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
-    """Combine all tensors of all ranks, as if each tensor came from another rank. Every tensor gets the result.
+    """Combine all tensors of all ranks, as if each tensor came from a different rank. Every tensor gets the result.
 
     In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced`, in contrast, reduces
     each tensor separately.
 
     Args:
-        group: our group; all its ranks call, with the same number of tensors.
+        group: our group. All its ranks call this function, with the same number of tensors.
         tensors: tensors of the same shape and dtype.
         op: a reduction that does not scale.
 
@@ -348,7 +348,7 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
         InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction scales (AVG, PREMUL_SUM).
     """
     tensors = resolved(some(tensors, "allreduce"))
-    # The program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.
+    # With FakeTensors, the program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.
     if has_fakes(tensors):
         return FinishedWork(list(tensors))
     for tensor in tensors:
@@ -381,7 +381,7 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
 def _splits(
     output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
 ) -> tuple[list[int] | None, ...]:
-    """The numbers of rows from and to each rank; None if the tensors do not fit, so that the group itself raises the error."""
+    """How many rows come from and go to each rank. None if the tensors do not fit: then the group raises the error."""
     if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
         return None, None
     both = ((output, sizes[0]), (input, sizes[1]))

@@ -1,4 +1,4 @@
-"""Any torch.distributed process group as one of ours."""
+"""TorchGroup makes any process group of torch.distributed one of our groups."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ _TORCH_OP: dict[ReduceOp, Any] = {
     ReduceOp.BXOR: dist.ReduceOp.BXOR,
 }
 
-# Dtypes that torch's CPU groups must reduce as another dtype: halves, to be rounded once; int16 and bool, which Gloo lacks.
+# Dtypes that torch's CPU groups must reduce as another dtype: halves, so that sums are rounded once; int16 and bool, because
+# Gloo does not have these two.
 _REDUCED_AS = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32), **dict.fromkeys(BOOL, torch.uint8)}
 
-# With fewer ranks, sending one's halves to every other rank (2 bytes each) is cheaper than a ring of float32 (up to 8 bytes).
+# With fewer ranks than this, sending halves to every other rank (for p ranks, 2 (p - 1) bytes for each element) is cheaper than
+# a ring of float32 (8 (p - 1) / p bytes).
 _RING_FROM_RANKS = 4
 
 
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
-    """A torch.distributed group as one of ours: our own group if `torch_backend` made it, else a new `TorchGroup`.
+    """Return our group inside a torch.distributed group if `torch_backend` made the latter, else a new `TorchGroup` around it.
 
     Args:
         torch_group: torch's default group if None.
@@ -58,7 +60,7 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
         torch_group = dist.group.WORLD
         if torch_group is None:
             raise MisuseError("torch.distributed has no default group; call torch.distributed.init_process_group first")
-    # `torch.distributed.new_group` returns such an object on ranks that are not in the group.
+    # `torch.distributed.new_group` returns this object on ranks that are not in the group.
     if torch_group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # not in torch's types
         raise MisuseError("this rank is not in the group of torch.distributed; call collectives only on the group's ranks")
     if not hasattr(torch_group, "rank") or not hasattr(torch_group, "size"):
@@ -70,9 +72,9 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 class TorchGroup(ProcessGroup):
     """Issues each collective at once, on the caller's thread, on a torch.distributed group.
 
-    So the order of collectives is torch's: the order of the calls. A collective that is issued from a future's callback has no
-    defined place among collectives of other threads. (`GlooBackend` puts `HostGroup` around this class to define the place.)
-    Closing this group does not close the torch group, which belongs to its creator.
+    So collectives run in torch's order, which is the order of the calls. A collective that is issued from a future's callback
+    has no defined place among collectives of other threads. (`GlooBackend` puts `HostGroup` around this class to define the
+    place.) Closing this group does not close the torch group, which belongs to its creator.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class TorchGroup(ProcessGroup):
     ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
-        served = getattr(torch_group, "_device_types", None)  # a bare backend has none
+        served = getattr(torch_group, "_device_types", None)  # a bare backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
         self._marks_said, self._marks_compared = 0, 0  # numbers of marks
         self._marks_digest = 0
@@ -186,7 +188,7 @@ class TorchGroup(ProcessGroup):
         if self._swaps_cheaper(tensor):
             terms, torch_work = self._swapped(tensor)
             return self._work([tensor], torch_work, lambda: _reduce_flat(op, terms, tensor), async_op)
-        # torch's own reduction would give another result, so each rank reduces all terms itself.
+        # torch's own reduction gives another result, so each rank gathers and reduces the tensors of all ranks.
         if not _torch_reduces(tensor, op):
             terms, torch_work = self._gathered(tensor)
             return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
@@ -197,7 +199,7 @@ class TorchGroup(ProcessGroup):
         return self._work([tensor], torch_work, lambda: self._deliver_reduced(wire, tensor, op), async_op)
 
     def _reduce(self, tensor: torch.Tensor, root: int, op: Reduction, async_op: bool) -> Work:
-        # A copy, because a rank that is not the root must keep its tensor.
+        # Reduce a copy, because a rank that is not the root must keep its tensor.
         copy = tensor.clone()
         return self._work([tensor], self._all_reduce(copy, op, async_op=True), self._on(root, tensor, copy), async_op)
 
@@ -289,7 +291,7 @@ class TorchGroup(ProcessGroup):
     # ---- shared ----
 
     def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
-        """Whether exchanging halves sends fewer bytes than a ring of float32, which sends `8 * (size - 1) / size` for each."""
+        """Whether exchanging halves sends fewer bytes than a ring of float32, of `8 * (size - 1) / size` for each element."""
         return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
 
     def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
@@ -298,11 +300,11 @@ class TorchGroup(ProcessGroup):
         return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
 
     def _swapped(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """All ranks' tensors, flat, in rank order. torch copies less here than in its all-gather."""
+        """All ranks' tensors, flat, in rank order. torch copies less in this exchange than in its all-gather."""
         wire = in_plain_order(tensor).view(-1)
         received = wire.new_empty(self.size - 1, wire.numel())
         counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]
-        # With two ranks there is one receiver, and the tensor itself is all that is sent.
+        # With two ranks there is one receiver, so the tensor is sent without a copy.
         sent = wire if self.size == 2 else wire.repeat(self.size - 1)
         torch_work = self._exchanged(received, sent, counts, counts)
         return [*received[: self.rank], wire, *received[self.rank :]], torch_work
@@ -323,7 +325,7 @@ class TorchGroup(ProcessGroup):
         if op is ReduceOp.AVG:
             divide(wire, self.size)
         result = torch.view_as_complex(wire) if tensor.is_complex() else wire
-        # If no copy was needed, the library has written the program's tensor itself.
+        # Without a copy, `wire` is the program's tensor, and torch has put the result there already.
         if result.data_ptr() != tensor.data_ptr():
             tensor.copy_(result)
 
@@ -344,14 +346,18 @@ class TorchGroup(ProcessGroup):
 
 
 def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
-    """Whether torch's reduction is right: for complex numbers by their real parts, and with not-a-number on all ranks."""
+    """Whether torch's reduction gives the right result.
+
+    With not-a-number, torch's MIN and MAX are not right on all ranks. torch reduces complex numbers as pairs of real numbers,
+    which is wrong for PRODUCT.
+    """
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return not tensor.is_floating_point()
     return op is not ReduceOp.PRODUCT or not tensor.is_complex()
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """The tensor in a form that torch's CPU groups can reduce: itself, if it is contiguous and torch has its dtype."""
+    """The tensor in a form that torch's CPU groups can reduce. Not a copy if it is contiguous and torch has its dtype."""
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain
     wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))

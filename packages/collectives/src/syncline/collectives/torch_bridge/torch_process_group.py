@@ -1,6 +1,6 @@
 """One of our process groups as a process group of torch.distributed."""
 
-# Each method accepts the arguments of several overloads of torch, and also has its older name.
+# Methods accept the arguments of several overloads of torch, and some also have torch's older name. mypy refuses both.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class TorchBackendShim:
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """Give up."""
+        """Abort the group without waiting for calls in flight."""
         self._group.abort()
 
     def shutdown(self) -> None:
-        """Close."""
+        """Finish all calls and close the group."""
         self._group.shutdown()
 
 
@@ -85,7 +85,7 @@ class Options:
     """The options of a group: its time limit."""
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
-        # Only to raise for an impossible limit.
+        # This only raises an error if the limit is impossible.
         seconds(timeout)
         self.backend = backend
         self._timeout = timeout
@@ -101,13 +101,14 @@ class TorchProcessGroup(TorchCollectives):
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) calls some
       of them through pybind: `all_reduce`, `broadcast`, the gathers and scatters of lists and of coalesced tensors,
-      `all_to_all_single`, `send`, `recv` and `barrier`. It cannot reach others.
+      `all_to_all_single`, `send`, `recv` and `barrier`. C++ cannot reach the other
+      methods.
     * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
     * C++ keeps only the C++ half of the object. torch's table of groups keeps the Python half, until the group is destroyed.
     * The base class stores a group's name in its C++ backends, which our groups do not have. So this class has `getGroupName`
       and the like, with the names that C++ looks for.
     * If the option `asyncOp` is false, nobody will see the work, and the call returns when the collective has finished. Old
-      versions do not have this option.
+      versions of torch do not have this option.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class TorchProcessGroup(TorchCollectives):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> TorchProcessGroup | None:
-        """Make a group of some ranks of this one. Returns None on other ranks, which need not call it."""
+        """Make a group of some ranks of this group. Other ranks need not call this method. If they do, they get None."""
         if self.rank() not in new_ranks:
             return None
         limit_s = time_limit_s(timeout) or time_limit_s(getattr(opts, "_timeout", None))
@@ -163,7 +164,7 @@ class TorchProcessGroup(TorchCollectives):
 
     @disable_dynamo
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The name under which the backend is registered. For another name, C++ would look for a group of its own."""
+        """The name under which the backend is registered. For a name such as "gloo", C++ looks for its own group."""
         return self._backend_name
 
     def go_by(self, name: str) -> None:
@@ -224,9 +225,9 @@ class TorchProcessGroup(TorchCollectives):
     # ---- the end ----
 
     def shutdown(self) -> None:
-        """Finish all calls and close. All ranks call it, through `destroy_process_group`.
+        """Finish all calls and close. All ranks call this method, through `destroy_process_group`.
 
-        While an exception is being handled, it aborts instead of waiting, because the other ranks may not come.
+        While an exception is being handled, the group aborts instead of waiting, because the other ranks may not come.
         """
         if sys.exc_info()[0] is not None:
             self.abort()
@@ -243,7 +244,7 @@ class TorchProcessGroup(TorchCollectives):
         self._closed()
 
     def _closed(self) -> None:
-        # Only once, because `abort` may follow `shutdown`.
+        # Call `on_close` only once, because `abort` may follow `shutdown`.
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()

@@ -23,7 +23,7 @@ from ..work import TensorsFuture, Work
 
 
 class TorchRequest(Request):
-    """A torch.distributed send or receive. torch cannot tell whether it is over without waiting for it."""
+    """A torch.distributed send or receive. torch can tell only by a wait whether the transfer is over."""
 
     def __init__(self, torch_work: Any, wire: torch.Tensor, *, receives: bool, source: int | None = None) -> None:
         self._torch_work = torch_work
@@ -63,9 +63,9 @@ def mapped(error: RuntimeError) -> TransportError:
 class TorchWork(Work):
     """A torch.distributed work with a last step that must be done after it, such as a copy.
 
-    The thread that waits does the last step. If a future was asked for, torch's own thread does it. A work without a future
-    leaves no Python object on torch's thread. (Gloo's thread must not drop the last reference to its group: the group would
-    join the thread.)
+    The thread that waits does the last step. If somebody has asked for a future, torch's own thread does the last step. A work
+    without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last reference to its group:
+    the group's destructor would join the thread.)
 
     Args:
         tensors: the outputs.
@@ -132,8 +132,8 @@ class TorchWork(Work):
         return self._done or (bool(self._torch_work.is_completed()) and self._completes())
 
     def exception(self) -> BaseException | None:
-        """The error, if it has finished with one."""
-        # Only the future has the error so far. `_completes` stores it here.
+        """The error, if the work has finished with an error."""
+        # Only the future has the error so far. `_completes` stores the error in this object.
         if self._error is None and self.is_completed() and self._future is not None:
             self._completes()
         return self._error
@@ -183,16 +183,18 @@ class _Delivery:
     exception"). The same can happen with torch's own communication hooks. So at exit we wait until torch has dropped all
     functions that were called. It drops a function after all functions that depend on it.
 
-    Then the thread drops the work, and with it perhaps the last reference to a tensor that Python has seen. It needs the
-    interpreter for this, too. We cannot see when it has done so, and we cannot close the group, which belongs to the script. So
-    at exit we release the GIL for the time that a waiting thread usually needs. This is no guarantee.
+    Then the thread drops the work, and with it perhaps the last reference to a tensor that Python has seen. The thread needs
+    the interpreter for this, too. We cannot see when the thread has dropped the work, and we cannot close the group, because
+    the script owns the group. So at exit we release the GIL for the time that a waiting thread usually needs. This is no
+    guarantee.
 
     Note [Who destroys a group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The destructor of torch's Gloo group joins Gloo's threads. If Python drops the last reference to the group, the destructor
-    runs without the GIL. If the reducer of torch's DDP drops it, the destructor keeps the GIL. A thread that completed a bucket
-    needs the GIL once more, to drop the functions that it called. So a program that drops its model just after backward hangs.
-    (The same happens with torch's own communication hooks.) So we keep each group until Gloo's threads are long out of Python.
+    runs without the GIL. If the reducer of torch's DDP drops the last reference, the destructor keeps the GIL. A thread that
+    completed a bucket needs the GIL once more, to drop the functions that it called. So a program that drops its model just
+    after backward hangs. (The same happens with torch's own communication hooks.) So we keep each group for some seconds,
+    and until Gloo's threads have dropped the functions that they called.
     """
 
     def __init__(self, deliver: Callable[[Any], Any], torch_group: Any) -> None:
@@ -209,7 +211,7 @@ class _Delivery:
                 if now_s - used_s > _KEPT_S and id(group) not in running:
                     over.append(group)
                     del _last_used_s[group]
-        del over  # the lock is free here, because the group's destructor waits
+        del over  # only after the lock is released, because the group's destructor waits
 
     def __call__(self, done: Any) -> Any:
         self.was_called = True
@@ -221,7 +223,7 @@ _LET_GO_S = 0.02  # four times the interval after which a waiting thread asks fo
 _KEPT_S = 5.0
 _lock = threading.Lock()
 _deliveries: LivingSet[_Delivery] = LivingSet()
-_last_used_s: dict[Any, float] = {}  # the groups that we keep; when a future of each was last asked for
+_last_used_s: dict[Any, float] = {}  # the groups that we keep, and when a future of the group was last asked for
 
 
 @in_forks

@@ -6,12 +6,13 @@ A tool that watches torch's operators is a "dispatch mode", such as `CommDebugMo
 torch calls our groups without an operator, so a mode would not see the calls. So while a mode is active, a call takes more
 steps:
 
-1. `issue` calls torch's functional operator for the call, such as `_c10d_functional.all_reduce`. Modes see and may record it.
-2. The operator, in C++, calls the same method of our group again, with the modes switched off, on a tensor of its own. So the
+1. `issue` calls torch's functional operator for the call, such as `_c10d_functional.all_reduce`. Modes see this operator, and
+   may record it.
+2. The operator, in C++, calls the same method of our group again, with the modes switched off, on a new tensor. So the
    ranks make the same calls, whether a tool watches on all ranks, on some, or on none.
 3. The thread that waits copies the result to the caller's tensor.
 
-With a mode without values (a `FakeTensorMode`), a call ends after step 1. Other collectives, such as `gather`, have no
+With a mode without values (a `FakeTensorMode`), a call ends after step 1. Some collectives, such as `gather`, have no
 functional operator. They run with the modes switched off, so modes do not see them. A tracer gets an error, because its program
 would lack the collective.
 
@@ -124,7 +125,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
 
 
 def _check_sizes(group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen) -> None:
-    """Check the sizes of outputs. Otherwise copying the operator's result into a larger output might broadcast it silently."""
+    """Check the sizes of outputs. Otherwise torch could silently repeat the operator's result to fill a larger output."""
     for tensor, output in zip(inputs, outputs, strict=True):
         large, small, what = (output, tensor, "output") if seen.gathers else (tensor, output, "input")
         problem = checks.not_times(large, small, seen.gathers or seen.scatters or 1, what)
@@ -187,7 +188,7 @@ class SeenWork(Work):
         with self._lock:
             results, self._results = self._results, []
             for result, output in zip(results, self._outputs, strict=False):  # empty if another thread has copied
-                # This lets a tracer record the wait, and the operators release the work.
+                # `wait_tensor` lets a tracer record the wait, and lets the operators release the work.
                 there = torch.ops._c10d_functional.wait_tensor(result).view(output.shape)
                 with writing(output):
                     output.copy_(there)

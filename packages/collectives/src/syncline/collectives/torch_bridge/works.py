@@ -23,7 +23,7 @@ class TorchSideWork(dist.Work):
     Args:
         ours: our work.
         timeout_s: the time limit of `wait` without an argument, in seconds; None: the group's limit.
-        on_asked: called once, with this object, when it is first waited for or asked for its future.
+        on_asked: called once, with this object, when somebody first waits for the work or asks for its future.
     """
 
     def __init__(
@@ -83,8 +83,9 @@ class TorchSideWork(dist.Work):
         """A future of the output tensors that also works in C++; see Note [Futures that fail] in `work`."""
         self._asked()
         future = self.ours.get_future()
+        # A callback of our queue may wait for the future, which works only with our own class of futures.
         if a_queue_runs_here():
-            return future  # inside a callback of ours: it may wait for the future, which works only with our own class
+            return future
         return future_for_torch(future, self.ours.result())
 
     def _asked(self) -> None:
@@ -100,7 +101,7 @@ class CoalescedWork(Work):
         self._works = works
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait for all works. The time limit holds for each work."""
+        """Wait for all works. The time limit holds for each work separately."""
         for work in self._works:
             work.wait(timeout)
         return True
