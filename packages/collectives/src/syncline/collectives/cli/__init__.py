@@ -1,1 +1,1 @@
-"""The commands of this package: `syncline bench`, `syncline doctor`, `syncline report`."""
+"""The commands of this package: `syncline bench`, `syncline doctor`, `syncline report`, `syncline run`."""

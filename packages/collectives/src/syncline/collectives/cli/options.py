@@ -1,4 +1,4 @@
-"""Types of the commands' options, for argparse. Loads no torch, because `syncline run` must not."""
+"""Types of the commands' options, for argparse. This module loads no torch, because `syncline run` must not load torch."""
 
 from __future__ import annotations
 

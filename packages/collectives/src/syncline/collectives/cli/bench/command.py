@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
     Args:
         arguments: the parsed options of `add_arguments`.
-        judge: takes the measurements, and returns further lines. Rank 0 prints them, and the result file keeps them.
+        judge: takes the measurements, and returns more lines. Rank 0 prints these lines, and writes them to the result file.
     """
     cases = _cases(arguments)
     _check_outputs(arguments)
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
                 measurements += measure(case, subjects, control, arguments.seconds, device)
             is_done = True
         finally:
-            # Save also after Ctrl-C or a failure, because the run may have taken hours.
+            # Save the figures even after Ctrl-C or a failure, because the run may have taken hours.
             if control.rank == 0 and (is_done or measurements):
                 _show(measurements, environment, arguments, judge(measurements) if is_done else [_cut_short(cases, number)])
     finally:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
 
 def _say_progress(case: Case, number: int, of: int) -> None:
-    """Show the progress. On a terminal each text replaces the text before. In a job's log each text gets its own line."""
+    """Show the progress. On a terminal each text replaces the previous text. In a job's log each text gets its own line."""
     dtype = str(case.dtype).removeprefix("torch.")
     size = size_in_words(case.size_bytes)
     start, end = ("\r", "\033[K\r") if sys.stderr.isatty() else ("", "\n")

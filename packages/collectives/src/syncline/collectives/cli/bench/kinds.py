@@ -2,7 +2,7 @@
 
 Sizes and factors are defined as in nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
 collective is the size of its larger side: the whole tensor of an `all_reduce`, the parts of all ranks of an `all_gather`. In
-`send_recv` each rank sends to the next rank and receives from the previous one, and S is what one rank sends.
+`send_recv` each rank sends to the next rank and receives from the previous rank, and S is the size of what a rank sends.
 
 - algorithm bandwidth = S / t: the bandwidth that the program sees.
 - bus bandwidth = S / t * factor(n ranks): the bandwidth of the slowest link, if the algorithm is the best possible. Bus
@@ -20,7 +20,7 @@ ROOT = 0
 CPU = torch.device("cpu")
 
 PERIOD = 31
-"""The test data repeat after this many ranks or indices. A prime, so that ranks 1, 2, 4, 8, ... have different data."""
+"""The test data repeat after this many ranks or indices. The number is prime, so that ranks 1, 2, 4, 8, ... differ."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
@@ -35,7 +35,7 @@ class Buffers:
 
     Attributes:
         block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
-        part: this rank's share, the block divided by `size`. Empty if the block cannot be divided.
+        part: this rank's share: the block's size divided by the number of ranks. Empty if the block cannot be divided.
         output: a second block, for `all_to_all` and `send_recv`.
 
     Args:
@@ -112,7 +112,8 @@ class Kind:
     Attributes:
         name: the collective's name, which is a method of process groups.
         has_parts: whether each rank has a part of the block.
-        bus_factor: takes the number of ranks; bus bandwidth is algorithm bandwidth times this factor, as in nccl-tests.
+        bus_factor: returns a factor for a number of ranks. Bus bandwidth is algorithm bandwidth times this factor, as in
+            nccl-tests.
         fill: puts this rank's data into the buffers.
         is_right: whether the result is right on this rank.
         least_ranks: the smallest number of ranks with which this collective can be measured.

@@ -3,12 +3,13 @@
 1. Each subject runs the collective once on known data, and the ranks check the result. Before and after this run, the ranks
    tell each other whether they could run the collective. If one rank refuses, all ranks skip the subject.
 2. Each subject runs the collective a few times more, to warm up and to estimate the time of one call.
-3. In each round, every subject takes one sample:
+3. In each round, every subject takes one sample. So a disturbance of the machine affects all subjects alike. Every second round
+   runs in reverse order. To take a sample:
    - The subject runs the collective once without timing, so that the caches hold this subject's data, not the data of the
-     subject before.
+     previous subject.
    - All ranks meet in a barrier.
    - The subject runs the collective so often that the sample is long enough for the clock. On a GPU, the clock stops when the
-   GPU has finished. So a disturbance of the machine affects all subjects alike. Every second round runs in reverse order.
+     GPU has finished.
 4. The time of a sample is the time on the slowest rank.
 """
 
@@ -62,7 +63,7 @@ class Case:
 def measure(
     case: Case, subjects: Sequence[Subject], control: ProcessGroup, budget_s: float = 0.3, device: torch.device = CPU
 ) -> list[Measurement]:
-    """Measure a case on all subjects, for about `budget_s` seconds each. Every rank of `control` calls it.
+    """Measure a case on all subjects, for about `budget_s` seconds each. Every rank of `control` calls this function.
 
     Raises:
         TransportError: a subject's result is wrong.
@@ -75,7 +76,7 @@ def measure(
             calls[subject.name] = _verified(case, subject, common, control)
         except _RefusedError as refused:
             refusals[subject.name] = str(refused)
-    common.clear()  # a subject that refused after `fill` left its data there
+    common.clear()  # a subject that refused after `fill` has left data in `common`
     samples = _sample_in_turn(list(calls.values()), control, budget_s, device)
     taken = dict(zip(calls, samples, strict=True))
     return [

@@ -1,4 +1,4 @@
-"""Measurements, and functions that show them as a table, as JSON or as a plot. All but `save_plot` are pure."""
+"""Measurements, and functions that show them as a table, as JSON or as a plot. All functions but those for plots are pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Measurement:
         collective, dtype: the collective, and the dtype of its tensors.
         size_bytes: the size S, see `kinds`.
         world_size: the number of ranks.
-        backend: the name of the backend, or of the program to compare with, such as `raw-mpi`.
+        backend: the name of the backend, or of the baseline, such as `raw-mpi`.
         samples_s: the samples. A sample is the time of one call on the slowest rank. Empty if the backend refused the case.
         note: why the backend refused, or empty.
     """
@@ -139,7 +139,7 @@ def parse_size(text: str) -> int:
 
 
 def ladder(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return sizes from the smallest to the largest. Each size is `factor` times the size before. The last size is the largest.
+    """Return sizes from the smallest to the largest. Each size but the last is `factor` times the size before.
 
     Raises:
         InvalidArgumentError: the largest is below the smallest, or the factor is below 2.
@@ -167,7 +167,7 @@ def size_in_words(size: int) -> str:
 
 
 def require_matplotlib() -> None:
-    """Check, before the measurement, that it will be possible to draw a plot.
+    """Check that a plot can be drawn. The command calls this before it measures.
 
     Raises:
         MisuseError: matplotlib is not installed.

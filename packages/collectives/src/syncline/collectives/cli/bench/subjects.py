@@ -1,4 +1,4 @@
-"""The subjects of a measurement: Syncline's backends, two libraries without Syncline, and a lower bound by memory speed."""
+"""The subjects of a measurement: Syncline's backends, two libraries without Syncline, and a lower bound for the time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Subject(ABC):
         """Return a function that runs the collective once, to its end, and does as little other work as possible.
 
         Raises:
-            NotImplementedError: the library has no such collective for this dtype. It is raised on every rank.
+            NotImplementedError: the library has no such collective for this dtype. Every rank raises it.
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class InWindowSubject(GroupSubject):
 
 
 class RawMPI(Subject):
-    """Blocking calls of mpi4py on buffers. A program without this package would use them."""
+    """Blocking calls of mpi4py on buffers. A program without Syncline would use these calls."""
 
     name = RAW_MPI
 
@@ -165,7 +165,7 @@ class TorchGloo(Subject):
         self._group = group
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that calls the method that torch.distributed's function calls, and waits for the result."""
+        """Return a function that calls the group's method, as torch.distributed's function does, and waits for the result."""
         g, b = self._group, buffers
         rows = b.parts(b.block)
         calls: dict[str, Call] = {
@@ -188,16 +188,16 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """A lower bound by memory speed.
+    """A lower bound for the time of an `all_reduce`, from the speed of the memory.
 
-    One rank does its share of the additions and copies of an `all_reduce` in its own memory.
+    Each rank does its share of the additions and copies of an `all_reduce`, in its own memory.
     """
 
     name = FLOOR
     communicates = False
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a call that adds the other ranks' shares to this rank's, and copies the sum back over them."""
+        """Return a call that adds all other shares to this rank's share, and copies the sum over the other shares."""
         if collective != "all_reduce":
             raise NotImplementedError("it is that of all_reduce")
         share = buffers.block.numel() // buffers.size

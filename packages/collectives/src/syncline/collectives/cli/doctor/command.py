@@ -29,9 +29,9 @@ from .observation import Observation, observe
 
 HELP = "print and check what a job needs: MPI, nodes, cores, memory, GPUs, backends"
 
-_PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_PR_SET_PDEATHSIG = 1  # an option of Linux' prctl
 CONNECT_TIMEOUT_S = 60.0
-_CUDA_TIMEOUT_S = 45.0  # below the time limit above: ranks without a GPU wait for the others meanwhile
+_CUDA_TIMEOUT_S = 45.0  # below the time limit above, because ranks without a GPU wait for the others
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the doctor. Every rank of the job must call this. Returns the exit status.
 
-    The status is the same on every rank whose process MPI did not end. When an MPI library cannot start, it may end the
-    process at once, with a message of its own or with none. So a child process starts MPI, and this process reports how the
-    child ended.
+    All ranks return the same status, except ranks that MPI has ended. An MPI library that cannot start may end the process at
+    once, with a message or without any. So a child process starts MPI, and this process reports how the child ended.
     """
     if not _starts_mpi():
         return _examine(arguments)
@@ -78,7 +77,7 @@ def _end_with_parent() -> None:
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     """Diagnose without MPI, because the child ended before it printed findings. One rank of each node prints.
 
-    Rank 0 cannot print this. Rank 0's child may still wait for the child that ended, and the launcher may end the job before
+    This is not left to rank 0. Rank 0's child may still wait for the child that ended, and the launcher may end the job before
     this wait ends.
     """
     if not is_first(f"{os.getppid()} doctor", run_began_s()):
@@ -142,7 +141,7 @@ def _sharing(group: ProcessGroup) -> str | None:
 
 
 def _wrong_sum(group: ProcessGroup) -> str | None:
-    """Check an all_reduce of numbers that differ between ranks and indices. The result is the same on every rank."""
+    """Check an all_reduce of numbers that differ between ranks and indices. Every rank returns the same result."""
     indices = torch.arange(1000, dtype=torch.float64)
     total = indices * (group.rank + 1)
     group.all_reduce(total)

@@ -12,7 +12,7 @@ from ...transports.shared_memory.memory_limit import room_for_each
 from .finding import Finding, Status, ok, worst
 from .observation import Observation
 
-#: Major and minor versions. Other versions may work, but were not tested.
+#: The versions of torch with which our tests were run (major and minor). Other versions may work.
 RUN_WITH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
 
 
@@ -100,7 +100,7 @@ def mpi(ranks: Observations) -> list[Finding]:
 
 
 def nodes(ranks: Observations) -> Finding:
-    """Say which ranks are on which node. Unequal numbers of ranks are only a warning: they are slow, not wrong."""
+    """Say which ranks are on which node. Nodes with unequal numbers of ranks are slow, so they give a warning."""
     placement = place(0, [rank.host for rank in ranks])
     per_node = Counter(placement.node_of)
     names = {placement.node_of[rank]: placement.hostnames[rank] for rank in range(len(ranks))}
@@ -202,7 +202,7 @@ def _thread_level(ranks: Observations) -> Finding:
 
 
 def _other_mpi(ranks: Observations) -> list[Finding]:
-    """Find a launcher and a library of different MPIs. With them, every process believes that it is alone."""
+    """Check that launcher and library belong to one MPI. If they do not, every process believes that it is alone."""
     contradictions = [_contradiction(rank) for rank in ranks]
     if not any(contradictions):
         return []
@@ -334,19 +334,19 @@ def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_fau
 # ---- memory ----
 
 
-# A few buckets of 25 MiB are in use at a time, for input and output. With less memory a model's gradients do not fit.
+# A few buckets of 25 MiB are in use at a time, for input and output. With less memory than this, gradients do not fit.
 LEAST_BYTES = 128 * 2**20
 
 _MORE = "give the job more memory (Slurm's --mem or --mem-per-cpu, a container's --memory)"
 
 
 def memory(ranks: Sequence[Observation]) -> list[Finding]:
-    """Judge whether ranks can share memory, how much is left, and /dev/shm, which the MPI library uses."""
+    """Judge whether ranks can share memory, how much memory is left, and the size of /dev/shm, which MPI libraries use."""
     return [_sharing(ranks[0].sharing), _left(ranks), _dev_shm(ranks)]
 
 
 def _sharing(result: str | None) -> Finding:
-    """Judge the trial of shared memory, which has the same result on every rank."""
+    """Judge the trial of shared memory. Its result is the same on every rank."""
     name = "shared memory"
     if result is None:
         return ok(name, "not tried: the ranks are not connected by MPI")
@@ -363,7 +363,7 @@ def _left(ranks: Sequence[Observation]) -> Finding:
 
 
 def _left_on(ranks: Sequence[Observation]) -> Finding:
-    """Judge how much memory is left on a node, if all its ranks use the same amount."""
+    """Judge how much memory is left on a node, if all ranks of the node use the same amount."""
     room = room_for_each([rank.memory_limits for rank in ranks])
     if room is None:
         return ok("memory", "this system does not say how much is left")

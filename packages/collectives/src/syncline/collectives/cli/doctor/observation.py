@@ -224,7 +224,7 @@ def _cupy() -> tuple[str | None, str | None]:
         from cupy.cuda import nccl
 
         number = int(nccl.get_version())
-    except Exception:  # noqa: BLE001 - the same
+    except Exception:  # noqa: BLE001 - for the same reason
         return str(cupy.__version__), None
     return str(cupy.__version__), nccl_version_in_words(number)
 

@@ -8,7 +8,7 @@ A rank passes through the modules in this order:
 3. `output`: redirects standard output and standard error, as the options say.
 4. `answers`: changes torch.distributed, so that the script gets our groups. This happens when the script imports torch.
 5. `script`: runs the script as `__main__`.
-6. `ending`: how the rank leaves the job, after success or failure.
+6. `ending`: lets the rank leave the job, after success or failure.
 
-No module here imports torch or mpi4py, directly or indirectly, before it is needed.
+No module here imports torch or mpi4py, directly or indirectly, before the rank needs them.
 """

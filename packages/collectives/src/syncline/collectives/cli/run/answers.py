@@ -1,6 +1,6 @@
 """Change torch.distributed for the script: the group that `init_process_group("gloo")` makes, and the way its ranks meet.
 
-When the script has imported torch, four things in torch are changed:
+When the script has imported torch, this module changes four things in torch:
 
 1. At `env://` and `tcp://` the ranks meet through a store on rank 0. The other ranks reach this store by MPI messages, so no
    port is opened.
@@ -99,9 +99,9 @@ class Answers:
     # ---- where the ranks meet ----
 
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """Return a rendezvous through MPI, if all ranks of the job meet.
+        """Return a rendezvous that goes through MPI if all ranks of the job meet.
 
-        All other meetings, as of a forked child, use torch's rendezvous.
+        In other cases, such as a forked child that meets other processes, it uses torch's rendezvous.
         """
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
@@ -146,11 +146,11 @@ class Answers:
             if os.getpid() != answers._job.pid:
                 return torchs_helper(size, rank, members, backend, store, *rest, **options)
             carrier = answers._choose(torchs_config(backend).get_device_backend_map(), size, rank, members)
-            if size == -1 and carrier is not None:  # for backend "mpi", torch passes no store and no rank; ours needs both
+            if size == -1 and carrier is not None:  # torch gives backend "mpi" no store and no rank; ours needs both
                 size, rank = answers._job.size, answers._job.rank
                 store = c10d.PrefixStore("default_pg", answers._store_of_all(options["timeout"]))
             if carrier is not None:
-                options["backend_options"] = None  # they are for torch's backend, which is not used
+                options["backend_options"] = None  # these options are for torch's backend, which is not used
             answers._carrier = carrier
             try:
                 made = torchs_helper(size, rank, members, backend, store, *rest, **options)
@@ -165,7 +165,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return our backend for a group for which the script named these backends. None: the group stays torch's own."""
+        """Return our backend for a group if the script names these backends for it. None: the group stays torch's own."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -173,7 +173,7 @@ class Answers:
 
         if not members:
             return carrier if self._are_the_jobs_ranks(size, rank) else None
-        # A group of some ranks is split from the default group, so that must have the same backend of ours.
+        # A group of some ranks is split from the default group, so the default group must have the same backend of ours.
         import torch.distributed as dist
 
         is_of_all = len(members) == self._job.size == dist.get_world_size()
@@ -182,14 +182,14 @@ class Answers:
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
         """Whether the script counts and numbers all ranks as MPI does.
 
-        A collective if the script counts as many ranks as MPI.
+        If the script counts as many ranks as MPI, this is a collective.
         """
         if size == -1:
             return True
         return size == self._job.size and all(self._job.exchange(rank == self._job.rank))
 
     def _note(self, group: Any, backend: str, carrier: str | None, members: list[int]) -> None:
-        if carrier is not None and hasattr(group, "syncline_group"):  # without it, this rank is no member
+        if carrier is not None and hasattr(group, "syncline_group"):  # other objects mean that this rank is no member
             group.go_by(str(backend))
         if members:
             return
@@ -220,7 +220,7 @@ def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
         return None
     if "nccl" not in names:
         return _MPI
-    # One group of ours serves all devices of a torch group, so it cannot be combined with torch's own NCCL.
+    # One group of ours serves all devices of a torch group, so our group cannot be combined with torch's own NCCL.
     return _BY_DEVICE if backend == "mpi" else None
 
 

@@ -147,7 +147,7 @@ def _load_ddp(name: str) -> type:
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     """Find the script. If any rank cannot find the script, all ranks end.
 
-    The first rank that cannot find it prints the reason.
+    The lowest rank that cannot find the script prints the reason.
     """
     problem: tuple[str, int] | None = None
     script = None
@@ -158,7 +158,7 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     except SyntaxError as error:
         lines = "".join(traceback.format_exception_only(type(error), error))
         problem = f"the script is no Python:\n{lines.rstrip()}", 1
-    except BaseException as error:  # noqa: BLE001 - from the packages of a module, which run here; it ends the job
+    except BaseException as error:  # noqa: BLE001 - a module's packages run here; their errors end the job
         ending.fail(error)
     problems = job.exchange(problem)
     first = next((rank for rank, found in enumerate(problems) if found is not None), None)
@@ -180,8 +180,8 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
     except SystemExit as error:
         ending.note_exit(error)
         raise
-    except BaseException as error:  # noqa: BLE001 - nobody else catches it; it ends the job
-        # Leave out the frames above the script: with `python` too, the traceback begins in the script.
+    except BaseException as error:  # noqa: BLE001 - nobody else catches the error, which ends the job
+        # Leave out the frames above the script, so that the traceback begins in the script, as with `python`.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not script.code:
             trace = trace.tb_next
@@ -189,11 +189,11 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """End with a message. If ranks of a node have the same message, only one of them prints it.
+    """End with a message. If several ranks of a node have the same message, only one of these ranks prints it.
 
-    MPI does not run yet, so the ranks choose the rank that prints by a file on their node.
+    MPI has not started yet, so the ranks use a file on their node to choose the rank that prints.
     """
-    # The name has the parent's process id. Each run of a launcher has its own parent, so runs do not silence each other.
+    # The file's name has the parent's process id. Each run of a launcher has its own parent, so no run silences another run.
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):
         _say(message)
     raise SystemExit(status)

@@ -3,11 +3,11 @@
 torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. `syncline run` does this:
 
 1. An exception that nobody caught ends the job at once. The rank that failed first prints it. Ranks that fail at about the same
-   time print one line that names the first.
+   time print one line that names the first rank.
 2. A status other than 0 (`sys.exit(3)`) ends the job with that status, after the script's own exit handlers. If all ranks end
    at about the same time, the job is not aborted.
-3. A rank that ends without failure sleeps until the others end too. Every process must finalize MPI before it ends, otherwise
-   the launcher kills the other ranks. `os._exit(0)` does not finalize MPI, so it is replaced here.
+3. A rank that ends without failure sleeps until the other ranks end, too. Every process must finalize MPI before it ends,
+   otherwise the launcher kills the other ranks. `os._exit(0)` does not finalize MPI, so this module replaces `os._exit`.
 
 These rules hold for ranks only, not for child processes of ranks.
 """
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _FAILURE = 1  # the tag of notices
-# Ranks that fail for the same reason fail within this time of each other. A notice also arrives within it.
+# Ranks that fail for the same reason fail within this time of each other. A notice also arrives within this time.
 _TOGETHER_S = 0.3
-# A rank that was not the first to fail waits this long for the first one to end the job.
+# A rank that was not the first to fail waits this long until the first rank ends the job.
 _PATIENCE_S = 10.0
 
 
@@ -86,8 +86,8 @@ class Ending:
             else:
                 say(f"{self._job.who()} {also_failed(error, error.__traceback__)}; {first}")
                 if self._has_mpi():
-                    time.sleep(_PATIENCE_S)  # the first one ends the job meanwhile
-        # Also after Ctrl-C: the other ranks must not wait for this one.
+                    time.sleep(_PATIENCE_S)  # the first rank ends the job meanwhile
+        # End the job even if Ctrl-C interrupts the lines above, because the other ranks must not wait for this rank.
         finally:
             if self._has_mpi():
                 flush_output()
@@ -98,7 +98,7 @@ class Ending:
         """Return in words which rank failed before this rank, or None if no such rank is known."""
         job = self._job
         if not self._has_mpi():
-            # Without MPI the ranks cannot send notices. Those of one node have the same parent, so they share a file.
+            # Without MPI the ranks cannot send notices. The ranks of one node have the same parent, so they share a file.
             is_alone = job.size == 1 or is_first(f"failed-{os.getppid()}-{job.run_id}", run_began_s())
             return None if is_alone else "another rank failed first, and its traceback says why"
         assert job.world is not None
@@ -163,11 +163,11 @@ def _leave_hydra() -> None:
             os.write(int(number), b"cmd=finalize\n")
             os.read(int(number), 64)
         except OSError:
-            pass  # it is closed: the MPI library is not MPICH, or has closed it itself
+            pass  # the connection is closed: the MPI library is not MPICH, or has closed it
 
 
 def _print(error: BaseException) -> None:
-    """Print the error without the frames inside Syncline and torch. A hook that the script installed is called instead."""
+    """Print the error without the frames inside Syncline and torch, or call the hook that the script has installed."""
     if sys.excepthook is not sys.__excepthook__:
         try:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -191,7 +191,7 @@ def first_to_fail(world: MPI.Intracomm, failed_at: float) -> int:
     began_s = time.monotonic()
     notices = [world.isend(mine, dest=rank, tag=_FAILURE) for rank in range(world.Get_size()) if rank != mine[1]]
     missing = len(notices)
-    # The notice of a later rank may arrive before the notice of the first one. So read until all notices have come, or until
+    # The notice of a later rank may arrive before the notice of the first rank. So read until all notices have come, or until
     # the first rank itself stops reading, `_TOGETHER_S` after its failure.
     while missing and time.monotonic() - began_s < _TOGETHER_S - (mine[0] - first[0]):
         if not world.iprobe(MPI.ANY_SOURCE, _FAILURE):

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from .ranks import free_port, started_id
 
-# Signals that are passed on to the ranks. Not a Ctrl-C from the terminal, see `_supervise`.
+# Signals that are passed on to the ranks. A Ctrl-C from the terminal is not passed on; see `_supervise`.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _GRACE_S = 10.0
 _SI_USER = 0
 
 
 def start_ranks(count: int) -> int:
-    """Run this same command on `count` ranks of this machine.
+    """Run the command of this process again, on `count` ranks of this machine.
 
     With MPI, mpiexec replaces this process, and handles signals, input and the exit status.
 
@@ -46,7 +46,7 @@ def _this_command() -> list[str]:
 def _mpiexec() -> str | None:
     """Return the mpiexec of the library that mpi4py would load.
 
-    An mpiexec that pip has installed beside this Python comes first.
+    Look beside the library that `MPI4PY_LIBMPI` names, then beside this Python, where pip installs an mpiexec, then in PATH.
     """
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     named = os.environ.get("MPI4PY_LIBMPI")
@@ -85,7 +85,7 @@ def _start_processes(command: Sequence[str], count: int) -> int:
 
 
 def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Pass signals on until all ranks have ended. When one fails, end the others."""
+    """Pass signals on until all ranks have ended. When one rank fails, end the other ranks."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     status = 0
     end_s = float("inf")
@@ -98,7 +98,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
         elif time.monotonic() > end_s:
             _send(running, signal.SIGKILL)
         heard = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), 1.0)
-        # A code above SI_USER is the kernel's: the terminal sends Ctrl-C to all ranks already. Do not send it twice.
+        # A code above SI_USER is the kernel's: the terminal sends Ctrl-C to all ranks already. Do not send the signal twice.
         if heard is not None and heard.si_signo != signal.SIGCHLD and heard.si_code <= _SI_USER:
             _send(running, signal.Signals(heard.si_signo))
     failed = next((rank.returncode for rank in ranks if rank.returncode), 0)

@@ -27,7 +27,7 @@ def tag_lines(rank: int) -> None:
         [sys.executable, "-I", "-S", __file__, f"[{rank}] ", *(str(reading) for reading, _ in pipes)],
         stdin=subprocess.DEVNULL,
         pass_fds=[reading for reading, _ in pipes],
-        start_new_session=True,  # a signal to the job's process group must not end it before the rank ends
+        start_new_session=True,  # a signal to the job's process group must not end this program before the rank
     )
     for number, (reading, writing) in enumerate(pipes, start=1):
         os.dup2(writing, number)

@@ -52,11 +52,11 @@ _CONSTANT = {
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "0",
     # With torchrun, its agent serves the store and all ranks are clients. Here is no agent: if a script opens a store itself,
-    # rank 0 must serve it.
+    # rank 0 must serve this store.
     "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-# Without MPI the ranks cannot agree on a port, so each computes it from the job's id. The range is below the ports that the
-# system hands out for connections.
+# Without MPI the ranks cannot agree on a port, so each rank computes the port from the job's id. The range is below the
+# ports that the system hands out for connections.
 _FIRST_PORT, _PORTS = 20000, 12000
 _START_S = 300.0
 
@@ -76,7 +76,7 @@ class Job:
         local_cores: for each rank of this node, the cores that it may use.
         without_mpi: why MPI is not used, or None.
         has_blocks: whether each node has consecutive ranks, as with torchrun.
-        pid: the process id of this process. A forked child has another process id, because the child is no rank.
+        pid: the process id of this process. A forked child has another process id, which shows that the child is no rank.
     """
 
     rank: int
@@ -207,7 +207,7 @@ def core_quota() -> float:
 
 
 def _started_here(environ: Mapping[str, str]) -> Job:
-    """Return the job of a rank that `syncline run -n N` started without MPI. Its variables are set already."""
+    """Return the job of a rank that `syncline run -n N` started without MPI. The starter has set the variables."""
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     return Job(
         rank=rank,
@@ -248,7 +248,7 @@ def _without_launcher(environ: Mapping[str, str], wanted: int | None) -> Job | N
 
 
 def _launched(launch: Launch, environ: Mapping[str, str]) -> Job:
-    with suppress(ImportError):  # `missing_library` says so
+    with suppress(ImportError):  # `missing_library` below reports that mpi4py is missing
         import mpi4py
 
         # Set this before the library is loaded. Otherwise mpi4py would finalize MPI also when a forked child of the script
@@ -401,7 +401,7 @@ def free_port() -> int:
 def _agree_on_address(
     world: MPI.Intracomm, is_first_here: bool, crosses_nodes: bool, environ: Mapping[str, str]
 ) -> tuple[str, int]:
-    """Agree on an address and a free port of rank 0's host, which a process of every other node has reached. A collective.
+    """Agree on an address of rank 0's host that a process of every other node has reached, and on a free port. A collective.
 
     If MASTER_ADDR of rank 0 is an address of rank 0's host, the ranks use this address. If MASTER_PORT is free, the ranks use
     this port.
@@ -411,7 +411,7 @@ def _agree_on_address(
     wanted = environ.get("MASTER_ADDR", "")
     if not crosses_nodes:
         return world.bcast((wanted if _is_own(wanted) else LOOPBACK) if is_host else None), port
-    # Rank 0 listens at each of its addresses. The lowest rank of each other node tries them all. See `addresses`.
+    # Rank 0 listens at each of its addresses. The lowest rank of each other node tries all these addresses. See `addresses`.
     addresses: list[OwnAddress] = []
     problem = ""
     if is_host:
@@ -420,7 +420,7 @@ def _agree_on_address(
         except SynclineError as error:
             problem = str(error)
     with Doors(addresses) as doors:
-        # The user's MASTER_ADDR goes first. It is tried as well, because on another node the name may lead to another host.
+        # The user's MASTER_ADDR is tried first. On another node this name may lead to another host, so a try is needed.
         named = [(wanted, door) for _, door in doors.places] if wanted else []
         places, word, problem = world.bcast((named + doors.places, doors.word, problem) if is_host else None)
         tries = is_first_here and not is_host and not problem
