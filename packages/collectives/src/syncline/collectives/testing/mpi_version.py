@@ -1,4 +1,4 @@
-"""Skips tests under MPI versions with a known bug. The versions are given as one text, as in mpi4py's own tests."""
+"""Skips tests under MPI versions with a known bug. A test names the versions in one text, as in mpi4py's own tests."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def run_processes(
 
 
 class _RankServer:
-    """The process that forks ranks. It is started when a job needs it. The server and its ranks are one process group.
+    """The process that forks ranks. A job starts the server if none runs. The server and its ranks are one process group.
 
     Only one thread at a time can run a job. If that thread stops waiting, because of a signal, an error or the end of this
     process, the server and its ranks are killed. A fork of this process does not touch the server.
@@ -129,7 +129,7 @@ atexit.register(_server.kill)
 
 def _start() -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy's library starts threads when it is loaded, and a fork loses them
+    environ["OPENBLAS_NUM_THREADS"] = "1"  # otherwise numpy's library starts threads on loading, and a fork loses these threads
     return subprocess.Popen(
         [sys.executable, str(_SERVER)],
         stdin=subprocess.PIPE,

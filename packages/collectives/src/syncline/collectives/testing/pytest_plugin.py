@@ -4,10 +4,10 @@
 
     mpiexec -n 4 python -m pytest -m mpi -p syncline.collectives.testing.pytest_plugin -p no:cacheprovider FOLDER
 
-1. A test that fails on one rank fails on all ranks. Rank 0 reports it, with the texts of all ranks that failed. The other ranks
-   print nothing. All ranks end with the same exit status.
-2. A rank may fail while the other ranks wait for it in a collective, so that the ranks cannot agree. Then this rank waits for
-   `mpi_patience_s` seconds, prints its failure, and ends the job.
+1. A test that fails on one rank fails on all ranks. Rank 0 reports the failure, with the texts of all ranks that failed. The
+   other ranks print nothing. All ranks end with the same exit status.
+2. If a rank fails while the other ranks wait for this rank in a collective, the ranks cannot agree. Then the rank that failed
+   waits for `mpi_patience_s` seconds, prints its failure, and ends the job.
 3. If a test takes longer than `mpi_limit_s` seconds on a rank, this rank prints the stacks of its threads, and the job ends.
 4. Outside mpirun, tests marked `mpi` are skipped.
 
@@ -35,7 +35,7 @@ _START_S = 120.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the time limits, as ini values. `-o mpi_limit_s=10` changes one for a single run."""
+    """Add the time limits, as ini values. `-o mpi_limit_s=10` changes a limit for one run."""
     parser.addini("mpi_limit_s", "seconds that one test may take on any rank", default="60")
     parser.addini("mpi_patience_s", "seconds that a rank that failed waits for the others", default="10")
 
@@ -80,7 +80,7 @@ def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Generator[ProcessGroup, None, None]:
-    """Return the default group of all ranks over backend "mpi". It is made for this test and destroyed after it."""
+    """Return the default group of all ranks over backend "mpi". It is made for this test, and destroyed after the test."""
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):
         pytest.fail("the fixture world needs mpirun; mark the test with pytest.mark.mpi")

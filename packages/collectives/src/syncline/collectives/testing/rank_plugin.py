@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import pytest
-from _pytest.terminal import TerminalReporter  # pytest exports it only since version 9
+from _pytest.terminal import TerminalReporter  # pytest exports this class only since version 9
 
 from ..engine.cancel_scope import CancelScope
 from ..group import ProcessGroup
@@ -78,7 +78,7 @@ def _gathered(payloads: bytearray, counts: list[int], starts: list[int]) -> Any:
     return payloads, (counts, starts), MPI.BYTE
 
 
-# A rank that waits for the others waits a little longer than their own limit, so that the rank that hangs reports first.
+# A rank that waits for the others has this much more time than a test has, so that the rank that hangs reports first.
 _LONGER_S = 3.0
 
 
@@ -100,7 +100,7 @@ class RankOutcome:
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
     """Return the message with which a phase fails on every rank, or None if all ranks have the same outcome and none failed.
 
-    Pure.
+    A pure function.
 
     Args:
         rank_outcomes: the outcomes of this phase on all ranks, in the order of the ranks.
@@ -140,7 +140,7 @@ class RankPlugin:
     def collective_limit_s(self) -> float:
         """The time limit of one collective, in seconds.
 
-        It is shorter than a test's limit, so the collective fails before the watchdog acts.
+        This limit is shorter than a test's limit, so the collective fails before the watchdog acts.
         """
         return self._limit_s / 2
 
@@ -171,7 +171,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Agree on the outcome of each phase, before pytest decides whether the next one runs."""
+        """Agree on the outcome of each phase, before pytest decides whether the next phase runs."""
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)
@@ -253,7 +253,8 @@ def _text(report: pytest.TestReport) -> str:
     return "\n".join([report.longreprtext, *sections])
 
 
-# When a test hangs, time is up on all ranks at once. Wait so that all can print their stacks before the first ends the job.
+# When a test hangs, time is up on all ranks at once. Each rank waits this long after it has printed its stacks, so that the
+# other ranks can print their stacks before the job ends.
 _OTHERS_S = 1.0
 # If C code never releases the GIL, the timer's thread cannot run. faulthandler's thread needs no GIL, and ends the process.
 _LAST_RESORT_S = 5.0

@@ -1,11 +1,11 @@
 """A process that loads torch once, and then forks ranks. A new process for each rank would need seconds to load torch.
 
-`run_processes` starts this process. Each line of its input is a job, as JSON. For each job it writes one line that says how
-the ranks ended. It runs one job at a time, and ends when its input ends.
+`run_processes` starts this process. Each line of its input is a job, as JSON. For each job, the process writes one line that
+says how the ranks ended. It runs one job at a time, and ends when its input ends.
 
 This process has one thread and runs no kernels, so a fork loses nothing. A rank runs its script as the main module, with the
 arguments, environment and folder of the job, and ends as any interpreter does. A rank differs from a new process in two ways:
-all ranks have the same seed of `hash`, and torch and numpy have read their environment variables before.
+all ranks have the same seed of `hash`, and torch and numpy have read their environment variables already.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         job = json.loads(line)
         for module in job["preload"]:
             importlib.import_module(module)
-        gc.freeze()  # else each rank's garbage collector would visit all loaded objects, which copies their memory
+        gc.freeze()  # otherwise the garbage collector of each rank visits all loaded objects, which copies their memory
         ranks = []
         for rank in range(job["world_size"]):
             if (process := os.fork()) == 0:
@@ -64,7 +64,7 @@ def _become_rank(rank: int, job: dict[str, Any]) -> None:
 
 
 def _wait(ranks: Sequence[int], timeout_s: float) -> tuple[list[int], bool]:
-    """Wait until all ranks have ended. Return their statuses as in `subprocess`, and whether any had to be killed."""
+    """Wait until all ranks have ended. Return their statuses as in `subprocess`, and whether any rank had to be killed."""
     statuses: dict[int, int] = {}
     _reap(ranks, statuses, timeout_s)
     left = [rank for rank in ranks if rank not in statuses]

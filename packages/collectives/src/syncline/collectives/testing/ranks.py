@@ -14,7 +14,7 @@ from ..transports.threads import create_groups
 
 T = TypeVar("T")
 
-# After one rank has failed and the group was aborted, the others have this long to end.
+# After one rank has failed and the group was aborted, the other ranks have this long to end.
 _GRACE_S = 5.0
 
 
@@ -26,16 +26,18 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
 
     Args:
         world_size: the number of ranks.
-        body: called with the rank's group, then `args`. All ranks share the process, so give each its own tensors and models.
+        body: called with the rank's group, then `args`. All ranks share the process, so give each rank its own tensors
+            and models.
         args: more arguments of `body`; every rank gets the same objects.
-        timeout_s: time limit of the whole run, in seconds. The limit of one collective is nine tenths of it. So a collective
-            that some ranks do not call fails first, with an error that names these ranks.
+        timeout_s: time limit of the whole run, in seconds. The limit of one collective is nine tenths of this limit. So if
+            some ranks do not call a collective, the collective fails first, with an error that names these ranks.
 
     Returns:
         The results of the body, in the order of the ranks.
 
     Raises:
-        TimeoutError: a rank did not return in time. The message has its stack. Its thread cannot be ended and goes on.
+        TimeoutError: a rank did not return in time. The message has the rank's stack. The rank's thread cannot
+            be ended, and goes on.
     """
     groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
     ranks = _Ranks([_Rank(group, body, args) for group in groups])
@@ -55,7 +57,7 @@ class _Rank(Generic[T]):
         self.name = f"rank {group.rank} of {group.size}"
         self._body = body
         self._args = args
-        # A daemon thread, so that the interpreter can end although a rank hangs.
+        # Use a daemon thread, so that the interpreter can end even if a rank hangs.
         self.thread = threading.Thread(target=self._run, name=f"{self.name} (run_ranks)", daemon=True)
         self.on_end: Callable[[_Rank[T], BaseException | None], None] | None = None
 
@@ -63,7 +65,7 @@ class _Rank(Generic[T]):
         error: BaseException | None = None
         try:
             self.result = self._body(self.group, *self._args)
-        except BaseException as raised:  # noqa: BLE001 - the caller gets also a skip or an exit
+        except BaseException as raised:  # noqa: BLE001 - also pytest's skip and SystemExit, for the caller
             error = raised
         assert self.on_end is not None
         self.on_end(self, error)
@@ -131,7 +133,10 @@ def _names(ranks: Sequence[_Rank[T]]) -> str:
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:
-    """Attach a note to an error. Python 3.10 has no notes: there the note becomes the cause of the innermost cause."""
+    """Attach a note to an error.
+
+    Python 3.10 has no notes. There, follow `__cause__` to the last error, and set its `__cause__` to an error with the note.
+    """
     if sys.version_info >= (3, 11):
         error.add_note(note)
         return error

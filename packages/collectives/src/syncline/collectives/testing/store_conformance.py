@@ -8,8 +8,8 @@ Each check takes a function that opens another handle on the same store. The sto
         check(lambda: MyStore(server.address))
 
 If the handle of a store is the table itself (for threads of one process), the function returns the same object each time. A
-check fails with an AssertionError that says what was expected and what was found. The checks measure no times. A check of a
-time limit is passed if all earlier events have happened, and if the limit has ended the call.
+check fails with an AssertionError that says what was expected and what was found. The checks do not measure time. A
+store passes a check of a time limit if the limit ends the call, and all earlier events have happened before.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
 
 
 def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
-    """Check that `check` is true only if every key exists. It must not wait: the handle's time limit is very long."""
+    """Check that `check` is true only if every key exists. `check` must not wait: the handle's time limit is very long."""
     store = open_store()
     store.set_timeout(3600)
     _expect(store.check(["a"]), False, "check of an absent key")

@@ -41,7 +41,7 @@ def layouts_differ(group: ProcessGroup) -> None:
 
 
 def into_rows_and_columns(group: ProcessGroup) -> None:
-    """Check outputs that are slices of one tensor, also interleaved ones."""
+    """Check outputs that are rows or columns of one tensor."""
     rows = torch.zeros(group.size, 7)
     group.all_gather(list(rows), values((7,), group.rank))
     columns = torch.zeros(7, group.size)
@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """Check an input that is this rank's own output, which is a common case, and an input that is another output."""
+    """Check an input that is also this rank's output (a common case), and an input that is also another output."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]
@@ -72,7 +72,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check tensors that torch only marks as conjugate: the values must be right, whether input or output is marked."""
+    """Check tensors that torch only marks as conjugate. The values must be right if the input or the outputs are marked."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     outputs = [torch.zeros(5, dtype=torch.complex64) for _ in range(group.size)]
     group.all_gather(outputs, mine.conj())

@@ -57,7 +57,10 @@ _FACTOR = 0.5
 
 
 def every_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Check every dtype with every reduction: the result must be right, or the call refused as the table says."""
+    """Check every dtype with every reduction.
+
+    If `DTYPES_OF` lists the dtype for the reduction, the result must be right. If not, the call must be refused.
+    """
     computed = set()
     for op in ReduceOp:
         for dtype in MOVABLE_DTYPES:
@@ -130,7 +133,7 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check a million and one elements, which most numbers of ranks do not divide."""
+    """Check 1,000,001 elements. For most numbers of ranks, they cannot be divided evenly."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = terms((1_000_001,), group.rank, dtype)
         group.all_reduce(tensor)
@@ -203,7 +206,7 @@ def integers_are_averaged_towards_zero(group: ProcessGroup) -> None:
 
 
 def truth_values(group: ProcessGroup) -> None:
-    """Check bool tensors: the sum is a logical or, the product a logical and, as in torch."""
+    """Check bool tensors. As in torch, the sum is a logical or, and the product is a logical and."""
     mine = torch.tensor([group.rank == 0, True, False])
     for op, expected in ((ReduceOp.SUM, [True, True, False]), (ReduceOp.PRODUCT, [group.size == 1, True, False])):
         tensor = mine.clone()

@@ -12,7 +12,7 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 
 
 def waits_for_all(group: ProcessGroup) -> None:
-    """Check that the first rank leaves after the last has come.
+    """Check that no rank leaves before the last rank has come.
 
     The check compares times of one clock, so all ranks must be on one node.
     """
@@ -38,7 +38,7 @@ def waits_for_all(group: ProcessGroup) -> None:
 
 
 def between_other_collectives(group: ProcessGroup) -> None:
-    """Check a barrier between other collectives. It has no tensor, so its result is empty."""
+    """Check a barrier between other collectives. A barrier has no tensor, so its result is empty."""
     before, after = terms((3,), group.rank), terms((4,), group.rank)
     first = group.all_reduce(before, async_op=True)
     second = group.barrier(async_op=True)

@@ -13,7 +13,7 @@ _BUFFER_SIZES_BYTES = (1, 40, 1000, 250 * 1024 * 1024)
 
 
 def every_buffer_size(group: ProcessGroup) -> None:
-    """Check every root and many buffer sizes, from one tensor per buffer to one buffer for all. Some tensors are larger."""
+    """Check every root, and buffers that hold one tensor, several or all. Some tensors are larger than the buffers."""
     shapes = [(3,), (), (0,), (500,), (7, 9), (1,), (2, 0, 3), (300,), (4, 4)]
     for root in range(group.size):
         for size_bytes in _BUFFER_SIZES_BYTES:

@@ -25,7 +25,7 @@ def waited_for_backwards(group: ProcessGroup) -> None:
 
 
 def of_all_kinds(group: ProcessGroup) -> None:
-    """Check different collectives in flight together, and then a blocking one."""
+    """Check different collectives in flight together, and then a blocking collective."""
     root = group.size - 1
     summed, copied, flagged = (
         terms((5001,), group.rank),
@@ -50,7 +50,7 @@ def of_all_kinds(group: ProcessGroup) -> None:
 
 
 def futures(group: ProcessGroup) -> None:
-    """Check that a future's value is the list of outputs, and that callbacks chain as in torch, attached early or late."""
+    """Check that a future's value is the list of outputs, and that early and late callbacks chain as in torch."""
     for async_op in (False, True):
         tensor = terms((11,), group.rank)
         work = group.all_reduce(tensor, async_op=async_op)
@@ -79,7 +79,7 @@ def no_truth_value(group: ProcessGroup) -> None:
 
 
 def a_callback_that_raises(group: ProcessGroup) -> None:
-    """Check that the error of a callback is only in the chained future. The collective and the group stay usable."""
+    """Check that only the chained future has a callback's error. The collective and the group stay usable."""
 
     def fail(_: torch.futures.Future[list[torch.Tensor]]) -> None:
         raise ValueError("the callback's own error")

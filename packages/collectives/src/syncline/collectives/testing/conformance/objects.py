@@ -28,7 +28,7 @@ def gathered_bytes(group: ProcessGroup) -> None:
 
 
 def allocated_memory(group: ProcessGroup) -> None:
-    """Check that `allocate` returns a flat tensor of the requested size and dtype, and that collectives work on it."""
+    """Check that `allocate` returns a flat tensor of the requested size and dtype, and that collectives work on this tensor."""
     for numel in (0, 1, 1000):
         for dtype in MOVABLE_DTYPES:
             memory = group.allocate(numel, dtype)

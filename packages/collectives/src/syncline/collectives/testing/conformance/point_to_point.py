@@ -12,7 +12,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, 
 
 
 def ring(group: ProcessGroup) -> None:
-    """Check every dtype and layout in a ring: each rank receives from its left and sends to its right."""
+    """Check every dtype and layout in a ring: each rank receives from its left neighbour and sends to its right neighbour."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
@@ -44,7 +44,7 @@ def both_send_first(group: ProcessGroup) -> None:
 
 
 def tags(group: ProcessGroup) -> None:
-    """Check that a message is received by its tag. Messages between two ranks with the same tag arrive in order."""
+    """Check that a receive gets the message with its tag, even if a message with another tag was sent first."""
     if group.rank == 0:
         for peer in range(1, group.size):
             second, first = torch.zeros(3), torch.zeros(3)
@@ -62,7 +62,7 @@ def tags(group: ProcessGroup) -> None:
 
 
 def any_source(group: ProcessGroup) -> None:
-    """Check a receive without a source: the message of each rank comes once, and the work has its source rank."""
+    """Check a receive without a source: the message of each rank comes once, and the work names the sender."""
     if group.rank > 0:
         group.send(values((5,), group.rank), 0, tag=3)
         return
@@ -84,7 +84,7 @@ def futures(group: ProcessGroup) -> None:
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     tensor = torch.zeros(4)
     future = group.recv(tensor, left, tag=1, async_op=True).get_future().then(lambda done: done.value()[0].sum().item())
-    group.barrier()  # no rank sends before all have started to receive
+    group.barrier()  # no rank sends before all ranks have started to receive
     sending = group.send(values((4,), group.rank), right, tag=1, async_op=True).get_future()
     expect_equal(future.wait(), values((4,), left).sum().item(), "what the callback saw")
     sending.wait()

@@ -44,7 +44,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check that the group refuses a tensor that shares memory with the block, but is not this rank's part of it."""
+    """Check that the group refuses a tensor that shares memory with the block, but is not this rank's part of the block."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -131,7 +131,7 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 
 
 def wrong_numbers(group: ProcessGroup) -> None:
-    """Check that roots, counts and other numbers are refused if they are no integers, or too large."""
+    """Check that roots, counts and other numbers are refused if they are not integers, or too large."""
     size = group.size
     unchecked: Any = group  # as in a caller's code without types
     for root in (0.5, "0", None):
@@ -203,7 +203,7 @@ def wrong_outputs(group: ProcessGroup) -> None:
 
 
 def after_close(group: ProcessGroup) -> None:
-    """Check `close`: it finishes collectives in flight, a second close does nothing, and every later collective is refused.
+    """Check that `close` finishes collectives in flight, a second `close` does nothing, and later collectives are refused.
 
     The group is closed afterwards.
     """

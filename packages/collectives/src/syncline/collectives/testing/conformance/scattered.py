@@ -72,7 +72,7 @@ def reduce_scatter_in_place(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_of_different_sizes(group: ProcessGroup) -> None:
-    """Check parts of 0, 3, 6, ... elements, and some other shapes. The inputs must not change."""
+    """Check parts of 0, 3, 6, ... elements. The inputs must not change."""
     for is_async in (False, True):
         inputs = [terms((part, 3), group.rank) * (part + 1) for part in range(group.size)]
         before = [entry.clone() for entry in inputs]

@@ -32,9 +32,9 @@ from . import (
 from .values import Check as Check
 from .values import CheckError
 
-#: All checks, by name. Call a check on every rank with that rank's group, of any size. It raises if something is wrong, and
-#: leaves the group usable. Its tensors are on torch's default device: for a group that serves GPUs, call it inside
-#: `with torch.device("cuda"):`.
+#: All checks, by name. Call a check on every rank with that rank's group, of any size. If something is wrong, the check raises;
+#: otherwise it leaves the group usable. A check's tensors are on torch's default device. For a group that serves GPUs, call the
+#: check inside `with torch.device("cuda"):`.
 CHECKS: dict[str, Check] = {
     **all_reduce.CHECKS,
     **broadcast.CHECKS,
@@ -55,7 +55,7 @@ CHECKS: dict[str, Check] = {
 
 
 def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
-    """Run all checks. Each gets a new group, which is closed after it. Every rank must call this.
+    """Run all checks, each with a new group, which is closed after the check. Every rank must call this function.
 
     Args:
         make_group: makes a new group of the same ranks at each call. It is a collective.

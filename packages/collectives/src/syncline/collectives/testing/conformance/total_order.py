@@ -43,8 +43,8 @@ class _LabelledCollectives:
 
     def expect_in_order(self, expected: list[str]) -> None:
         """Check that every collective had the same label on all ranks, and that the collectives finished here in this order."""
-        # On CUDA, each callback waited on its own stream. Their futures have no tensors, so the current stream does not wait
-        # for those streams. After the barrier all has finished.
+        # On CUDA, each callback waited on its own stream. The callbacks' futures have no tensors, so the current stream does
+        # not wait for these streams. After the barrier, all collectives have finished.
         self._group.barrier()
         for label, numbers in self._results.items():
             if {int(number) for number in numbers} != {_number(label)}:
@@ -66,7 +66,7 @@ def _wait_for_all(futures: list[torch.futures.Future[Any]]) -> None:
 def callbacks_that_wait(group: ProcessGroup) -> None:
     """Check a callback that issues a collective and waits for it.
 
-    The main thread's next collective comes after this collective.
+    The main thread's next collective comes after the callback's collective.
     """
     _callbacks_that_wait(_LabelledCollectives(group), lambda _collectives, _k: None)
 
@@ -137,13 +137,13 @@ def chains_that_do_not_wait(group: ProcessGroup) -> None:
 def callbacks_attached_late(group: ProcessGroup) -> None:
     """Check a callback that is attached after its collective has finished.
 
-    It runs at once, so the order is the same on all ranks.
+    Such a callback runs at once, so the order is the same on all ranks.
     """
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):
         work = collectives.start(f"A{k}")
         if k % group.size == group.rank:
-            work.wait()  # now it has finished on this rank, but maybe not on others
+            work.wait()  # now the collective has finished on this rank, but maybe not on others
 
         def then(_: torch.futures.Future[Any], k: int = k) -> None:
             collectives.run(f"B{k}")

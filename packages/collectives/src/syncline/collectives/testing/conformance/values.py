@@ -36,7 +36,7 @@ class CheckError(AssertionError):
 
 
 def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor whose elements depend on rank and index. Every dtype can hold them; for bool, odd numbers are true."""
+    """Return a tensor whose elements depend on rank and index. They fit into every dtype. For bool, odd numbers are true."""
     numel = math.prod(shape)
     index = torch.arange(numel, dtype=torch.int64)
     numbers = (index * 7 + index // _MODULUS * 3 + (rank + 1) * 29) % _MODULUS
