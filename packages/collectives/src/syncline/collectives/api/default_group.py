@@ -105,8 +105,8 @@ def init_process_group(
         rank: this process's rank; -1 takes the launcher's rank. Another value must agree with the launcher.
         store: the store in which the ranks of Gloo meet, instead of an `init_method`: a store of the package `stores`, or a
             `torch.distributed.Store`. The store must not contain keys of an earlier run.
-        communicator: an mpi4py communicator. Its ranks become the group's ranks, and only they call. Use it if other ranks of
-            the MPI job serve data, simulate or do inference.
+        communicator: an mpi4py communicator. Its ranks become the group's ranks, and only these ranks call. Use a
+            communicator if other ranks of the MPI job serve data, simulate or do inference.
         reproducible: reductions give the same bits in every run; the backend's documentation states the cost. Default: the site
             file's, else False. (Within one run, all ranks always get the same bits.)
         check_calls: the ranks compare their calls before each collective (not before sends and receives). If a script is
@@ -203,7 +203,7 @@ def _learn_hosts(group: ProcessGroup) -> None:
     try:
         group.hosts = group.exchange_texts(in_words(host_identity()))
     except BaseException:
-        # This rank cannot go on, so the others must not wait for it.
+        # This rank cannot go on, and the other ranks must not wait for it.
         group.abort()
         raise
 
@@ -232,7 +232,7 @@ def _load(choice: BackendChoice) -> Backend:
 
 
 def destroy_process_group() -> None:
-    """Finish all calls in flight and close the default group. Every rank calls this function. It needs no default group.
+    """Finish all calls in flight and close the default group. Every rank calls this. Without a default group it does nothing.
 
     While an exception is being handled (in a `finally:` around the training), the function aborts the group instead. The other
     ranks may wait in a collective that this rank will never start. Closing the group would then wait, and hide the exception.

@@ -493,7 +493,7 @@ def _needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The indices of tensors that can be joined into one, by dtype and device, in the same order on every rank."""
+    """For each dtype and device, the indices of its tensors. The lists are in the same order on every rank."""
     kinds: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)

@@ -51,7 +51,7 @@ def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str)
 
 
 def time_limit_s(timeout: timedelta | None) -> float | None:
-    """The time limit in seconds. None if it is None, zero or negative, because torch then means the group's own limit."""
+    """The time limit in seconds. None if `timeout` is None, zero or negative, with which torch means the group's limit."""
     if timeout is None or timeout.days < 0 or not timeout:
         return None
     return timeout.total_seconds()

@@ -47,7 +47,10 @@ _RING_FROM_RANKS = 4
 
 
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
-    """Return our group inside a torch.distributed group if `torch_backend` made the latter, else a new `TorchGroup` around it.
+    """Return one of our groups for a group of torch.distributed.
+
+    If `torch_backend` made the torch group, return the group of ours on which the torch group runs. Otherwise return a new
+    `TorchGroup`.
 
     Args:
         torch_group: torch's default group if None.
@@ -357,7 +360,7 @@ def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """The tensor in a form that torch's CPU groups can reduce. Not a copy if it is contiguous and torch has its dtype."""
+    """The tensor in a form that torch's CPU groups can reduce. No copy if it is contiguous, and torch reduces its dtype."""
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain
     wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))

@@ -1,4 +1,4 @@
-"""One of our process groups as a process group of torch.distributed."""
+"""TorchProcessGroup makes one of our groups a process group of torch.distributed."""
 
 # Methods accept the arguments of several overloads of torch, and some also have torch's older name. mypy refuses both.
 # mypy: disable-error-code="override, assignment"
@@ -23,7 +23,7 @@ from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """The group does not serve a device. Also a RuntimeError, because torch expects one."""
+    """The group does not serve a device. It is also a RuntimeError, because torch expects a RuntimeError."""
 
 
 class TorchBackendShim:

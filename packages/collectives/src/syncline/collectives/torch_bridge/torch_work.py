@@ -181,7 +181,7 @@ class _Delivery:
     When a future is over, torch's thread may still hold the functions that it called. If the program ends before the thread
     drops them, the thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
     exception"). The same can happen with torch's own communication hooks. So at exit we wait until torch has dropped all
-    functions that were called. It drops a function after all functions that depend on it.
+    functions that were called. torch drops a function after all functions that depend on this function.
 
     Then the thread drops the work, and with it perhaps the last reference to a tensor that Python has seen. The thread needs
     the interpreter for this, too. We cannot see when the thread has dropped the work, and we cannot close the group, because
