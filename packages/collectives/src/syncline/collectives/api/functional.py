@@ -181,7 +181,7 @@ def all_to_all_single(
 
 
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: None = None) -> Work | None:
-    """Return on any rank only after all ranks have called this function.
+    """Wait until all ranks have called this function.
 
     See [`ProcessGroup.barrier`][syncline.collectives.ProcessGroup.barrier].
 

@@ -21,7 +21,7 @@ _NO_QUESTION = 0
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return on any rank only after all ranks have called this. On a time-out, rank 0 names the missing ranks in torch's words.
+    """Wait until all ranks have called this function. On a time-out, rank 0 names the missing ranks in torch's words.
 
     Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
     4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step.
