@@ -152,13 +152,13 @@ def test_a_transfer_runs_an_action_before_anybody_knows_that_it_is_over() -> Non
     ran = threading.Event()
 
     def action() -> None:
-        seen.append(work._done)
+        seen.append(work.is_completed())
         ran.set()
 
     work.before_end(action)
     assert not ran.is_set()
     comes.set()
-    assert ran.wait(60), "nobody waits for the transfer, but its action must run"
+    assert ran.wait(20), "nobody waits for the transfer, but its action must run"
     work.wait()
     work.before_end(action)
     assert seen == [False, True]

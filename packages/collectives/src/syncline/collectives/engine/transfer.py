@@ -12,7 +12,7 @@ from typing_extensions import override
 from ..errors import CollectiveTimeout, SynclineError, TransportError
 from ..forks import generation, not_the_rank
 from ..tensors.layout import untracked
-from ..work import TensorsFuture, Work, devices_of, fail_future, new_future
+from ..work import PendingWork, TensorsFuture, Work
 from .cancel_scope import CancelScope, seconds
 from .transport import Request
 
@@ -46,48 +46,43 @@ class TransferWork(Work):
     ) -> None:
         self._request = request
         self._timeout_s = timeout_s
-        self._tensors = tensors
         self._deliver = deliver
         self._describe = describe
         self._ask = ask
         self._explain = explain
         self._driving = threading.Lock()
-        self._settling = threading.Lock()
         self._generation = generation()
-        self._done = False
-        self._error: BaseException | None = None
-        self._future: TensorsFuture | None = None
-        self._before_end: tuple[Callable[[], None], ...] = ()
+        self._outcome = PendingWork(tensors, describe)
+        self._starting = threading.Lock()  # held while a thread starts, so that only one does
+        self._thread: threading.Thread | None = None  # waits for the transfer, so that its future is completed
 
     @override
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if not self._done:
+        if not self._outcome.is_completed():
             # A forked child has the object but not the library's connections, so it must not wait.
             if self._generation != generation():
                 raise not_the_rank("wait", self._describe())
             self._drive_within(seconds(timeout, self._timeout_s))
-        if self._error is not None:
-            raise self._error
-        return True
+        return self._outcome.wait()
 
     def is_completed(self) -> bool:
         """Whether the transfer has ended, with or without an error. False if the library cannot say this without waiting."""
         # If another thread drives the request, that thread will note the end.
         if self._generation == generation() and self._driving.acquire(blocking=False):
             try:
-                if not self._done:
+                if not self._outcome.is_completed():
                     self._finish_if(self._request.test)
             finally:
                 self._driving.release()
-        return self._done
+        return self._outcome.is_completed()
 
     def exception(self) -> BaseException | None:
         """Return the error with which the transfer failed, or None."""
-        return self._error
+        return self._outcome.exception()
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensor that was sent or received, in a list."""
-        return self._tensors
+        return self._outcome.result()
 
     def source_rank(self) -> int | None:
         """Return the sender's rank in the group, for a receive that is over."""
@@ -95,34 +90,23 @@ class TransferWork(Work):
 
     def get_future(self) -> TensorsFuture:
         """Return the future of this transfer. The first call starts a thread that waits for the transfer."""
-        with self._settling:
-            if self._future is None:
-                self._future = new_future(self._tensors)
-                # Nobody will finish the transfer again, so the future is completed here.
-                if self._done:
-                    self._settle()
-                else:
-                    threading.Thread(target=self._wait_quietly, name="syncline-transfer", daemon=True).start()
-            return self._future
+        with self._starting:
+            if self._thread is None and not self._outcome.is_completed():
+                self._thread = threading.Thread(target=self._wait_quietly, name="syncline-transfer", daemon=True)
+                self._thread.start()
+        return self._outcome.get_future()
 
     @override
     def before_end(self, action: Callable[[], None]) -> None:
-        with self._settling:
-            is_over = self._done
-            if not is_over:
-                self._before_end += (action,)
-        if is_over:
-            action()
-        else:
-            self.get_future()  # its thread waits for the transfer, even if nobody else does
+        self._outcome.before_end(action)
+        self.get_future()  # its thread waits for the transfer, even if nobody else does
 
     def _wait_quietly(self) -> None:
         try:
             self.wait()
         except BaseException as error:  # noqa: BLE001 - the future's waiters must get it
             # `wait` raises a time limit without ending the transfer. But nobody would ever complete the future then.
-            if not self._done:
-                self._finish(error)
+            self._outcome.fail(error)
 
     def _drive_within(self, timeout_s: float) -> None:
         scope = CancelScope(timeout_s, self._ask)
@@ -131,7 +115,7 @@ class TransferWork(Work):
             raise self._timed_out(timeout_s)
         try:
             # The other thread may have finished the transfer while this one waited for the lock.
-            if not self._done:
+            if not self._outcome.is_completed():
                 self._drive(scope)
         except TimeoutError as error:
             raise self._timed_out(timeout_s) from error
@@ -151,14 +135,18 @@ class TransferWork(Work):
     def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
         """Finish the transfer if the request is over. If the request fails, finish the transfer with the request's error."""
         try:
-            if is_over():
-                self._finish(None)
+            # The thread of the future may have given up meanwhile. The program knows that, and may use its tensor again.
+            if is_over() and not self._outcome.is_completed():
+                # Before `succeed`: only a tensor that has been delivered may be read.
+                with untracked():
+                    self._deliver()
+                self._outcome.succeed()
         except TimeoutError:  # this waiter's time limit; another may wait for longer
             raise
         except BaseException as error:
             if scope is not None and error is scope.reason:  # this waiter was cancelled; the request did not fail
                 raise
-            self._finish(self._explained(error))
+            self._outcome.fail(self._explained(error))
 
     def _explained(self, error: BaseException) -> BaseException:
         # Bugs and Ctrl-C keep their type and text.
@@ -166,36 +154,6 @@ class TransferWork(Work):
             return error
         behind = (self._explain(error) if isinstance(error, TransportError) else None) or error
         return behind.reworded(f"{self._describe()}: {behind}")
-
-    def _finish(self, error: BaseException | None) -> None:
-        """Set the outcome.
-
-        Only the first call counts, because the future's thread may give up while another thread still waits.
-        """
-        with self._settling:
-            if self._done:
-                return
-            # Only a received tensor that is complete may be copied to the caller's.
-            if error is None:
-                with untracked():
-                    self._deliver()
-            # Before `_done`, which `wait` reads without the lock. Each action runs once: another thread may give up meanwhile.
-            actions, self._before_end = self._before_end, ()
-            for action in actions:
-                action()
-            self._error = error
-            self._done = True
-            # `_settle` runs callbacks, which may want this lock, so it comes after the lock is free.
-            future_is_waiting = self._future is not None
-        if future_is_waiting:
-            self._settle()
-
-    def _settle(self) -> None:
-        assert self._future is not None
-        if self._error is None:
-            self._future.set_result(self._tensors)
-        else:
-            fail_future(self._future, self._error, devices_of(self._tensors))
 
     def _timed_out(self, timeout_s: float) -> CollectiveTimeout:
         return CollectiveTimeout(
