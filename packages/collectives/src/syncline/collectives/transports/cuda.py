@@ -43,12 +43,12 @@ class CudaEvent(Event):
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-# The current streams seen so far, by device and handle. A handle stands for one stream, whichever object torch makes for it.
+# The current streams seen so far, by device and handle. One handle means one stream, although torch makes many objects for it.
 _seen: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which needs several microseconds to make a new object."""
+    """As `torch.cuda.current_stream`, but faster: torch's function makes a new object, which takes several microseconds."""
     key = device, handle_of_current_stream(device)
     stream = _seen.get(key)
     if stream is None:
@@ -57,7 +57,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Current:
-    """As `torch.cuda.stream`, but cheaper where the stream is on the current device, as it is in nearly all programs."""
+    """As `torch.cuda.stream`, but cheaper if the stream is on the current device. This is so in nearly all programs."""
 
     __slots__ = ("_before", "_stream", "_usual")
 
@@ -111,8 +111,9 @@ class CudaStream(Stream):
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
         """Complete the future. torch then records an event on the current stream, and waiters and callbacks wait for it.
 
-        This stream may already hold later collectives, and waiters would wait for them, too. So the current stream is one of
-        torch's pool that waits only for `done`. In a capture it must be this stream: the other one would never be joined.
+        If this stream were the current stream, waiters would also wait for later collectives that it may already hold. So make
+        a stream of torch's pool current, which waits only for `done`. But in a capture, make this stream current: nobody would
+        join the stream of the pool again, as a capture requires.
         """
         assert isinstance(done, CudaEvent)
         ordered: torch.cuda.Stream = self._stream
@@ -210,8 +211,9 @@ class CudaRuntime(DeviceRuntime):
 class StreamPool:
     """Makes streams, lends each to one user, and lends it again when the user is gone.
 
-    Two users must not share a stream, because each would wait for the other: a send, say, may be needed before a receive can
-    end. Streams are never destroyed, because torch's allocator keeps memory for each stream by its handle.
+    Two users must not share a stream, because the work of one would wait for the work of the other. For example, if a send is
+    behind a receive, and the peer answers only after this send, both ranks wait for ever. Streams are never destroyed, because
+    torch's allocator keeps memory for each stream by its handle.
 
     Args:
         make: makes a stream on a device, and returns its handle.
@@ -223,7 +225,7 @@ class StreamPool:
         self._lock = Lock()
 
     def acquire(self, device: torch.device, user: object) -> int:
-        """Get the handle of a stream. It belongs to `user` as long as this object lives."""
+        """Get the handle of a stream. The stream belongs to `user` as long as `user` lives."""
         with self._lock:
             idle = self._idle[device]
             handle = idle.pop() if idle else self._make(device)

@@ -1,4 +1,4 @@
-"""Find out whether this MPI takes CUDA memory. A child process tries it, because an MPI that takes none may crash."""
+"""Find out whether this MPI takes CUDA memory. A child process tries it: an MPI that cannot take CUDA memory may crash."""
 
 from __future__ import annotations
 

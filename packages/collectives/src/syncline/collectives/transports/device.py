@@ -1,4 +1,4 @@
-"""DeviceTransport moves tensors of a device, too, over a transport for host memory."""
+"""DeviceTransport makes a transport for host memory move tensors of a device, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..engine.device import DeviceRuntime
 from ..engine.transport import Plan, Request, Transport
 from ..health.stalls import StatusPost
 
-# These collectives read the part and write the whole. The others read the whole and write the part.
+# These collectives read `part` and write `whole` (see `Plan.run`). The others read `whole` and write `part`.
 _PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
 
 Keep = Callable[..., AbstractContextManager[None]]
@@ -41,7 +41,7 @@ class DeviceTransport(Transport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """As for the host transport. A direct transport always compares each call: it uses only blocking calls of MPI."""
+        """The host transport's answer. A direct transport compares every call: see Note [Presync] in `mpi.transport`."""
         return self._host.compares_every_call
 
     def describe(self) -> str:
@@ -51,7 +51,7 @@ class DeviceTransport(Transport):
 
     @override
     def plan(self, signature: Signature) -> Plan:
-        # Host tensors, and calls without a tensor.
+        # The host transport takes host tensors, and calls without a tensor.
         if signature.device_type != self._device.device_type:
             return self._host.plan(signature)
         if self._direct is not None:
@@ -170,7 +170,7 @@ class StagedPlan(Plan):
         """As `Plan.run`."""
         device = self._device
         part_there = device.to_host(part) if self._part_goes_in else device.empty_on_host(part)
-        if whole is part or whole is None:  # one tensor, which must stay one on the host, too
+        if whole is part or whole is None:  # if both are one tensor, use one tensor on the host, too
             whole_there = None if whole is None else part_there
         else:
             whole_there = device.to_host(whole) if self._whole_goes_in else device.empty_on_host(whole)

@@ -170,7 +170,7 @@ class GlooTransport(LibraryTransport):
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make another Gloo group. It meets in the same store, under keys that no subset with the same name has used."""
+        """Make another Gloo group. Its ranks meet in this group's store, under keys that no earlier subset has used."""
         rank = list(members).index(self._group.rank)
         group = f"{name}/{crc32(repr(list(members)).encode()):x}"
         self._subsets[group] += 1
@@ -178,7 +178,7 @@ class GlooTransport(LibraryTransport):
         return connect(store, rank, len(members), name, scope, self.devices)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
-        """Set the store where subsets meet, and the time limit of collectives. Call it after connecting under another limit."""
+        """Set the store where subsets meet, and the time limit of collectives. The limit for connecting may be different."""
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
 
@@ -225,7 +225,7 @@ class _StorePost(StatusPost):
         if count == self._count:
             return {}
         self._count = count
-        # A rank that has not posted yet has no key, and `get` would wait for it.
+        # A rank that has not posted yet has no key, and `get` would wait for the key.
         present = (rank for rank in range(self._size) if self._store.check([str(rank)]))
         return {rank: self._store.get(str(rank)).decode() for rank in present}
 
@@ -243,8 +243,8 @@ def connect(
     """Connect with the other ranks. All ranks call it with the same store, size and name.
 
     Gloo's own time limit holds for each of its steps, not for the whole connection. So the ranks first meet in the store, which
-    shows whether a rank does not come. Then Gloo connects on its own thread, which is left behind when the time limit is
-    reached. With `liveness` the ranks already know each other, and skip the first step.
+    shows whether a rank does not come. Then Gloo connects on a separate thread. When the time limit is reached, this rank no
+    longer waits for this thread. If `liveness` is given, the ranks already know each other, and do not meet in the store.
 
     Args:
         store: the store in which the ranks meet.
@@ -253,7 +253,7 @@ def connect(
         name: the group's name.
         scope: the time limit for everything.
         devices: the places where this rank's Gloo listens; default: `interfaces`, or an address that all ranks can reach.
-        liveness: the liveness of ranks that know each other.
+        liveness: the liveness of the ranks, if they already know each other.
         interfaces: see `ConnectRequest`.
 
     Raises:
@@ -284,7 +284,7 @@ def connect(
 def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> Devices:
     """The places where this rank's Gloo listens, so that all other ranks can reach it."""
     if interfaces:
-        (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # only to raise if one does not fit
+        (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # raises if one does not fit
         return tuple({"interface": name} for name in interfaces)
     # Ranks that share a loopback address need no network.
     if size == 1 or met.share_loopback:
@@ -307,10 +307,10 @@ def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: Ca
             f"with {INTERFACE_VARIABLE}, or `interface` in the site file, or let the firewall pass connections",
         )
     except (SynclineError, TimeoutError):
-        # Our own errors are RuntimeErrors, too, and need no other words.
+        # Our own errors are RuntimeErrors, too. Raise them unchanged.
         raise
     except RuntimeError as error:
-        # Gloo only reports a broken connection. The loss of a process may be the cause.
+        # Gloo only reports a broken connection. If a lost process is the cause, raise an error that names its rank.
         raise (liveness.loss_behind(error) or TransportError(str(error))) from error
 
 
@@ -320,7 +320,7 @@ def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, device
 
 
 def _tag(tag: int, tensor: torch.Tensor) -> int:
-    """Encode dtype and size in the tag, because Gloo compares neither: a receive then matches only tensors like its own."""
+    """Encode dtype and size in the tag, because Gloo compares neither. A receive then matches only sends with the same code."""
     return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
 
 
@@ -365,8 +365,8 @@ class GlooBackend(Backend):
         own_addresses(request.interfaces)  # raises for an unknown interface before any rank waits
         store, rank, size, address = meeting_place(request)
         if request.launch is not None and request.launch.is_mpi:
-            # Functions of `atexit` run last in, first out. MPI has registered its own by now, which may keep the process at its
-            # end. Registered again, `_hang_up` runs before it and closes the sockets.
+            # `atexit` runs functions last in, first out. MPI has registered its function by now, and this function may keep the
+            # process from ending. Register `_hang_up` again, so that it closes the sockets before MPI's function runs.
             atexit.register(_hang_up)
         devices = () if address is None or request.interfaces else _at(address)
         store = _numbered(store)
@@ -381,7 +381,7 @@ class GlooBackend(Backend):
 
 
 def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
-    """Make a group of one rank for a process that waits until a job lets it in. It uses the store in which the job met."""
+    """Make a group of one rank for a process that waits until a job lets it in. The group uses the store of the job's ranks."""
     lack = admit_lack(request)
     if lack is not None:
         raise LaunchError(f"backend 'gloo': SYNCLINE_JOIN=1 says that this process joins a job that runs, but {lack}")

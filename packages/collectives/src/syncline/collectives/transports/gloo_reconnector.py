@@ -29,7 +29,7 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 
 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why the store in which the ranks meet may end with one of the ranks; None if it outlives all. A pure function.
+    """Why the store in which the ranks meet may end with one of the ranks; None if it outlives all ranks. A pure function.
 
     The function assumes that a store from the caller outlives all ranks.
     """
@@ -70,7 +70,7 @@ class Job:
 class GlooReconnector(StoreReconnector):
     """Connects members that are processes. Each member writes its process identity to the store.
 
-    So members on the same machine can find out when its process has ended.
+    So the other members on the same machine can find out whether this process has ended.
 
     Args:
         store: the store in which the first generation met.
@@ -143,7 +143,7 @@ class GlooReconnector(StoreReconnector):
         if member not in self._processes:
             key = f"process/{member}"
             if not self.store.check([key]):
-                return None  # the member has not written it yet, or was killed before
+                return None  # the member has not written its identity yet, or was killed first
             self._processes[member] = ProcessIdentity.parse(self.store.get(key).decode())
         return self._processes[member]
 

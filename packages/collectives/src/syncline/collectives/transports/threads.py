@@ -29,7 +29,7 @@ class SharedState:
     """The memory that the ranks of a group share, as threads of one process: rounds of collectives, and mailboxes.
 
     The n-th `exchange` of a rank belongs to the n-th `exchange` of every other rank. `post` puts a message into the receiver's
-    mailbox; `collect` takes it out. One condition variable guards everything. No function of a caller runs while it is held.
+    mailbox; `collect` takes it out. One condition variable guards everything. While it is held, no function of a caller runs.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,7 +43,7 @@ class SharedState:
         self._aborted = False
 
     def exchange(self, round_number: int, rank: int, value: Any, scope: CancelScope) -> list[Any]:
-        """Leave a value and return the values of all ranks of the same round, by rank.
+        """Leave this rank's value for a round, and return the values of all ranks for this round, in rank order.
 
         Raises:
             TimeoutError: some ranks did not come in time; the message names them.
@@ -86,7 +86,7 @@ class SharedState:
             return self._find(dst, src, tag) is not None
 
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
-        """The shared state of a subset of the ranks. The n-th call for a name gives all members the same object."""
+        """The shared state of a subset of the ranks. All members get the same object at their n-th call for this subset."""
         with self._condition:
             number = self._asked[name, members, rank]
             self._asked[name, members, rank] += 1
@@ -103,7 +103,7 @@ class SharedState:
 
     def _wait_for(self, is_true: Callable[[], bool], scope: CancelScope, lack: Callable[[], str]) -> None:
         self._condition.wait_for(lambda: is_true() or self._aborted, scope.remaining_s())
-        # A result that has come counts, even if the group was aborted meanwhile.
+        # If the condition is true, return, even if the group was aborted meanwhile.
         if not is_true():
             if self._aborted:
                 raise TransportError(f"the group was aborted: {lack()}")
@@ -127,9 +127,9 @@ class SharedState:
 
 
 class InProcessTransport(LibraryTransport):
-    """Each collective has two rounds. In the first, ranks show each other their tensors; after the second, they write.
+    """Each collective has two rounds. In the first, ranks show each other their tensors.
 
-    The second round makes sure that all ranks have read a tensor before its owner overwrites it.
+    After the second, a rank may overwrite the tensor that it has shown, because all ranks have read it.
     """
 
     backend_name = "in_process"
@@ -152,7 +152,7 @@ class InProcessTransport(LibraryTransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Every rank reduces all tensors itself, in rank order."""
         tensors = self._show(tensor, call)
-        if self._size == 1:  # in place, because no other rank reads it
+        if self._size == 1:  # in place, because no other rank reads the tensor
             reduce_into(tensor, op, tensors)
             return
         result = reduce_in_rank_order(op, tensors)
@@ -215,7 +215,7 @@ class InProcessTransport(LibraryTransport):
         sent = [part.numel() for part in parts]
         result = torch.cat(parts)
         self.barrier(call)
-        # Only now: if this rank raised before the barrier, the other ranks would wait for it there.
+        # Compare only after the barrier: if this rank raised an error before it, the other ranks would wait there.
         if sent != list(output_counts):
             raise DisagreementError(
                 f"the other ranks send {sent} elements to rank {self._rank}, which expects {list(output_counts)}; make the "
@@ -233,7 +233,7 @@ class InProcessTransport(LibraryTransport):
         return _Sent()
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        """Look into the mailbox when waited for."""
+        """The request takes the message from the mailbox later, in `wait` or `test`."""
         return _Receiving(self._shared_state, self._rank, tensor, src, tag)
 
     @override
@@ -286,7 +286,7 @@ class _Receiving(Request):
         self._source: int | None = None
 
     def wait(self, scope: CancelScope) -> None:
-        # The message comes only once, but the program may wait again, also after `test`.
+        # The message comes only once. The program may call `wait` again, or after `test`; then return at once.
         if self._source is not None:
             return
         source, message = self._shared_state.collect(*self._address, scope)
@@ -315,7 +315,7 @@ class InProcessReconnector(StoreReconnector):
         store: a store in memory, which all ranks share.
         generation: the group's current generation.
         first_size: the number of ranks at the start.
-        states: for each generation its shared state; all ranks share this dictionary.
+        states: the shared state of each generation, by the generation's number; all ranks share this dictionary.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int, states: dict[int, SharedState]) -> None:
@@ -344,7 +344,7 @@ class InProcessGroup(ShrinkableGroup):
     _reconnector: InProcessReconnector
 
     def lose(self) -> None:
-        """Treat this rank as a killed process from now on, for tests of the other ranks. This rank must not call again."""
+        """For tests: from now on, the other ranks see this rank as a killed process. This rank must issue no more calls."""
         self._reconnector.store.set(f"ended/{self._generation.me}", b"")
         self.abort()
 

@@ -34,7 +34,7 @@ class NcclBackend(Backend):
         return library.problem()
 
     def connect(self, request: ConnectRequest) -> NcclGroup:
-        """Make a group whose ranks meet in a host group that exists, else over MPI, else in a store."""
+        """Make a group. Its ranks meet in the host group that the request names, or else over MPI, or else in a store."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'nccl': {lack}")

@@ -104,8 +104,8 @@ def as_moved(tensor: torch.Tensor) -> torch.Tensor:
 class Communicator:
     """Puts collectives on one CUDA stream. Tensors must be flat, on the communicator's GPU, and live until the stream is done.
 
-    No method waits for the GPU. For an empty tensor NCCL is not called, because its pointer may be invalid. All ranks agree on
-    sizes, so none of them calls NCCL then.
+    No method waits for the GPU. For an empty tensor, no method calls NCCL, because the tensor's pointer may be invalid. The
+    tensor is then empty on all ranks, so no rank waits for another.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
@@ -165,7 +165,7 @@ class Communicator:
             self._call("broadcast", address, address, count, datatype, root)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Gather all tensors in `block`, which is as long as `size` tensors. `tensor` may be this rank's part of it."""
+        """Gather all tensors in `block`, which is as long as `size` tensors. `tensor` may be this rank's part of the block."""
         if tensor.numel():
             address, count, datatype = self._wire(as_moved(tensor))
             self._call("allGather", address, self._wire(as_moved(block))[0], count, datatype)
@@ -251,7 +251,7 @@ def _group(nccl: Any) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(Exception):  # the first error is raised below, and says more
-            nccl.groupEnd()  # else this thread would stay inside the group
+            nccl.groupEnd()  # without this, the thread would stay inside the group
         raise
     with mapped(nccl, "ncclGroupEnd"):
         nccl.groupEnd()

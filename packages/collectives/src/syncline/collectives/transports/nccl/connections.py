@@ -1,4 +1,4 @@
-"""Make communicators when they are first needed, after all ranks have told their GPUs. Destroy them at the end."""
+"""Make communicators when they are first needed, after each rank has said which GPU it uses. Destroy them at the end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Direction: TypeAlias = tuple[int, int]
 # How long `close` waits for CUDA graphs, which the program may never delete.
 _GRAPHS_S = 30.0
 
-#: For tests: set it to a different text on each rank, and several ranks can share one GPU. NCCL then takes them for ranks of
-#: different hosts, which talk over sockets. This is slow, and not for training.
+#: For tests: if this variable has a different text on each rank, several ranks can share one GPU. NCCL then treats them as
+#: ranks of different hosts, which communicate over sockets. This is slow, and not for training.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
-#: Set it to 1 on each rank, and ranks of one host can share a GPU, with at least this version of NCCL.
+#: If this variable is 1 on each rank, and NCCL has at least this version, ranks of one host can share a GPU.
 MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 
@@ -128,7 +128,7 @@ class Connector:
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
-        """Call NCCL on a thread of its own. The thread is left behind if NCCL does not return in time."""
+        """Call NCCL on a separate thread. If NCCL does not return in time, stop waiting for the thread, and raise an error."""
         call = DetachedCall(connect, "syncline-nccl-connect", partial(self.runtime.background, device))
         try:
             return call.wait(scope)
@@ -148,7 +148,7 @@ class Connections:
         connector: connects ranks.
         place: returns the group and the rank in words, for errors.
         timeout_s: returns the time limit for connecting, in seconds.
-        in_flight: looks after each communicator, and learns when a pair cannot connect.
+        in_flight: watches each communicator, and is told when a pair cannot connect.
         of_all: the communicator of all ranks, if it exists already.
     """
 
@@ -172,7 +172,7 @@ class Connections:
 
     @property
     def device(self) -> torch.device:
-        """The GPU that the group serves. Before the first call: the current GPU, which a barrier would select."""
+        """The GPU that the group serves. Before the first call, this is the current GPU, because a barrier would select it."""
         return self._connector.runtime.current_device() if self._device is None else self._device
 
     def background(self) -> AbstractContextManager[object]:
@@ -199,7 +199,7 @@ class Connections:
     def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
         """The pair of communicators with another rank. They may still be connecting."""
         pair = self._pairs.get(peer)
-        # While the pair connects, a thread issues the transfers, and this thread's capture would not see them.
+        # While the pair connects, another thread issues the transfers, so this thread's capture would not contain them.
         if pair is None or not pair.is_connected:
             self._refuse_capture(signature)
         self._serve(signature, device)
@@ -221,7 +221,7 @@ class Connections:
         if self._of_all is None:
             return None
         with _fatal():
-            # ncclCommSplit must not meet operations in flight; see `Communicator.split`.
+            # No operation may be in flight during ncclCommSplit; see `Communicator.split`.
             if not self._in_flight.drain(scope.remaining_s()):
                 raise TransportError(f"split on {self._place()}: what was in flight did not finish in {scope.timeout_s:g} s")
             return self._connector.split(self._of_all, members, color, scope)
@@ -233,8 +233,8 @@ class Connections:
     def give_back(self) -> None:
         """Destroy the communicators. Call it when no operation is in flight.
 
-        Each is destroyed on a thread of its own, because NCCL waits there for the other ranks, which may destroy theirs in
-        another order. NCCL also waits for CUDA graphs.
+        Each communicator is destroyed on a separate thread: NCCL waits for the other ranks, and these may destroy their
+        communicators in another order. NCCL also waits for CUDA graphs.
 
         Raises:
             TransportError: the time limit was reached.
@@ -250,11 +250,11 @@ class Connections:
     def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, StreamCommunicator]:
         """Connect with one other rank. Returns one communicator for each direction (sender, receiver).
 
-        There are two communicators so that a receive need not wait behind a send: both ranks may send first.
+        There are two communicators, because both ranks may send first: a receive must not wait behind a send.
 
         NCCL connects two ranks only at their first send and receive, and blocks the CPU until the other rank has made the
-        matching call. If these were the user's calls, two ranks that both send first would wait for each other. So we send the
-        first byte of each direction here, in the same order on both ranks.
+        matching call. If the user's calls came first, two ranks that both send first would wait for each other. So this method
+        first sends a byte in each direction, in the same order on both ranks.
         """
         low, high = sorted((self._connector.rank, peer))
         scope, made = self._scope(), {}
@@ -317,7 +317,7 @@ def _send_a_byte(connected: StreamCommunicator, runtime: DeviceRuntime) -> None:
     device, communicator = connected.stream.device, connected.communicator
 
     def body() -> None:
-        byte = torch.empty(1, dtype=torch.uint8, device=device)  # not filled: that kernel might wait for the GPU
+        byte = torch.empty(1, dtype=torch.uint8, device=device)  # not filled: the kernel that fills it might wait for the GPU
         if communicator.rank == 0:
             communicator.send(byte, 1)
         else:
@@ -330,11 +330,11 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 
 
 class Pair:
-    """The transfers between two ranks, issued in order. It connects at the first transfer, without blocking the caller.
+    """The transfers between two ranks, issued in order. The first transfer connects the ranks, without blocking the caller.
 
-    Blocking would be wrong: in a ring where all ranks send first, each would wait for the next one to connect. So transfers
-    that are submitted before the connection exists are issued by a thread. The thread ends when no transfer is left. From then
-    on, the caller issues transfers itself.
+    Blocking would be wrong: in a ring where all ranks send first, each rank would wait until the next rank connects. So a
+    separate thread issues the transfers that are submitted before the connection exists. The thread ends when no transfer is
+    left. From then on, the caller issues transfers itself.
 
     Args:
         connect: makes the communicator for each direction; called on the thread.
@@ -381,13 +381,13 @@ class Pair:
                 task(made[direction])
         except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
             self._fail(error)
-            self._waiting.clear()  # after `fail`: the tasks hold the works alive, and `fail` must reach these
+            self._waiting.clear()  # only after `fail`, which must reach the works: the tasks keep these alive
 
     def _next(self, made: Mapping[Direction, StreamCommunicator]) -> tuple[Direction, Task] | None:
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
-            # No transfer is left, and the lock keeps callers from adding one. From now on they issue transfers themselves.
+            # No transfer is left, and no caller can add one while this thread holds the lock. From now on, callers issue them.
             self._made = made
             return None
 
@@ -425,7 +425,7 @@ def _one_gpu_twice(peers: Sequence[Payload]) -> str | None:
     taken: dict[tuple[str, str, str], Payload] = {}
     for mine in peers:
         other = taken.setdefault((mine["host"], mine["host_id"], mine["pci_id"]), mine)
-        # NCCL lets two ranks share a GPU only if both have asked for it.
+        # NCCL lets two ranks share a GPU only if both ranks have asked to share.
         if other is not mine and not (other["shares"] and mine["shares"]):
             return (
                 f"ranks {other['rank']} and {mine['rank']} have both chosen the GPU {mine['pci_id']} of {mine['hostname']}, "

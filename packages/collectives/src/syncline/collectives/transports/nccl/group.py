@@ -33,8 +33,8 @@ from .work import Batch, StreamWork
 
 logger = logging.getLogger("syncline.collectives")
 
-# How long a rank that closes a group waits for the others, to compare their calls. Short, because this rank cannot know whether
-# another rank has failed and will not come.
+# How long a rank that closes a group waits for the others, to compare their calls. The time is short, because this rank cannot
+# know whether another rank has failed and will not come.
 _CLOSE_S = 5.0
 # Up to this many ranks compare their calls after each backward. With more, one rank would receive too many messages in a step.
 _COMPARED_EACH_TIME = 16
@@ -60,18 +60,18 @@ class NcclGroup(EngineGroup):
        group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see `NcclPlan`).
        Transfers between two ranks connect on a separate thread.
     3. For the CPU, a future is complete at once. A callback runs on the thread that attaches it, before this thread issues
-       another call, on a stream that is ordered after the collective. So a call that it issues has the same place in the order
-       on every rank, and it can wait without blocking any thread.
+       another call, on a stream that is ordered after the collective. So a call that the callback issues has the same place in
+       the order on every rank, and the callback can wait for this call without blocking a thread.
     4. `send` and `recv` have no place in the order: each direction between two ranks has its own communicator and stream.
     5. A future's callback may issue collectives. So a thread that completes a future, with or without an error, holds no lock:
-       it settles a work after the turn in which the work was issued. An error that ends the group first leaves the turn as a
-       `FatalError`.
+       it settles a work after the turn in which the work was issued. If an error must end the group, this error first leaves
+       the turn as a `FatalError`.
 
     The group serves the GPU of its first call. Its communicator is made at this call. A group that was split from a connected
     group has its communicator already.
 
     All calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph, once the group is connected. A
-    collective before the capture connects it.
+    collective before the capture connects the group.
 
     If NCCL cannot reduce as `ReduceOp` says, the ranks exchange the terms and reduce in rank order; see `NcclPlan`. Two
     differences remain, as in torch, because they make NCCL fast: float16 and bfloat16 are rounded at each addition, and AVG
@@ -82,16 +82,16 @@ class NcclGroup(EngineGroup):
     NCCL does not compare calls: if ranks disagree, they get wrong sums or wait for ever. So the ranks compare their histories
     (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the group does
     one comparison after the other, and a training step does not wait for it. If a comparison finds a difference, it ends the
-    group, and the next call on the group raises the error. A barrier with `async_op=False` waits for the comparison, and raises
-    its error even if NCCL never ends the barrier. `close` waits for it, too, for at most `_CLOSE_S` seconds. With more than
-    `_COMPARED_EACH_TIME` ranks, not every backward is compared.
+    group, and the next call on the group raises the error. A barrier with `async_op=False` waits for a comparison, and raises
+    the comparison's error even if NCCL never ends the barrier. `close` waits for a comparison, too, for at most `_CLOSE_S`
+    seconds. With more than `_COMPARED_EACH_TIME` ranks, not every backward is compared.
 
     Calls are recorded and digested in the order in which they are put on the stream. Calls in a CUDA graph are recorded at the
     capture, not at a replay.
 
     Args:
         connector: connects the group.
-        of_all: the communicator of all ranks, if it was split from another group's.
+        of_all: the communicator of all ranks, if it was split from the communicator of another group.
         reproducible: use rank order for reductions whose result depends on the order.
         owns_rendezvous: whether the group owns its rendezvous; False for a part of another group.
     """
@@ -188,8 +188,8 @@ class NcclGroup(EngineGroup):
 
         def put() -> tuple[StreamWork, PendingWork | FinishedWork | None]:
             work, _ = self._put(call, device, async_op)
-            # The comparison begins before the wait: NCCL may never end calls that differ, nor the barrier behind them. It is in
-            # the barrier's turn, so that no other thread's call comes between the two.
+            # Begin the comparison before the wait, because NCCL may never end calls that differ, nor the barrier behind them.
+            # Begin it in the barrier's turn, so that no call of another thread comes between the barrier and the comparison.
             return work, None if async_op else self._compare()
 
         with self._ending_the_group():
@@ -237,7 +237,7 @@ class NcclGroup(EngineGroup):
         if not captured:  # captured calls run only when the program replays the graph
             self._in_flight.watch(work.launch)
 
-        # As in `HostGroup`: most tensors need no context, and the question costs less.
+        # As in `HostGroup`: most tensors do not need the context, and this test costs less than the context.
         tracked = any(is_tracked(issue.reads) or is_tracked(issue.writes) for issue in issues)
 
         def body() -> None:
@@ -297,7 +297,7 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """A context that turns all calls of this thread into one call of NCCL and one `Work`, which each call returns.
+        """A context in which all calls of this thread become one call of NCCL. Each call returns the same `Work`.
 
         The calls must have `async_op=True`.
 
@@ -309,15 +309,15 @@ class NcclGroup(EngineGroup):
             try:
                 yield
             finally:
-                # Close the batch before it is settled: calls that callbacks then issue are not part of it.
+                # Close the batch before its work is settled: calls that callbacks issue must not become part of the batch.
                 self._queue.run_in_turn(self._close_batch)
-            # None: no call was issued inside the context.
+            # If no call was issued inside the context, there is no work.
             if batch.work is not None:
                 with self._ending_the_group():
                     self._queue.run_in_turn(self._put_batch, batch, batch.work)
                 batch.work.settle()
         except BaseException as error:
-            # The batch's work must not wait for ever, even if the error is the body's own.
+            # No thread may wait for the batch's work for ever, even if the error comes from the body of the `with`.
             if batch.work is not None:
                 batch.work.fail(Failure(error))
             raise
@@ -470,18 +470,18 @@ class NcclGroup(EngineGroup):
 
     def _run_comparison(self, work: PendingWork, until: History, timeout_s: float) -> None:
         try:
-            # After a failure nothing is compared: whoever waits raises the failure itself.
+            # After a failure, compare nothing: threads that wait for the comparison raise the failure itself.
             if self.first_failure is None:
                 limit_s = min(timeout_s, _CLOSE_S) if self._is_closing else timeout_s
                 self._agreed.same_history(CancelScope(limit_s, self._reason_not_to_compare), until)
         except DisagreementError as error:
             work.fail(self._in_flight.report_and_fail(error))
         except SynclineError as error:
-            # No failure of the group: the rank that did not come has not issued all calls yet, or has ended. If a collective
-            # waits for it, this collective times out.
+            # The group goes on: the missing rank has not issued all calls yet, or has ended. If a collective waits for this
+            # rank, the collective times out.
             logger.info("group '%s': calls were not compared: %s", self.name, error)
             work.fail(error)
-        except BaseException as error:  # noqa: BLE001 - else it would be lost on this thread
+        except BaseException as error:  # noqa: BLE001 - otherwise the error would be lost on this thread
             work.fail(self._in_flight.report_and_fail(error))
         else:
             work.succeed()
@@ -517,7 +517,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def beside(self, host: ProcessGroup) -> NcclGroup:
-        """As `ProcessGroup.beside`. The new group connects when it is first used, and uses nothing of the aborted one."""
+        """As `ProcessGroup.beside`. The new group connects when it is first used, and uses nothing of the aborted group."""
         before = self._connector
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
@@ -560,7 +560,7 @@ class NcclGroup(EngineGroup):
         self._plans.clear()
         try:
             if self._in_flight.drain(self.timeout_s):
-                # Before the communicators go: from here on, the monitor asks none of them.
+                # Stop before the communicators are destroyed: from now on, the monitor does not ask them.
                 self._in_flight.stop()
                 self._connections.give_back()
                 return
@@ -569,7 +569,7 @@ class NcclGroup(EngineGroup):
                 TransportError(f"what was in flight did not finish when the group was closed on {self.place()}")
             )
             failure = self._in_flight.failure
-            # The program has not seen the failure, and would trust the results since then.
+            # If the program has not seen the failure, it would trust the results since then.
             if failure is not None and not failure.was_told:
                 raise failure.tell()
         finally:
@@ -578,7 +578,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _abort(self, failure: BaseException) -> None:
-        """Fail all calls in flight. Does not wait for the turn, because the thread that has it may be stuck in NCCL."""
+        """Fail all calls in flight. Does not wait for the turn, because the thread that has the turn may be stuck in NCCL."""
         self._end_in_flight(failure)
         if self._owns_rendezvous:
             self._connector.rendezvous.abort()
@@ -601,7 +601,7 @@ class NcclGroup(EngineGroup):
     @override
     def _check_usable(self, signature: Signature) -> None:
         failure = self._in_flight.failure
-        # A closed group raises that it is closed, so this program does not see the failure here.
+        # If the group is closed, the base class raises another error, so the program does not see the failure here.
         if failure is not None and not self._closed:
             failure.tell()  # only to note it: the base class raises the error
         super()._check_usable(signature)
@@ -609,7 +609,7 @@ class NcclGroup(EngineGroup):
 
 def _described(work: StreamWork, error: BaseException) -> BaseException:
     """NCCL's error, with the name of the collective in front."""
-    # Another library's error, or Ctrl-C: keep its type.
+    # If this is another library's error, or Ctrl-C, keep its type.
     if not isinstance(error, SynclineError):
         return error
     described = error.reworded(f"{work.launch.describe()}: {error}")

@@ -23,8 +23,8 @@ LONGEST_PAUSE_S = 2e-3
 # While calls are in flight, each rank asks this often whether another rank has failed.
 _HEAR_S = 1.0
 
-# The monitor holds no references to its objects. A program may drop a group and its works while calls are in flight, so this
-# set keeps the object alive.
+# The monitor holds no references to the objects that it calls. A program may drop a group and its works while calls are in
+# flight, so this set keeps the group's `InFlight` alive.
 _busy: set[InFlight] = set()
 
 
@@ -33,8 +33,8 @@ class Failure:
 
     Attributes:
         error: the error.
-        was_told: whether the program has seen the error. If not, `close` must raise it, because results since then are garbage,
-            and the program does not know this.
+        was_told: whether the program has seen the error. If not, `close` must raise the error, because results since the
+            failure are garbage, and the program does not know this.
     """
 
     __slots__ = ("error", "was_told")
@@ -50,7 +50,7 @@ class Failure:
 
 
 class FatalError(Exception):
-    """Carries an error that ends the group out of the code that holds locks. Never leaves the group.
+    """Raised by code that holds locks, if an error must end the group after the locks are released. Users never see it.
 
     Attributes:
         error: the error that ends the group.
@@ -62,7 +62,7 @@ class FatalError(Exception):
 
 
 class Waiter(Protocol):
-    """An object that waits for a launch: its work."""
+    """An object that waits for a launch: the launch's work."""
 
     def fail(self, failure: Failure) -> None:
         """Called when the launch has failed. The caller holds no lock."""
@@ -73,26 +73,26 @@ class Launch:
 
     Note [Memory in flight]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    The stream reads and writes the caller's tensors after the call has returned. As soon as the caller drops them, torch's
-    allocator would reuse their memory. So the `Call` holds references to the tensors until one of these events:
+    The stream reads and writes the caller's tensors after the call has returned. If the caller drops the tensors, torch's
+    allocator may reuse their memory at once. So the `Call` holds references to the tensors until one of these events:
 
-    1. `wait` has ordered the stream from which the collective was issued after the collective. From then on the collective is
-       like a kernel of this stream: memory that is freed there is reused in order.
+    1. `wait` is called, while the current stream is the stream from which the collective was issued. `wait` makes this stream
+       wait for the collective. So whatever uses the freed memory next on this stream comes after the collective.
     2. The monitor, or a thread that blocks, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
-    `InFlight` holds the launch, but not the work, which keeps the outputs as its result. So after `wait`, memory is free as
-    soon as the caller drops the work and the tensors. We do not need `record_stream`, which would delay reuse. A collective's
-    own copies are made on its own stream, and need no protection.
+    `InFlight` holds the launch, but not the work. (The work keeps the outputs, because they are its result.) So after `wait`,
+    memory is free as soon as the caller drops the work and the tensors. We do not need `record_stream`, which would delay
+    reuse. Copies that a collective needs are allocated on the communicator's stream, and need no protection.
 
     Args:
         calls: the calls of this launch.
         describe: returns the launch's name for messages.
         timeout_s: the time limit from now on, in seconds.
-        waiter: learns of a failure, if it still exists then.
+        waiter: is told of a failure. The launch holds only a weak reference to it.
 
     Attributes:
-        captured: whether it is part of a CUDA graph. Then its event has no meaning outside the graph.
+        captured: whether the launch is part of a CUDA graph. If so, its event has no meaning outside the graph.
     """
 
     __slots__ = ("_event", "_waiter", "calls", "captured", "describe", "scope")
@@ -110,13 +110,13 @@ class Launch:
         self._event, self.captured = event, captured
 
     def is_over(self) -> bool:
-        """Whether the GPU is done with it. Always true for a captured launch.
+        """Whether the GPU is done with the launch. Always true for a captured launch.
 
         Raises:
             TransportError: the GPU faulted.
         """
         event = self._event
-        # Not issued yet: it cannot be over. Captured: the event has no meaning outside of the graph.
+        # A launch that is not issued yet is not over. A captured launch counts as over: its event has no meaning here.
         if event is None or self.captured:
             return self.captured
         try:
@@ -164,23 +164,23 @@ class InFlight:
     this). After the first failure, these steps follow:
 
     1. The failure is recorded. From now on every new collective of the group raises it.
-    2. Every work that is still in flight fails with it. Threads that block in `wait` wake and raise; later `wait`s raise. Works
-       that were over before stay successful.
-    3. The communicators are aborted: their kernels leave the GPU. Streams that were ordered after them go on, with garbage.
-       Each communicator is aborted on a thread of its own, because NCCL waits there for kernels of the others, or for CUDA
+    2. Every work that is still in flight fails with the recorded error. Threads that block in `wait` wake and raise the error;
+       later `wait`s raise it, too. Works that were over before stay successful.
+    3. The communicators are aborted: their kernels leave the GPU. Streams that wait for these kernels go on, with garbage. Each
+       communicator is aborted on a separate thread, because an abort waits for kernels of other communicators, or for CUDA
        graphs. Only the end of the process waits for these threads, for a few seconds.
-    4. If the ranks met in a store, the other ranks are told. They read it within about `_HEAR_S` seconds.
+    4. If the ranks met in a store, the failure is written to the store. The other ranks read it within about `_HEAR_S` seconds.
 
-    A thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`) wakes because of 3. The next
-    operation of this thread on the group raises the named error: it cannot issue another collective, wait for the failed one,
-    or close the group without the error.
+    A thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`) wakes because of step 3. The
+    next operation of this thread on the group raises the recorded error: a new collective, a wait for the failed collective,
+    or `close`.
 
-    The monitor calls `look` while a launch is in flight. `look` holds no lock while it asks CUDA or NCCL. So a thread that is
-    stuck there, or inside a call of NCCL, cannot prevent another thread from aborting.
+    The monitor calls `look` while a launch is in flight. `look` holds no lock while it asks CUDA or NCCL. So if CUDA or NCCL
+    never returns, another thread can still abort the communicators.
 
     Args:
         place: returns the group and the rank in words, for errors.
-        background: makes a context for each thread that is started here; called when the thread starts.
+        background: makes a context for `look`, and for each thread that aborts a communicator.
         report: writes a report of a failure, and returns the failure with the place of the report.
         tell: tells the other ranks that the group has failed here; may block.
         hear: returns why another rank will not come any more, or None; may block.
@@ -215,13 +215,13 @@ class InFlight:
         return self._failure
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Why waiting in this group is useless; None while it has not failed."""
+        """Why waiting in this group is useless; None if the group has not failed."""
         return None if self._failure is None else TransportError("the group has failed meanwhile")
 
     # ---- communicators and launches ----
 
     def attach(self, communicator: Communicator) -> None:
-        """Add a communicator. After a failure it is aborted at once."""
+        """Add a communicator. If the group has failed, the communicator is aborted at once."""
         with self._changed:
             if self._failure is None:
                 self._communicators.append(communicator)
@@ -230,7 +230,7 @@ class InFlight:
         self._abort(communicator, [])
 
     def watch(self, launch: Launch) -> None:
-        """Add a launch before it is issued, because NCCL may never return. After a failure the launch fails at once."""
+        """Add a launch before it is issued, because NCCL may never return. If the group has failed, fail the launch at once."""
         with self._changed:
             failure = self._failure
             if failure is None:
@@ -272,7 +272,7 @@ class InFlight:
         return not self._pending
 
     def look(self, now_s: float) -> None:
-        """Release launches that are over, and end the group if there is a problem. The monitor calls it."""
+        """Release launches that are over, and end the group if there is a problem. The monitor calls this method."""
         with self._background():
             found = self._problem(now_s)
             if found is not None:
@@ -288,7 +288,7 @@ class InFlight:
         # Nobody waits for the GPU, so neither NCCL nor the store needs to be asked.
         if not pending:
             return None
-        # NCCL's error names the cause, so it comes before a time limit that follows from it.
+        # Ask NCCL before the time limits are checked: NCCL's error names the cause, and a time-out may only follow from it.
         for communicator in communicators:
             try:
                 communicator.check()
@@ -310,7 +310,7 @@ class InFlight:
                     return TransportError(
                         f"{waiting.describe()} will not finish, because another rank does not come: {failure}"
                     )
-        # The store may block, so it is asked on a thread. A new thread starts only when the last one has answered.
+        # `_hear` may block, so a separate thread calls it. A new thread starts only when the last thread has answered.
         if self._hearing is None and now_s >= self._next_hearing_s:
             self._next_hearing_s = now_s + _HEAR_S
             self._hearing = DetachedCall(self._hear, "syncline-nccl-hear")
@@ -320,7 +320,7 @@ class InFlight:
         """Release launches that are over.
 
         Raises:
-            TransportError: the GPU faulted. From then on, every question to the GPU raises.
+            TransportError: the GPU faulted. From then on, every question to the GPU raises an error.
         """
         with self._changed:
             pending = list(self._pending)
@@ -338,8 +338,8 @@ class InFlight:
     # ---- the end; see Note [Failure over NCCL] ----
 
     def fail(self, error: BaseException) -> None:
-        """End the group. Any thread that holds no lock may call it. The first failure counts."""
-        # What is over by now stays successful, so look once more.
+        """End the group. Any thread that holds no lock may call it. Only the first failure has an effect."""
+        # Launches that are over by now stay successful, so release them first.
         try:
             self._reap()
         except TransportError:
@@ -358,10 +358,10 @@ class InFlight:
                 tensors += launch.fail(failure)
             except Exception:  # noqa: BLE001 - if a faulty GPU breaks one future, the others must still fail
                 pass
-        # After all launches have failed: each abort must hold the tensors of all of them.
+        # Abort only after all launches have failed, because each abort must hold the tensors of all launches.
         for communicator in communicators:
             self._abort(communicator, tensors)
-        # On a thread, because the store may not answer.
+        # Tell the other ranks on a separate thread, because the store may not answer.
         DetachedCall(lambda: self._tell(error), "syncline-nccl-tell")
 
     def report_and_fail(self, error: BaseException) -> BaseException:

@@ -58,16 +58,16 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
             f"CuPy {cupy.__version__} finds no NCCL library (libnccl.so.2); load the site's module, or "
             f"`pip install nvidia-nccl-cu{cuda_major}`"
         )
-    # Older versions have bfloat16, too, but return the unique id as signed chars.
+    # Older versions return the unique id as signed chars, which our code does not accept.
     if int(cupy.__version__.split(".")[0]) < _OLDEST_CUPY:
         return f"CuPy {cupy.__version__} is too old, expected {_OLDEST_CUPY} or newer; `pip install --upgrade {packages}`"
     return None
 
 
 def preload_nccl() -> None:
-    """Load NCCL before CuPy looks for it: the loaded one (torch's), else the site's, else the one from PyPI.
+    """Load NCCL before CuPy looks for it: the library that torch has loaded, else the site's, else the one from PyPI.
 
-    If there is none, do nothing: importing CuPy's NCCL then says so.
+    If there is no library, do nothing: `cupy_problem` then reports this.
     """
     for candidate in ("libnccl.so.2", *map(str, _from_pypi())):
         try:

@@ -1,4 +1,4 @@
-"""NcclPlan carries out one signature by calls on a communicator, which put everything on its stream."""
+"""NcclPlan runs the calls of one signature. It calls the communicator, which puts all work on the communicator's stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .communicator import Communicator, NativeReduction, as_reduced, native_redu
 
 
 class NcclPlan(Plan):
-    """Carries out one signature. Run it while the communicator's stream is current. It never waits for the GPU.
+    """Runs the calls of one signature. Run it while the communicator's stream is current. It never waits for the GPU.
 
     If NCCL can do a reduction, the plan makes one call of NCCL. Moves take one call, or several calls in one group of NCCL. For
     any other reduction, the ranks exchange their terms and reduce them in rank order, which takes several calls, one after the
@@ -29,7 +29,7 @@ class NcclPlan(Plan):
         reproducible: use rank order for reductions whose result depends on the order.
 
     Attributes:
-        in_steps: whether the plan calls NCCL several times in sequence. Such a call cannot share a group of NCCL with others.
+        in_steps: whether the plan calls NCCL several times in sequence. If so, its calls cannot be part of a batch.
     """
 
     def __init__(self, comm: Communicator, signature: Signature, device: torch.device, *, reproducible: bool = False) -> None:
@@ -43,7 +43,7 @@ class NcclPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """NCCL's own algorithm, or an exchange of the terms."""
+        """The name of NCCL's own algorithm, or of an exchange of the terms."""
         return "exchange over NCCL" if self.in_steps else "NCCL"
 
     def pack(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -129,7 +129,7 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_slice(block))
 
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Reduce in rank order: each rank reduces one slice, then all gather the slices. 2 n (p-1)/p bytes, as in a ring."""
+        """Reduce in rank order: each rank reduces one slice, then all gather the slices. As in a ring, 2 n (p-1)/p bytes."""
         size = self._comm.size
         # Each rank reduces one slice, so all slices must have the same size.
         padded = part.new_zeros(-(-part.numel() // size) * size)
@@ -191,7 +191,7 @@ def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
 
 
 class Issue(NamedTuple):
-    """A call with its plan and its tensors. It holds the tensors itself, because the call may release its own at any time."""
+    """A call with its plan and its tensors. The issue holds the tensors itself, because the call may drop its references."""
 
     plan: NcclPlan
     call: Call
@@ -207,7 +207,8 @@ class Issue(NamedTuple):
 def put(comm: Communicator, issues: Sequence[Issue]) -> None:
     """Put calls on the current stream: pack, run the plans, unpack. Several calls become one group of NCCL."""
     packed = [issue.plan.pack(issue.reads, issue.writes) for issue in issues]
-    # All packing comes before the group and all unpacking after it: a group starts only at its end, but copies start at once.
+    # All packing comes before the group, and all unpacking after it: copies start at once, but NCCL starts the calls of a group
+    # only when the group is closed.
     with comm.group() if len(issues) > 1 else nullcontext():
         for issue, (part, whole) in zip(issues, packed, strict=True):
             issue.plan.run(part, whole, issue.call)

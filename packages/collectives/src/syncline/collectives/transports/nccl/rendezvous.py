@@ -1,4 +1,4 @@
-"""Let ranks meet on the host, before NCCL connects them, and to compare their calls."""
+"""Let ranks exchange messages over the host: before NCCL connects them, and when they compare their calls."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ...tensors.layout import contents
 Payload: TypeAlias = dict[str, Any]
 # The key of an error message that is sent in place of a decision.
 _COULD_NOT = "could not decide"
-# The pauses between two checks for a key: short at first, then longer and longer. We do not use torch's `wait`: meanwhile the
-# store answers no other thread, and the wait cannot be interrupted.
+# The pauses between two checks for a key: short at first, then longer and longer. We do not use torch's `wait`: during a wait,
+# the store answers no other thread, and nothing can interrupt the wait.
 _FIRST_PAUSE_S = 0.5e-3
 _LONGEST_PAUSE_S = 0.05
-# A thread that waits while another one receives checks its scope this often.
+# While one thread receives, a thread that waits for it checks its scope this often.
 _LOOK_S = 0.1
 
 
@@ -98,7 +98,7 @@ class Rendezvous(ABC):
         try:
             return self._receive(topic, to, sender, scope)
         except Exception as error:
-            # A cancelled scope has the real reason, and needs no other words.
+            # If the scope was cancelled, the error is the reason that was given. Raise it unchanged.
             if error is scope.reason:
                 raise
             raise TransportError(
@@ -125,7 +125,7 @@ class Rendezvous(ABC):
 
     @property
     def owns_group(self) -> bool:
-        """Whether `group` is used by nobody else, so that this rendezvous must close it."""
+        """Whether this rendezvous must close `group`, because nobody else uses the group."""
         return False
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class StoreRendezvous(Rendezvous):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         received: Payload = json.loads(self._store.get(key))
-        self._store.delete_key(key)  # only this rank reads it; a job compares calls in every step, so keys would pile up
+        self._store.delete_key(key)  # only this rank reads it; each step has a comparison, so keys would pile up
         return received
 
     @override
@@ -174,7 +174,7 @@ class GroupRendezvous(Rendezvous):
     """Sends payloads as messages of a host group, such as an MPI group, of the same ranks.
 
     Args:
-        group: the host group. Only `send` and `recv` are used, which have no place in the order of its collectives.
+        group: the host group. This class uses only `send` and `recv`, because they have no place in the order of collectives.
         owned: whether to close the group at the end.
     """
 
@@ -211,7 +211,7 @@ class GroupRendezvous(Rendezvous):
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         with self._lock:
             sending = self._sending[to, _tag(topic)]
-        with sending:  # no other message with this tag may come between the two
+        with sending:  # no other message with this tag may come between length and text
             for message in (length, torch.frombuffer(bytearray(text), dtype=torch.uint8)):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
@@ -230,7 +230,7 @@ class GroupRendezvous(Rendezvous):
         return received
 
     def _receive_into(self, tensor: torch.Tensor, sender: int, tag: int, scope: CancelScope) -> None:
-        # A single wait for the whole time limit: Gloo breaks all its connections when a wait for a message times out.
+        # Wait only once, for the whole time limit: Gloo breaks all its connections when a wait for a message times out.
         self._group.recv(tensor, sender, tag, async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
 
@@ -256,7 +256,7 @@ class _Inbox:
             try:
                 received = receive_next()
             finally:
-                # Also after an error: otherwise no other thread could take over.
+                # Do this also after an error, so that another thread can receive instead.
                 with self._condition:
                     self._is_receiving = False
                     if received is not None:

@@ -36,7 +36,7 @@ class Batch:
 
 
 class StreamWork(Work):
-    """The work of one collective or of a batch. It is made before the calls are issued, so its time limit covers the issuing.
+    """The work of one call or of a batch. The object exists before the calls are issued, so its time limit covers the issuing.
 
     Note [Memory in flight] in `in_flight` says which object holds the tensors, and how long.
 
@@ -49,7 +49,7 @@ class StreamWork(Work):
         device: the device of the tensors.
         timeout_s: the time limit from now on, in seconds.
         source: for a receive, the rank that sends.
-        batch: the batch, if it is the work of one.
+        batch: the batch, if this is the work of a batch.
 
     Attributes:
         launch: the launch that `InFlight` watches.
@@ -96,13 +96,13 @@ class StreamWork(Work):
         """Note that all calls are on a stream, or captured into a CUDA graph. Call `settle` next, while you hold no lock."""
         self._stream, self._event = stream, event
         self.launch.is_issued(event, captured=captured)
-        if captured:  # the calls are over for the recorder, but `wait` must order the stream before the tensors may go
+        if captured:  # the recorder sees the calls as over, but the tensors are needed until `wait` has ordered the stream
             self._held = [tensor for call in self.launch.calls for tensor in (*call.reads, *call.writes)]
             for call in self.launch.calls:
                 call.is_over(DONE)
 
     def fail(self, failure: Failure) -> None:
-        """Wake every waiter with an error. The first failure counts. Runs callbacks, as `settle` does."""
+        """Wake every waiter with an error. Only the first failure is kept. Runs callbacks, as `settle` does."""
         self._failure = self._failure or failure
         self.settle()
 
@@ -118,11 +118,11 @@ class StreamWork(Work):
     # ---- Work ----
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Order the current stream after the collective. With a timeout, also block the CPU until it is over."""
+        """Order the current stream after the collective. With a timeout, or for a barrier, block the CPU until it is over."""
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
-        # The peer is not connected yet, or the batch is still open.
+        # If the peer is not connected yet, or the batch is still open, wait until the call is issued.
         if not self._is_issued:
             if self._batch is not None and self._batch.is_here():
                 raise MisuseError(f"{describe()}: its batch is still open, so it would never come; wait after `coalescing`")
@@ -133,12 +133,12 @@ class StreamWork(Work):
         blocks = self._blocks or timeout_s is not None
         if capturing and blocks:
             raise MisuseError(f"{describe()}: a CUDA graph is being captured, so nothing can be waited for on the CPU")
-        # A captured launch has an event that only other captured work can wait for.
+        # Only operations of the same capture can wait for the event of a captured launch.
         if capturing or not self.launch.captured:
             self._order_current_stream()
         if blocks:
             self._block(scope)
-        # On another stream than the one of the issue, the tensors must be held for longer: Note [Memory in flight] in
+        # If the current stream is not the stream of the issue, keep holding the tensors; see Note [Memory in flight] in
         # `in_flight`.
         if blocks or self._runtime.current_stream(self._device) == self._issued_from:
             self.launch.release()
@@ -164,7 +164,7 @@ class StreamWork(Work):
         return self._source
 
     def get_future(self) -> TensorsFuture:
-        """A CUDA future. For the CPU it is complete once the collective is issued; streams are ordered after the collective.
+        """A CUDA future. On the CPU it is complete once the collective is issued. Streams that use it wait for the collective.
 
         A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `group`. There are two
         exceptions: for a transfer whose peer is not connected yet, and for a batch that is still open, the callback runs later,
@@ -180,7 +180,9 @@ class StreamWork(Work):
         return asked
 
     def _due(self) -> TensorsFuture | None:
-        """The future, if the caller must complete it now: it was asked for, the call is issued, and no other thread does it.
+        """The future, if the caller must complete it now; else None.
+
+        This is so if the future was asked for, the call is issued, and no other thread completes the future.
 
         The caller holds `_changed`.
         """
@@ -211,7 +213,7 @@ class StreamWork(Work):
         pause_s = FIRST_LOOK_S
         while not self.launch.is_over():
             if scope.is_over():
-                # The group's failure says more than a time limit that follows from it.
+                # If the group has failed, its failure says more than the time-out that follows from it.
                 self._raise_failure()
                 raise self._not_in_time(scope)
             self._until(lambda: self._failure is not None, min(pause_s, scope.remaining_s()))
@@ -219,7 +221,7 @@ class StreamWork(Work):
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until `is_so`, or for so many seconds; returns whether it is so."""
+        """Wait until `is_so` returns True, but at most `limit_s` seconds. Return its last answer."""
         with self._changed:
             return self._changed.wait_for(is_so, min(limit_s, threading.TIMEOUT_MAX))
 

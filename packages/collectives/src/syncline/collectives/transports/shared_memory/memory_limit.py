@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-# Left free, because otherwise the next page that any process touches would exceed the limit.
+# These bytes stay free. Otherwise the next page that any process touches would exceed the limit.
 HEADROOM_BYTES = 32 << 20
-_UNLIMITED = 1 << 62  # version 1 of control groups writes a number near this one where version 2 writes "max"
+_UNLIMITED = 1 << 62  # if there is no limit, version 1 of control groups writes a larger number, and version 2 writes "max"
 
 
 class Limit(NamedTuple):
@@ -35,7 +35,7 @@ class Room(NamedTuple):
     """How much memory each process of a node can have.
 
     Attributes:
-        each_bytes: bytes for each process, if all take as much at once.
+        each_bytes: bytes for each process, if all processes take this amount at once.
         limit: the limit that is reached first.
         sharers: how many of the processes are under this limit.
     """
@@ -74,7 +74,7 @@ class _Kind(NamedTuple):
     controller: str  # in /proc/self/cgroup
     limit: str
     usage: str
-    cache: tuple[str, str]  # in memory.stat, with all groups inside
+    cache: tuple[str, str]  # in memory.stat; these numbers include the groups inside this group
 
 
 _KINDS = (
@@ -127,7 +127,7 @@ def _limit(folder: Path, kind: _Kind) -> Limit | None:
         if most >= _UNLIMITED:
             return None
         used, status = int((folder / kind.usage).read_text()), folder.stat()
-    except (OSError, ValueError):  # the top group has no such file; no limit is written as "max"
+    except (OSError, ValueError):  # the top group has no such file; "max" is not a number, and means "no limit"
         return None
     statistics = _fields(folder / "memory.stat")
     # The kernel drops file cache before it kills a process.
@@ -145,5 +145,5 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="surrogateescape").splitlines()
     except OSError:
-        # This version of control groups is not in use here, or its file is hidden: no limit is known from it.
+        # The system has no such file, or hides it. Then no limit is known from this file.
         return []

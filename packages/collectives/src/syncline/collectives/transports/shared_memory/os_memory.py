@@ -14,7 +14,7 @@ from pathlib import Path
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MADV_COLLAPSE = 25  # since Linux 6.1; Python's mmap names it since 3.15
-_LARGEST_USEFUL = 16 << 20  # most tensors are smaller than a larger page (aarch64 has pages of 512 MiB)
+_LARGEST_USEFUL = 16 << 20  # larger pages are larger than most tensors (aarch64 has huge pages of 512 MiB)
 
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350}  # numbers of the system call
 _CLOSE_ON_EXEC = 1
@@ -36,15 +36,15 @@ def huge_page_bytes() -> int:
 def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
     """Make the kernel replace small pages by huge pages with the same content, as far as it can within the time given.
 
-    Call it at any time, also while the memory is in use; one process does it for all that share the memory. Only speed depends
-    on it. Kernels before 6.1 cannot do it. Later ones do it with any setting for shared memory except `deny`. Measured cost: 1
-    to 4 ms for each page of 2 MiB.
+    Call it at any time, also while the memory is in use. One process calls it for all processes that share the memory. Only
+    speed depends on huge pages. Kernels before 6.1 cannot replace pages; later kernels can, unless their setting for shared
+    memory is `deny`. Measured cost: 1 to 4 ms for each page of 2 MiB.
 
     Args:
         mapping: the mapped memory.
         start: the first byte, as an offset in `mapping`; its address must be a multiple of the size of a huge page.
         stop: the end, as an offset. An incomplete huge page at the end stays as it is.
-        seconds: the time limit; pages that are left then stay as they are.
+        seconds: the time limit. Pages that are not replaced by then stay as they are.
 
     Returns:
         The number of bytes that are in huge pages now.
@@ -57,7 +57,7 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
             mapping.madvise(_MADV_COLLAPSE, start, step)
             done += step
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM):  # these concern only this page; go on
+            if error.errno not in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM):  # these concern only this page
                 break
         start += step
     return done
@@ -66,8 +66,8 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
 def create_memory_file(name: str) -> int:
     """Make a new file that is in no file system, and return its descriptor.
 
-    Python has `os.memfd_create` only if its C library had it (glibc 2.27); the kernel has it since 3.17. So without the
-    function, make the system call directly.
+    Python has `os.memfd_create` only if it was built with a C library that has the function (glibc 2.27). The kernel has the
+    system call since 3.17. So if Python lacks the function, make the system call directly.
 
     Raises:
         OSError: this system has no such files.
@@ -116,7 +116,7 @@ def move_pages(source: int, nbytes: int, target: int) -> None:
 
 
 def update(target: int, source: int, nbytes: int) -> None:
-    """Copy memory if it differs. Comparing takes half the time of copying, and allocates no page that was never written."""
+    """Copy memory if it differs. A comparison takes half the time of a copy, and allocates no pages that nobody has written."""
     if _c().memcmp(target, source, nbytes):
         ctypes.memmove(target, source, nbytes)
 

@@ -34,31 +34,33 @@ class Segment(mmap.mmap, Inherited):
         ^ offset 0             ^ offset 0             ^ offset 0
 
     The mapping lasts as long as this object, and each tensor made by `view` keeps a reference to it. So the memory exists while
-    any rank has a tensor in it, and is freed after the last one. Nobody calls `close`.
+    any rank has a tensor in it, and is freed with the last tensor. Nobody calls `close`.
 
-    The segment keeps no descriptor open. (Python's mmap would keep one for each file. So it first maps plain memory, and
-    `map_over` then puts the file in its place. Python unmaps the address at the end, whatever is mapped there.)
+    The segment keeps no descriptor open. (Python's mmap would keep a descriptor for each file. So the segment first maps memory
+    without a file, and `map_over` then maps the file over this memory. Python later unmaps whatever is at this address.)
 
-    If the segment is at least as large as a huge page, it starts at a multiple of a huge page. Some mapped memory before and
-    after it is then unused.
+    If the segment is at least as large as a huge page, it starts at a multiple of the size of a huge page. Then some mapped
+    memory before and after the segment is unused.
 
     Note [Segments in a fork]
     ~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forked child inherits the mapping: its parent and the other ranks would see what it writes. So in the child the pages are
-    replaced by private pages with zeros, at the same address. The exception is this rank's part if it holds tensors of the user
-    (`holds_tensors`): the child sees them as they were at the fork. The kernel has no copy-on-write for shared pages. So the
-    parent keeps a copy in private memory, and updates it before each fork; in the child, its pages replace the shared ones.
+    A forked child inherits the mapping: its parent and the other ranks would see what the child writes. So in the child the
+    pages are replaced by private pages with zeros, at the same address.
 
-    Cost: a fork compares the part with the copy, and copies it if it has changed. (A DataLoader forks its workers one after the
-    other, and nothing changes in between.) The copy needs as much memory as the part. The parent and all its forked children
-    share this memory until one of them writes.
+    But if this rank's part holds tensors of the user (`holds_tensors`), the child sees these tensors as they were at the fork.
+    The kernel has no copy-on-write for shared pages. So the parent keeps a copy of the part in private memory, and updates this
+    copy before each fork. In the child, the pages of the copy replace the pages with zeros.
+
+    Cost: a fork compares the part with the copy, and copies the part if it has changed. (A DataLoader forks its workers one
+    after the other, and nothing changes in between.) The copy needs as much memory as the part. The parent and all its forked
+    children share this memory until one of them writes.
 
     Attributes:
         lead_bytes: how many bytes are mapped before the first part.
         holds_tensors: whether this rank's part holds tensors of the user.
 
     Args:
-        file: a descriptor of a file with room for `parts` padded parts; may be closed afterwards.
+        file: a descriptor of a file with room for `parts` padded parts. The caller may close it afterwards.
         parts: the number of parts.
         part_bytes: the size of each part, in bytes.
         mine: the number of this rank's part.
@@ -74,7 +76,7 @@ class Segment(mmap.mmap, Inherited):
     def __new__(cls, file: int, parts: int, part_bytes: int, mine: int) -> Segment:  # noqa: D102 - the class says it
         nbytes = parts * padded(part_bytes)
         alignment = huge_page_bytes() if nbytes >= huge_page_bytes() else 0
-        # Private: then only the unused rest before and after the file counts as committed memory.
+        # This mapping is private. So after `map_over`, only its unused memory before and after the file counts as committed.
         segment = super().__new__(cls, -1, alignment + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         segment.parts = parts
         segment.part_bytes = part_bytes
@@ -104,7 +106,7 @@ class Segment(mmap.mmap, Inherited):
             move_pages(_address(self._copy), padded(self.part_bytes), self.address())
 
     def use_huge_pages(self) -> None:
-        """Use huge pages for this rank's part, for all ranks, where possible. Waits at most `HUGE_PAGES_SECONDS`."""
+        """Use huge pages for this rank's part where possible; all ranks profit. Waits at most about `HUGE_PAGES_SECONDS`."""
         size = huge_page_bytes()
         if size:
             # Both ends are rounded up, so each huge page is collapsed by exactly one rank.
@@ -159,8 +161,8 @@ def create_file(name: str, nbytes: int) -> int:
 def reserve(file: int, part_bytes: int, part: int) -> None:
     """Allocate the pages of a part now, so that a lack of memory is an error here and not a bus error later.
 
-    This finds a lack of memory of the machine, and a limit on the size of files. Ask `memory_limit` before: if a process
-    exceeds the limit of its control group, the kernel kills it without an error.
+    The error shows that the machine lacks memory, or that the size of files is limited. Ask `memory_limit` before: if a process
+    exceeds the limit of its control group, there is no error, but the kernel kills the process.
 
     Raises:
         OSError: no memory is left.
@@ -176,7 +178,7 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
             restricted /proc), or the descriptor is another file.
     """
     path = f"/proc/{pid}/fd/{file}"
-    # With another namespace of processes, the number may mean another process here.
+    # If the other process has another namespace of processes, `pid` may be the number of a third process here.
     if os.readlink(path) != f"/memfd:{name} (deleted)":
         raise OSError(f"{path} is not the memory that rank 0 of the node made; do the ranks live in different containers?")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -189,7 +191,7 @@ class FdServer:
     see the socket's name, and asking the kernel for the peer's user does not help: a user namespace shows all foreign users as
     one.)
 
-    `serve` never waits. Call it when all clients have connected and sent; the kernel completes both without the server.
+    `serve` never waits. Call it when all clients have connected and sent the token. The kernel does both without the server.
 
     Args:
         file: the file's descriptor.
@@ -237,7 +239,7 @@ def request_fd(address: str, token: bytes) -> socket.socket:
     """Connect to a server and show the token.
 
     Raises:
-        OSError: no server is there, because it is on another machine or in another network namespace.
+        OSError: the server cannot be reached, because it is on another machine or in another network namespace.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
