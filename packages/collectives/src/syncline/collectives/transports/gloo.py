@@ -244,7 +244,7 @@ def connect(
 
     Gloo's own time limit holds for each of its steps, not for the whole connection. So the ranks first meet in the store, which
     shows whether a rank does not come. Then Gloo connects on a separate thread. When the time limit is reached, this rank no
-    longer waits for this thread. If `liveness` is given, the ranks already know each other, and do not meet in the store.
+    longer waits for this thread. If `liveness` is given, the ranks already know each other, and skip the first meeting.
 
     Args:
         store: the store in which the ranks meet.

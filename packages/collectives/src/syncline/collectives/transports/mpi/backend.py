@@ -58,12 +58,12 @@ class MPIBackend(Backend):
         with Connecting(request.timeout_s, request.stall_warning_s) as connecting:
             if launch is not None:
                 connecting.set_place(launch.rank, launch.world_size)
-            # Once for each node, not once for each rank.
+            # Warn once for each node, not once for each rank.
             if launch is not None and launch.local_rank == 0:
                 _warn_of_little_memory(launch.local_world_size or 1)
-            # From here on a rank that does not come ends the wait, because `connecting` watches it.
+            # From here on, `connecting` watches the wait for the other ranks, and ends it if a rank does not come.
             start(connecting)
-            from .connection import connect  # imports mpi4py.MPI, which needs an MPI library: `missing` has found one
+            from .connection import connect  # imports mpi4py.MPI, which needs the MPI library that `missing` has found
 
             return connect(request, connecting)
 
@@ -71,14 +71,14 @@ class MPIBackend(Backend):
 def _warn_of_little_memory(local_size: int) -> None:
     from mpi4py import MPI
 
-    # Once MPI runs, it has its memory already.
+    # If MPI runs already, it has its memory already, so there is nothing to warn of.
     warning = None if MPI.Is_initialized() else little_shared_memory(MPI.get_vendor()[0], local_size)
     if warning is not None:
         logger.warning("%s", warning)
 
 
 def _check_init_method(request: ConnectRequest) -> None:
-    # The other two forms say that the launcher connects the ranks, which MPI does.
+    # "mpi://" and "env://" say that the launcher connects the ranks. This is true for MPI.
     if request.init_method not in (None, "mpi://", "env://"):
         raise LaunchError(
             f"init_method {request.init_method!r} says where the ranks meet, but the ranks of backend 'mpi' were connected by "

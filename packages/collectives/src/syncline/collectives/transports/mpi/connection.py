@@ -1,4 +1,4 @@
-"""Connect the processes of an MPI job. Import it only when an MPI library can be loaded."""
+"""Connect the processes of an MPI job. Import this module only if an MPI library can be loaded."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _transport(
         )
     direct = None
     if _all_are_cuda_aware(device, communicator):
-        # CUDA memory gets a transport of its own, as only MPI's blocking form takes it. See Note [Presync] in `transport`.
+        # CUDA memory has a separate transport, because MPI's collectives on it must block. See Note [Presync] in `transport`.
         duplicate = communicator.Dup()
         with revoked_on_failure(duplicate):
             direct = MPITransport(duplicate, reproducible=request.reproducible, on_device=True)
@@ -94,7 +94,7 @@ def _transport(
 
 def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
     """Whether MPI takes CUDA memory on every rank. Every rank of the communicator calls this."""
-    # A rank without CUDA takes part in the reduction, too: else the others would wait for it.
+    # A rank without CUDA takes part in the reduction, too, because the other ranks wait for it.
     is_aware = device is not None and _cuda_awareness().is_aware
     return bool(communicator.allreduce(is_aware, MPI.LAND))
 
@@ -124,13 +124,13 @@ def _check_threads() -> None:
 
 def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
     launch = request.launch
-    # A launcher without MPI, such as torchrun: each process would be rank 0 of its own MPI world.
+    # If the launcher does not start MPI programs (such as torchrun), each process is rank 0 of a separate MPI world.
     if launch is not None and not launch.is_mpi and launch.least_world_size() > size:
         raise LaunchError(
             f"backend 'mpi' was asked for, but {launch.launcher} started these {launch.least_world_size()} ranks and does not "
             "start MPI programs. Start them with mpiexec or srun, or choose backend 'gloo' (unset SYNCLINE_BACKEND)"
         )
-    # The launcher started more ranks than this MPI sees: it belongs to another MPI.
+    # If the launcher started another number of ranks than this MPI sees, the launcher belongs to another MPI.
     if launch is not None and (launch.least_world_size() > size or launch.world_size not in (None, size)):
         raise LaunchError(other_mpi(launch.launcher, launch.least_world_size(), library_name(), size))
     if request.world_size is not None and request.world_size != size:

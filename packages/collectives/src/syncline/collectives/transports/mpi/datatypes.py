@@ -54,7 +54,8 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
     """Return the MPI type and the MPI reduction that give exactly the result of `op`, or None if MPI has none.
 
-    For AVG and PREMUL_SUM the reduction is a SUM, and the caller scales the result. The function returns None for:
+    For AVG and PREMUL_SUM the reduction is a SUM. The caller divides the result of AVG, and multiplies the terms of PREMUL_SUM
+    before the reduction. The function returns None for:
 
     - dtypes that are not in `REDUCIBLE`.
     - MIN and MAX of floats: with not-a-number, MPI's result depends on the rank.

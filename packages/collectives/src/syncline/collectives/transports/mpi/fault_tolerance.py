@@ -1,7 +1,7 @@
-"""Ask MPI which ranks have failed. Only Open MPI with `mpirun --with-ft ulfm` (ULFM) can tell.
+"""Ask MPI which ranks have failed. Only Open MPI with `mpirun --with-ft ulfm` (ULFM) knows this.
 
-With other MPIs these functions find no failed ranks and do nothing. MPICH and Intel MPI have the functions of ULFM, but the
-whole job fails when a rank does.
+With other MPIs these functions find no failed ranks and do nothing. MPICH and Intel MPI have the functions of ULFM, but when
+one rank fails, the whole job fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def missing_for_shrink() -> str | None:
     """Return why the surviving ranks cannot go on, and what the user can do. Return None if they can go on."""
     if is_fault_tolerant():
         return None
-    # The right library with the wrong option: the remedy is only another start.
+    # If only the option is missing, the user need not change the library.
     if MPI.get_vendor()[0] == "Open MPI":
         return "Open MPI was started without its tolerance of faults; start the job with `mpirun --with-ft ulfm`"
     return (

@@ -47,7 +47,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
         DisagreementError: the ranks run different versions. All ranks raise it.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
-    # The first call on this communicator. After a time-out, a second call goes on with the requests of the first.
+    # Only the first call makes a meeting. After a time-out, a second call goes on with the requests of the first call.
     if meeting is None:
         meeting = _Meeting(communicator, version)
         _unfinished.append(meeting)
@@ -135,7 +135,7 @@ class _Meeting:
             return f"{ranks_in_words(absent)} did not"
         if self._rank not in self._listeners:
             return f"{ranks_in_words(self._listeners)} say which, if they have come"
-        # The block is the whole job and everybody is in it, so only a different protocol can keep the requests open.
+        # If the block is the whole job, all ranks have come. Then only another version's protocol can keep the requests open.
         if len(self._block) == self.communicator.Get_size():
             return "all have come, but one runs another version of Syncline"
         return f"of {ranks_in_words(self._block)} all have come; others say which have not"

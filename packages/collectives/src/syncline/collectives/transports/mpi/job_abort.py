@@ -15,7 +15,7 @@ There are three guards:
    rank aborts the job. If MPI tolerates faults, the rank does not abort the job, and its process then has 15 seconds to end.
 
 A program may end MPI itself with `MPI.Finalize()`, and go on. MPI first deletes the attributes of MPI_COMM_SELF, which calls
-our callback. In this callback we close our groups, and the ranks meet as in 3. Afterwards our threads must not call MPI,
+our callback. In this callback we close our groups, and the ranks meet as in guard 3. Afterwards our threads must not call MPI,
 because a call would abort the process. Threads that look at MPI now and then call it only inside `while_mpi_runs`. The end of
 MPI waits for a look that is under way, but at most one second, because the look may be blocked inside MPI.
 
@@ -55,11 +55,11 @@ from .library import no_more_mpi, while_mpi_runs
 from .neighbours import LeaveNotices
 
 # Open MPI 5.0.11 sometimes never returns from MPI_Finalize in a job that lost ranks. So a signal ends the process after this
-# time. mpiexec counts it as another lost rank, and still ends with status 0.
+# time. mpiexec counts the process as another lost rank, and still ends with status 0.
 FINALIZE_S = 15.0
 # Ranks that leave within this time need no notices.
 NOTICE_AFTER_S = 0.1
-# A rank that points to another rank gives it this long to end the job.
+# If another rank knows the cause of a failure, this rank waits this long, so that the other rank can say the cause.
 _PATIENCE_S = 10.0
 
 
@@ -68,7 +68,7 @@ def abort_on_uncaught() -> None:
     # `syncline run` or another caller prints the exception itself.
     if are_handled_elsewhere():
         return
-    # A second group must not make our hook call itself.
+    # Install the hook only once: if a second group installed it again, the hook would call itself.
     if sys.excepthook is not _on_uncaught:
         _previous_hook.append(sys.excepthook)
         sys.excepthook = _on_uncaught
@@ -84,7 +84,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
         return
     words = last_words(_who(), "failed and ends the job", error, trace)
     say(words.text)
-    # Another rank knows the cause, and its message must not be lost by an early abort.
+    # If another rank knows the cause, wait, because an early abort could lose that rank's message.
     if not words.is_all:
         with suppress(KeyboardInterrupt):
             time.sleep(_PATIENCE_S)  # the rank that says why ends the job
@@ -108,8 +108,8 @@ class ExitBarrier(Inherited):
     Attributes:
         leavers: the ranks that have left.
         liveness: finds out whose process is gone.
-        period_s: the seconds between two calls of `look` by the monitor. It calls `look` also while the rank computes, so that
-            the rank receives notices and passes them on.
+        period_s: the seconds between two calls of `look` by the monitor. The monitor calls `look` also while the rank computes,
+            so that the rank receives notices and passes them on.
         may_block: True, because `look` calls MPI.
     """
 
@@ -164,7 +164,7 @@ class ExitBarrier(Inherited):
 
     def _on_finalize(self, *_: object) -> None:
         """Close our groups, the newest first, then meet the other ranks. MPI calls this method when the program ends MPI."""
-        # MPI ends for good: `_on_exit` has met the other ranks already.
+        # If `_on_exit` has met the other ranks already, nothing is left to do.
         if self._has_met:
             return
         for group in self.leavers.open_groups():
@@ -174,11 +174,11 @@ class ExitBarrier(Inherited):
         no_more_mpi()
 
     def _on_exit(self) -> None:
-        # The program has ended MPI itself, so the ranks have met in `_on_finalize`.
+        # If the program has ended MPI itself, the ranks have met in `_on_finalize`.
         if self._has_met or MPI.Is_finalized():
             return
         status = exit_status()
-        # With an open group, other ranks may wait for this one. At a prompt, an error status is no failure of the job.
+        # If a group is open, other ranks may wait for this rank. At a prompt, an error status is no failure of the job.
         if status and self.leavers.has_open_group() and not is_interactive():
             say(f"{_who()} exits with status {status} and ends the job")
             abort_job(status)
@@ -189,7 +189,7 @@ class ExitBarrier(Inherited):
         try:
             self._meet()
         except (RankLostError, MPI.Exception) as error:
-            # The ranks that are left cannot meet without the lost one, and MPI_Finalize would wait for it.
+            # The ranks that are left cannot meet without the lost rank, and MPI_Finalize would wait for this rank.
             if not is_fault_tolerant():
                 say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
                 abort_job(status or 1)
@@ -201,17 +201,17 @@ class ExitBarrier(Inherited):
         self._wait(lambda: self._have_left(everybody_left, notice_s))
         self._notices.stop()
         self._wait(self._notices.are_sent)
-        everybody_read = self._communicator.Ibarrier()  # all notices are sent, so that none is left when MPI ends
+        everybody_read = self._communicator.Ibarrier()  # after it no rank sends notices, so none is left when MPI ends
         self._wait(everybody_read.Test)
         self._notices.close()
-        # After this, MPI has no message of ours left, so its end cannot hang on one.
+        # MPI has no message of ours any more, so no message can keep MPI from ending.
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
         """Whether all ranks have come. If not, and this rank has no call in flight, send this rank's notice once."""
         if everybody_left.Test():
             return True
-        # Calls in the queue have not begun yet, so a notice before their end would give too low a number.
+        # Calls in the queue have not begun yet. If the notice were sent before their end, it would count too few calls.
         if not self._has_told and time.monotonic() > notice_s and all_idle():
             self._has_told = True
             self._notices.leave(self.leavers.own())

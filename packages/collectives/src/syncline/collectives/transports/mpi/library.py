@@ -189,7 +189,7 @@ class MPIRequest(Request):
 
     def _end(self) -> None:
         self._over = True
-        # Not Get_count: in Open MPI 4 its result is a C int.
+        # Do not use Get_count, because its result is a C int in Open MPI 4.
         if self._receives and (sent := self._status.Get_elements(MPI.BYTE)) != self._tensor.nbytes:
             raise DisagreementError(
                 f"rank {self._status.Get_source()} sent {sent} bytes, this rank expects {self._tensor.nbytes}; make both sides "

@@ -4,7 +4,7 @@ Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
 If each of N ranks told every other rank, N^2 messages would be sent just when something is wrong. Also, a send to a rank
 without a connection may never return. MPICH over TCP connects two processes at the first send, and waits inside the send until
-the other process also calls MPI. The rank that everybody waits for may never call it.
+the other process also calls MPI. The rank that everybody waits for may never call MPI.
 
 So a rank talks only to its neighbours: the ranks that are 1, 2, 4, ... before and after it. Neighbours are connected when the
 group is made. All other ranks are at most log2 N steps away. A rank passes everything that it hears on to its neighbours::
@@ -32,7 +32,8 @@ from ...health.statements import Statements, ranks_in_words, ranks_of, runs
 from .library import Tag, while_mpi_runs
 from .waiting import yield_cpu
 
-# How long a rank listens after a time-out. With MPI's own time it must stay below the time that the monitor gives such a call.
+# How long a rank listens after a time-out. The monitor interrupts the thread 10 s after the thread has noticed the time-out
+# (half of `NOTICED_LOOKS`). Listening, and the time that MPI itself takes, must fit into these 10 s.
 _LISTEN_S = 1.5
 _TELL_EVERY_S = 0.1
 _TELL_LEAVING_EVERY_S = 0.2
@@ -64,9 +65,9 @@ def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
 class TimeoutReport:
     """Lets ranks whose time limit was reached tell each other in which call they wait. The constructor is a collective.
 
-    Ranks that wait for the same missing rank time out at about the same time, so the silent rank is the one to look for. Each
-    rank tells its neighbours (see Note [Neighbours]) in which call it waits, and everything that it has heard of other ranks.
-    It listens for 1.5 seconds, or until it has heard of all ranks.
+    Ranks that wait for the same missing rank time out at about the same time. So if a rank says nothing, it is probably the
+    missing rank. Each rank tells its neighbours (see Note [Neighbours]) in which call it waits, and everything that it has
+    heard of other ranks. It listens for 1.5 seconds, or until it has heard of all ranks.
 
     Cost: with N ranks, each rank sends at most 2 log2 N messages. While it hears of more ranks, it repeats this every 0.1
     seconds: about log2 N times. Ranks that wait in the same call share one entry.
@@ -96,11 +97,11 @@ class TimeoutReport:
         now = time.monotonic()
         end, next_telling, told = now + _LISTEN_S, now, 0
         while len(said.heard) < self._size and now < end:
-            # Only news are told, so the messages end when all have heard the same.
+            # Tell only news, so that the messages end when all ranks have heard the same.
             if now >= next_telling and len(said.heard) > told:
                 self._tell(said)
                 next_telling, told = now + _TELL_EVERY_S, len(said.heard)
-            # Nothing has arrived, so let the ranks compute that this one waits for.
+            # If nothing has arrived, yield the core: the ranks for which this rank waits may need it.
             if not self._receive(said):
                 yield_cpu()
             now = time.monotonic()
@@ -116,7 +117,7 @@ class TimeoutReport:
                 self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Add the messages that have arrived to `said`. Return whether a message has arrived.
+        """Receive the messages that have arrived, and add their content to `said`. Return whether a message has arrived.
 
         This method never waits for the rest of a long message. If the sender has stopped listening, the rest never comes.
         """
@@ -198,7 +199,7 @@ class MPIStatusPost(StatusPost):
             packed = bytearray(status.Get_count(MPI.BYTE))
             self._communicator.Recv([packed, MPI.BYTE], status.Get_source(), Tag.STATUS)
             rank, count = map(int, packed.split(b" ", 2)[:2])
-            # An older line may arrive later, by the slower of the two ways.
+            # An older line may arrive later, by the slower of the two routes.
             if count > self._known[rank]:
                 self._known[rank] = count
                 found[rank] = bytes(packed)
@@ -246,11 +247,11 @@ class LeaveNotices:
         """Receive the notices that have arrived since the last call. Return the new notices, and pass them on."""
         with self._lock:
             found: list[Leaving] = []
-            # The communicator is freed, or will be in a moment.
+            # Do not use the communicator: it is freed, or will be in a moment.
             if self._is_closed:
                 return found
             while (message := self._communicator.improbe(tag=Tag.LEAVING)) is not None:
-                # Notices come by several ways, so most arrive more than once.
+                # Notices come by several routes, so most notices arrive more than once.
                 told = (Leaving(rank, started) for started, among in message.recv() for rank in ranks_of(among))
                 found += [notice for notice in told if self._note(notice)]
             # News of several ranks travel together, so a job that ends sends few messages.

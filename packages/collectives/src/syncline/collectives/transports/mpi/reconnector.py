@@ -82,7 +82,7 @@ class MPIReconnector(Reconnector):
 
     @override
     def shrink(self, silence_timeout_s: float) -> Transport:
-        # After a time-out, the thread of the earlier call still runs, and MPI must not shrink twice.
+        # After a time-out, the thread of the earlier call still runs. Wait for this thread, because MPI must not shrink twice.
         if self._meeting is None:
             self._meeting = DetachedCall(self._meet, "syncline-mpi-shrink")
         if not self._meeting.done.wait(silence_timeout_s):
@@ -95,7 +95,7 @@ class MPIReconnector(Reconnector):
         return self._transport
 
     def _meet(self) -> Generation:
-        """Do the steps of Note [Shrinking by ULFM]. Runs on a thread of its own."""
+        """Do the steps of Note [Shrinking by ULFM]. Runs on a separate thread."""
         attempts, members = 0, self.generation.members
         while True:
             self._transport.interrupt()
@@ -105,7 +105,7 @@ class MPIReconnector(Reconnector):
             self._number += 1
             generation = self._generation(self._number, self._communicator)
             logger.debug("member %d: generation %d is %s", generation.me, self._number, generation.members)
-            # Fewer members mean that another rank died meanwhile, so the failure was not the members' own.
+            # If there are fewer members, another rank has died, and may have caused the failure. So count the attempts anew.
             attempts, members = (attempts + 1 if generation.members == members else 1), generation.members
             transport, error = self._connected(generation)
             if _all_agree(self._communicator, transport is not None):

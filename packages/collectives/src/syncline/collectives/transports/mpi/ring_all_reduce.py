@@ -21,7 +21,8 @@ from .waiting import MESSAGE_NAP_S
 PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
 MOST_PIECE_BYTES = 512 << 10
-# Open MPI sends messages up to this limit over TCP at once: the variable that sets it, its default, and room for the header.
+# Over TCP, Open MPI sends messages up to a limit at once. These are the variable that sets this limit, its default, and the
+# bytes of it that the header takes.
 TCP_EAGER_LIMIT, _TCP_EAGER_BYTES, _HEADER_BYTES = "OMPI_MCA_btl_tcp_eager_limit", 64 << 10, 4 << 10
 # Memory for pieces that have arrived and wait for their reduction. With less memory the wire waits for the reduction.
 LANDING_BYTES = 2 << 20
@@ -85,10 +86,10 @@ class RingAllReduce:
 
         def post(number: int) -> None:
             place = route[number + count]
-            # A partial sum lands beside the tensor, because this rank's own term is still in its place.
+            # A partial sum lands outside the tensor, because its place in the tensor still holds this rank's own term.
             if number < sums:
                 place = landing[number % depth][: place.numel()]
-            else:  # a result goes straight to its place, which still holds a partial sum: wait until that has been sent
+            else:  # a result goes straight to its place, which still holds a partial sum: wait until this sum has been sent
                 self._wait(sent[number - sums], call)
             received.append(self._receive(place))
 
@@ -109,7 +110,7 @@ class RingAllReduce:
                     # The last pieces have gone around the whole ring, so they go no further.
                     if number + count < messages:
                         sent.append(self._send(piece))
-                    # The landing place of this message is free again, or the result has its own place.
+                    # Start to receive the next message. Its landing place is free again, or it is a result and needs none.
                     if number + depth < messages:
                         post(number + depth)
                 for request in sent:
@@ -142,7 +143,7 @@ def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str
     pieces are not larger than the eager limit. The user sets this limit for mpirun or in the environment. Open MPI assumes that
     the limit is the same on all ranks.
     """
-    # Open MPI takes other notations, too; then assume its default.
+    # Open MPI takes other notations, too. This function does not read them, and assumes Open MPI's default.
     given = environ.get(TCP_EAGER_LIMIT, "")
     limit = int(given) if given.isascii() and given.isdigit() else _TCP_EAGER_BYTES
     at_once = limit - _HEADER_BYTES if library == "Open MPI" else MOST_PIECE_BYTES

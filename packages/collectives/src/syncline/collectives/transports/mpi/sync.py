@@ -35,7 +35,8 @@ class Sync(ABC):
 
         Args:
             call: this rank's call; `Call.digest` is compared.
-            place: the place of this rank's tensor. The ranks compare their places, too.
+            place: where in the shared memory this rank's tensor is, as a number; `NOWHERE` if it is in no window. The ranks
+                compare their places, too.
 
         Returns:
             Whether all ranks gave the same place, and the place is not `NOWHERE`.
@@ -43,7 +44,7 @@ class Sync(ABC):
         Raises:
             DisagreementError: the ranks make different calls. All ranks raise it.
             TimeoutError: a rank did not come. The text says what this rank knows of the other ranks.
-            TransportError: a rank has given up, the library failed, or the scope was cancelled with this reason.
+            TransportError: a rank has given up, the library failed, or the scope was cancelled with such an error as reason.
         """
 
     @abstractmethod
@@ -108,7 +109,7 @@ class MessageSync(Sync):
 
         Raises:
             TimeoutError: the time limit was reached. The text says in which calls the other ranks wait.
-            TransportError: MPI failed, or the scope was cancelled with this reason.
+            TransportError: MPI failed, or the scope was cancelled with such an error as reason.
         """
         request = None
         try:

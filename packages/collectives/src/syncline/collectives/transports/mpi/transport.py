@@ -27,10 +27,12 @@ from .ring_all_reduce import RingAllReduce
 from .sync import MessageSync, Sync
 from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S
 
-# MPI before version 4 counts in C ints. A larger tensor is sent in pieces of this many bytes, or as one message made of them.
+# MPI before version 4 counts in C ints. A tensor with more bytes than this is sent in pieces of this size, or as one message
+# whose MPI type consists of such pieces.
 PIECE_BYTES = 1 << 30
 
-# From this size on, the ranks synchronise first; see Note [Presync]. Below it, Open MPI's non-blocking form loses at most 3 us.
+# From this size on, the ranks synchronise first; see Note [Presync]. For smaller tensors, Open MPI's non-blocking form takes at
+# most 3 us longer.
 PRESYNC_MIN_BYTES = 32 << 10
 BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI" and not is_fault_tolerant()
 
@@ -92,7 +94,7 @@ class MPITransport(LibraryTransport):
             ring_bytes: use the ring if a rank's part has at least this many bytes. The number is the same on all ranks.
             piece_bytes: the largest piece; the same on all ranks.
         """
-        # A group of one has no ring, and the ring reduces on the host.
+        # A group of one rank needs no ring. The ring reduces on the host, so it cannot take the memory of a device.
         if self._size > 1 and not self._on_device:
             self._ring = RingAllReduce(self._private, self._messages, piece_bytes)
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
@@ -110,7 +112,7 @@ class MPITransport(LibraryTransport):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         """Reduce by MPI's own reduction, or move bytes by MPI and reduce them in this process."""
         native = self._native(tensor.dtype, op)
-        # MPI cannot reduce this dtype, or must not choose the order.
+        # If MPI cannot reduce this dtype, or must not choose the order, this process reduces.
         if native is None:
             for piece in _pieces(tensor):
                 self._all_reduce_here(piece, op, call)
@@ -128,8 +130,8 @@ class MPITransport(LibraryTransport):
     def all_reduce_widened(self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Call) -> None:
         """Reduce a tensor of a wider dtype, divide and round the result once, and give it to all ranks in the narrower dtype.
 
-        Cost, for n elements and p ranks: each rank sends n (p-1)/p wide elements and as many narrow ones. `all_reduce` of the
-        wide tensor would send 2 n (p-1)/p wide elements.
+        Cost, for n elements and p ranks: each rank sends n (p-1)/p wide elements and n (p-1)/p narrow elements. `all_reduce` of
+        the wide tensor would send 2 n (p-1)/p wide elements.
 
         Args:
             wide: this rank's terms, at most 1 GiB.
@@ -147,7 +149,7 @@ class MPITransport(LibraryTransport):
             for piece in _pieces(tensor):
                 self._reduce_here(piece, root, op, call)
             return
-        # Another rank's tensor must not be changed, so scale a copy.
+        # If this rank is not the root, its tensor must not be changed, so scale a copy.
         source = tensor.clone() if isinstance(op, PremulSum) and self._rank != root else tensor
         self._scale_before(source, op)
         datatype, mpi = native
@@ -186,7 +188,7 @@ class MPITransport(LibraryTransport):
         part = block.view(self._size, tensor.numel())[self._rank]
         if part.data_ptr() != tensor.data_ptr():
             part.copy_(tensor)
-        # One MPI call. A larger block would exceed MPI's counts, so it goes row by row as broadcasts.
+        # A block of at most 1 GiB takes one MPI call. A larger block would exceed MPI's counts, so broadcast it row by row.
         if block.nbytes <= PIECE_BYTES:
             spec = (memory(block), MPI.BYTE)
             self._collective("Allgather", (MPI.IN_PLACE, spec), block.nbytes, call)
@@ -228,7 +230,8 @@ class MPITransport(LibraryTransport):
     ) -> None:
         """Exchange bytes by a message for each pair of ranks.
 
-        For MPI's own all-to-all, all ranks must know if any size exceeds a C int.
+        MPI's own all-to-all is not used: all ranks would have to know whether any size exceeds a C int, and no rank knows all
+        sizes.
         """
         requests = []
         with mpi_errors():
@@ -292,7 +295,7 @@ class MPITransport(LibraryTransport):
             whole = self._communicator.Get_group()
             part = whole.Incl(list(members))
             try:
-                # Only the members call it, so no rank outside of the subset has to take part.
+                # Only the members call Create_group, so no rank outside of the subset has to take part.
                 return self._communicator.Create_group(part, tag=number % _TAGS)
             finally:
                 part.Free()
@@ -367,13 +370,13 @@ class MPITransport(LibraryTransport):
         returns from the call. Then the monitor ends the process, and the launcher ends the job. A job that must survive the
         loss of a rank (ULFM) does not block.
 
-        MPICH and Intel MPI use one algorithm for both forms. While one thread blocks in them, they block all threads of the
-        process. If two groups communicated at the same time, in a different order on each rank, the ranks would wait for ever.
-        So with MPICH and Intel MPI we use the non-blocking form.
+        MPICH and Intel MPI use one algorithm for both forms. While one thread blocks inside such a library, no other thread of
+        the process can communicate. If two groups communicated at the same time, in a different order on each rank, the ranks
+        would wait for ever. So with MPICH and Intel MPI we use the non-blocking form.
 
         The presync also compares the calls of the ranks.
 
-        We give CUDA memory only to the blocking form, because Open MPI crashes in the non-blocking form.
+        For CUDA memory, MPI's collectives run in the blocking form, because Open MPI crashes in the non-blocking form.
         """
         if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
             self.sync(call).same(call)
@@ -423,7 +426,7 @@ class MPIPlan(LibraryPlan):
 
 def whole_bytes(signature: Signature, size: int) -> int:
     """Return the bytes of a call's larger tensor. Return 0 if this number may differ between ranks. A pure function."""
-    # Each rank may have other splits, so no rank knows the sizes of all.
+    # Each rank may have different splits, so no rank knows the sizes of the other ranks.
     if signature.splits is not None:
         return 0
     return signature.nbytes * (1 if signature.name in ("all_reduce", "reduce", "broadcast") else size)

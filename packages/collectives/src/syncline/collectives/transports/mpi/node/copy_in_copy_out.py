@@ -14,7 +14,7 @@ from ....tensors.reduction import reduce_into
 from ...shared_memory.segment import Segment
 from .plan import Algorithm, Node, Operation, chunks, slice_of
 
-# The size of a chunk. Small chunks are still in the core's cache when they are reduced. Large chunks need fewer barriers; a
+# The size of a chunk. Small chunks are still in the core's cache when they are reduced. Large chunks need fewer barriers. A
 # barrier is cheap if every rank has its own core, and expensive if not.
 SLOT_BYTES = 1 << 20
 SLOTS = 3
@@ -48,7 +48,7 @@ class StagingArea:
 
         All ranks call this method together.
         """
-        # A window that could not be made once is not tried again: each try costs a collective.
+        # If the window could not be made once, do not try again: each try costs a collective.
         if self._segment is None and self._may_exist:
             self._segment = self._node.segment(SLOTS * SLOT_BYTES, call)
             self._may_exist = self._segment is not None
@@ -152,17 +152,17 @@ class CopyInCopyOut(Algorithm):
             step = self._step(segment, self._staging.take(), stop - start)
             for slot, offset, nbytes in step.copies_in:
                 memmove(slot, source + start * itemsize + offset, nbytes)
-            # Since the last barrier, all terms of the chunk before are in the slots.
+            # Since the last barrier, all terms of the previous chunk are in the slots.
             if pending is not None:
                 self._reduce(*pending, own, out)
             sync.wait(call)
-            # The barrier above also says that all ranks have reduced the chunk before.
+            # After the barrier above, all ranks have also reduced the previous chunk.
             if pending is not None:
                 _copy_out(pending[0], target + pending[1] * itemsize)
             pending = step, start
         assert pending is not None
         self._reduce(*pending, own, out)
-        # A reduce-scatter needs no other rank's result, so it ends without another barrier.
+        # In a reduce-scatter, no rank needs the result of another rank, so the call ends without another barrier.
         if self._is_all_reduce:
             sync.wait(call)
             _copy_out(pending[0], target + pending[1] * itemsize)
@@ -211,7 +211,7 @@ class CopyInCopyOut(Algorithm):
         return _Step(copies_in, self._terms(segment, offset + mine * nbytes, length), (0, length), None, [])
 
     def _terms(self, segment: Segment, offset_bytes: int, numel: int) -> list[torch.Tensor]:
-        # torch makes no tensor at an address with no elements.
+        # torch cannot make a tensor without elements at an address.
         if numel == 0:
             return []
         with torch.inference_mode(False):  # the tensors are kept for later calls, which may be outside of this mode

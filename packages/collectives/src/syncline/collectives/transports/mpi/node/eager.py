@@ -17,17 +17,17 @@ from .shared_sync import SharedSync, ShmBarrier
 # Memory at an address, with a number of bytes. For few bytes, copying by slices takes a third of the time of ctypes' memmove.
 _memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
 
-#: Reads the slots of one turn. Takes this rank's part and the whole.
+#: Reads the slots of one turn, and writes the result to its arguments, `part` or `whole` of `Plan.run`.
 _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
-    """Moves small tensors with one arrival, which also compares the call.
+    """Moves small tensors. The ranks wait for one another only once: in one arrival, which also compares the call.
 
     If tensors have n bytes, each of p ranks reads p n bytes.
 
-    See Note [Arrivals in turn] in `shared_sync`. This algorithm is the fastest for tensors that are so small that only the
-    number of arrivals matters. Every rank reduces all slots in rank order, so all ranks get the same bits.
+    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that only the number of arrivals matters, this
+    algorithm is the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
 
     Args:
         node: the group's node.
@@ -66,9 +66,9 @@ class Eager(Algorithm):
         """
         sync = self._sync
         assert sync is not None
-        # `same` below is the next arrival, so its turn is one ahead.
+        # Use the turn of the next arrival, which is in `same` below.
         slot, read = self._turns[(sync.barrier.arrivals + 1) & 1]
-        # In a broadcast, only the root shows anything.
+        # In a broadcast, only the root writes to its slot.
         if slot is not None:
             slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
         sync.same(call)
@@ -92,7 +92,7 @@ class Eager(Algorithm):
 
 
 def _reduce(reduce: Callable[..., object]) -> _Read:
-    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - the content of `whole` is in a slot
         reduce(out=flat(part))
 
     return read
@@ -103,14 +103,14 @@ def _nothing(part: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _copy(slot: memoryview) -> _Read:
-    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - one is the other
+    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - in a broadcast, both are one tensor
         _memory_at(part.data_ptr(), slot.nbytes)[:] = slot
 
     return read
 
 
 def _gather(slots: list[memoryview]) -> _Read:
-    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - it is in a slot as well
+    def read(part: torch.Tensor, whole: torch.Tensor) -> None:  # noqa: ARG001 - the content of `part` is in a slot
         address = whole.data_ptr()
         for slot in slots:
             _memory_at(address, slot.nbytes)[:] = slot

@@ -12,15 +12,15 @@ from ...shared_memory.segment import Segment
 from ..transport import MPITransport
 from .plan import Algorithm, InWindow, Node, Place, chunks, slice_of
 
-# The size of a chunk sent between nodes: large compared with a network's latency, and small enough that its memory is soon
-# used again.
+# The size of a chunk that is sent between nodes. It is large enough that the network's latency matters little, and small enough
+# that its memory is soon used again.
 CHUNK_BYTES = 4 << 20
 # The size of the pieces of a tensor that are staged, for each rank.
 STAGE_BYTES = 16 << 20
 
 
 class NodeReduction:
-    """Combines a slice inside the node, then between its leaders on all nodes, and copies it to all ranks of this node.
+    """Combines a slice inside the node, then between the slice's leaders, and copies the result to all ranks of this node.
 
     Args:
         node: the group's node.
@@ -39,7 +39,7 @@ class NodeReduction:
 
     def stage(self, call: Call) -> Segment | None:
         """Return the shared memory to which tensors are copied. Return None on all ranks if it cannot be made."""
-        # As for a staging area: if it failed once on any rank, it failed on all, and is not tried again.
+        # If the stage could not be made once, this was so on all ranks. Do not try again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
             self._may_stage = self._stage is not None
@@ -51,7 +51,7 @@ class NodeReduction:
         The ranks must synchronise before and after this call.
         """
         start, stop = slice_of(numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
-        # This rank leads no slice, or the tensor has fewer elements than leaders.
+        # If this rank leads no slice, or its slice is empty, it has nothing to do.
         if self._between is None or start == stop:
             return
         op, dtype = call.signature.reduction, call.signature.element_dtype
@@ -72,7 +72,7 @@ class NodeReduction:
         mine = terms[self._rank]
         total = combine(op, terms, mine)
         between.presync(total.nbytes, call)
-        # The dtype is a half, so the terms stay in float32 until the very end.
+        # If the dtype is float16 or bfloat16, `total` is in float32. Round it only at the end.
         if total.dtype is not mine.dtype:
             divisor = self._ranks if op is ReduceOp.AVG else 1
             between.all_reduce_widened(total, core_op(op), divisor, mine, call)
@@ -113,8 +113,8 @@ class HierarchicalWindow(InWindow):
 class Hierarchical(Algorithm):
     """Reduces tensors that are in no window. It copies them, piece by piece, to shared memory (the stage).
 
-    Between the two waits of a piece, other ranks use this rank's part of the stage. At other times only this rank uses this
-    part.
+    For each piece, the ranks wait twice. Between these two waits, other ranks use this rank's part of the stage. At other times
+    only this rank uses this part.
 
     Args:
         node: the group's node.

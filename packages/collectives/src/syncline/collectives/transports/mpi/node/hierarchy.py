@@ -25,7 +25,7 @@ class Hierarchy:
         node 0      node 1      node 2
         rank 0 ---- rank 3 ---- rank 5     leaders of slice 0
         rank 1 ---- rank 4 ---- rank 6     leaders of slice 1
-        rank 2                             leads none, for the smallest node has two ranks
+        rank 2                             leads none: the smallest node has only two ranks
 
     Args:
         communicator: a communicator of the whole group.
@@ -49,7 +49,7 @@ class Hierarchy:
         self.is_ordered = not is_unordered
         self.shares_memory = largest > 1
         self.leaders = -negative_smallest
-        # With one node, or with one rank on each node, there are no two levels.
+        # With one node, or with one rank on each node, there is only one level.
         self.inter_node = self._split_across(communicator) if self.nodes > 1 and self.shares_memory else None
 
     def _split_across(self, communicator: MPI.Intracomm) -> MPI.Intracomm | None:

@@ -1,4 +1,4 @@
-"""NodeTransport uses MPI, and uses shared memory for collectives that become faster by it."""
+"""NodeTransport uses MPI, but uses shared memory for collectives that are faster in it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class NodeTransport(MPITransport):
             with revoked_on_failure(self._private, inter_node):
                 self._between = MPITransport(inter_node, report=self._report)
                 self._between.use_ring(ring_bytes, self._piece_bytes)
-        # Each rank is alone on its node, so the ring goes over all ranks.
+        # If each rank is alone on its node, the ring goes over all ranks.
         if hierarchy.nodes > 1 and not shares_memory:
             self.use_ring(ring_bytes, self._piece_bytes)
         self._node = Node(
@@ -108,14 +108,11 @@ class NodeTransport(MPITransport):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether all ranks are on one node. There they compare calls in shared memory, which costs almost nothing."""
+        """Whether all ranks are on one node and have a barrier in shared memory, where a comparison costs almost nothing."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
-        """If ranks share a node and the tensor is large, allocate it in a window filled with zeros.
-
-        Else allocate plain memory.
-        """
+        """Allocate plain memory, or, if ranks share a node and the tensor is large, a window filled with zeros."""
         capabilities = self._capabilities
         # With several nodes, reproducible reductions never use windows.
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
@@ -133,7 +130,7 @@ class NodeTransport(MPITransport):
 
     def barrier(self, call: Call) -> None:
         """Wait for all ranks: in shared memory if all ranks are on one node, else by MPI's barrier."""
-        # Comparing the call is a barrier already, and is fast in shared memory.
+        # In shared memory, a comparison of the call is fast, and it is also a barrier.
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
             self.sync(call).same(call)
         else:
@@ -154,7 +151,7 @@ class NodeTransport(MPITransport):
             compares=self.compares_every_call or size.whole >= PRESYNC_MIN_BYTES,
         )
         in_window: InWindow | None = None
-        # With no window for these calls, the ranks need not compare the places of their tensors.
+        # If these calls never use a window, the ranks need not compare the places of their tensors.
         if may_be_in_window(operation, size, self._capabilities, self._thresholds):
             in_window = (
                 Window(self._node, signature, operation)
@@ -190,7 +187,7 @@ class NodeTransport(MPITransport):
         )
 
     def give_up(self) -> None:
-        """Tell the ranks of this node that wait for this one."""
+        """Tell the ranks of this node that this rank makes no more calls."""
         self._node.give_up()
 
     def interrupt(self) -> None:

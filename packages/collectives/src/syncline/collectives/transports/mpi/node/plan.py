@@ -1,4 +1,4 @@
-"""NodePlan: how ranks that may share a node carry out one signature. The module also chooses algorithms and keeps windows."""
+"""NodePlan runs the calls of one signature, for ranks that may share a node. `choose` and `Windows` are here, too."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ def choose(
         thresholds: the sizes from which each algorithm is used. They are the same on all ranks.
         is_native: whether MPI itself can do the reduction.
     """
-    # Nobody shares memory, or there is nothing to move.
+    # If no ranks share memory, or there is nothing to move, use MPI.
     if not capabilities.shares_memory or size.whole == 0:
         return Choice.MPI
     is_reduction = operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
     is_staged = is_reduction and size.whole >= thresholds.staged_bytes
     if capabilities.nodes > 1:
-        # A gain only if MPI cannot reduce the dtype: without shared memory, all ranks would exchange all terms. And only if
-        # every node has at least two ranks that can share memory.
+        # If MPI can reduce the dtype, or a node has only one rank, shared memory gains nothing. If MPI cannot reduce the dtype,
+        # all ranks would exchange all terms without shared memory.
         is_gain = operation is Operation.ALL_REDUCE and not is_native and capabilities.least_ranks_of_node > 1
         return Choice.HIERARCHICAL if is_staged and is_gain and not capabilities.reproducible else Choice.MPI
-    # One arrival is cheaper than any other algorithm, while the data fits a slot.
+    # If the data fits in a slot, one arrival is cheaper than any other algorithm.
     if size.shown <= slot_bytes(capabilities, thresholds):
         return Choice.EAGER
     return Choice.COPY_IN_COPY_OUT if is_staged else Choice.MPI
@@ -119,7 +119,7 @@ def choose(
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
     """Return the size of an eager slot in bytes, a multiple of 64, or 0 if the group uses no eager slots."""
     others = capabilities.ranks - 1
-    # Without a barrier, or across nodes, no rank sees another's slot. With many ranks, reading all slots costs too much.
+    # Without a barrier, or across nodes, no rank sees another rank's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
         return 0
     return min(thresholds.eager_bytes // others, MOST_SLOT_BYTES) // 64 * 64
@@ -127,10 +127,11 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
     """Whether a call of this size is faster in a window. If so, ranks with windows compare where their tensors are."""
-    # Comparing places costs one exchange, which small tensors do not win back.
+    # A comparison of places costs one exchange. For a small tensor, a window saves less than that.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
-    # Across nodes only an all-reduce gains, and its order depends on the nodes, so it is not reproducible.
+    # Across nodes, only an all-reduce is faster in a window. But it is not reproducible, because the order of its additions
+    # depends on the nodes.
     return capabilities.nodes == 1 or (operation is Operation.ALL_REDUCE and not capabilities.reproducible)
 
 
@@ -209,7 +210,8 @@ class Windows:
         if index < 0:
             return NOWHERE
         start, part_bytes, first_key, segment = entries[index]
-        # The tensor ends outside of the segment, or the segment is being freed, and its address may soon be another's.
+        # If the tensor ends outside of the segment, it has no place there. If the segment is being freed, another segment may
+        # soon have its address.
         if address + tensor.nbytes > start + part_bytes or segment() is None:
             return NOWHERE
         return first_key + address - start
@@ -279,7 +281,7 @@ class NodeMemory:
 
     def _warn(self, error: SharedMemoryError) -> None:
         reason = str(error)
-        # One rank speaks for all, and once for each reason: every new bucket would fail for the same one.
+        # Only rank 0 warns, and only once for each reason, because every new bucket would fail for the same reason.
         if self._communicator.Get_rank() == 0 and reason not in _warned_of:
             _warned_of.add(reason)
             logger.warning(
@@ -338,11 +340,11 @@ class Node:
     def shared_sync(self, call: Call) -> SharedSync | None:
         """Return the sync in shared memory, or None on all ranks if it cannot be made. The first call makes it."""
         if self._shared is None and self._may_have_barrier:
-            # Making it is a collective: first make sure that all ranks are here, for the same call.
+            # Making the sync is a collective, so first make sure that all ranks are here, for the same call.
             self._messages.same(call)
             segment = self.memory.allocate_segment(barrier_bytes(self._slot_bytes), call)
             if segment is None:
-                # The ranks have agreed that no rank has it, so all use messages from now on.
+                # The ranks have agreed that no rank has the memory, so all ranks use messages from now on.
                 self._may_have_barrier = False
             else:
                 # A probe for a message that never comes lets MPI make progress while this rank waits in shared memory.
@@ -434,11 +436,11 @@ class InWindow(ABC):
 
 
 class NodePlan(Plan):
-    """Carries out one signature, for ranks that may share memory.
+    """Runs the calls of one signature, for ranks that may share memory.
 
     [1] The ranks compare the call and the places of their tensors.
     [2] If all tensors are at the same place of a window, they are reduced or copied there.
-    [3] Else another algorithm moves the data. If its memory cannot be made, the plan uses MPI from then on.
+    [3] If not, another algorithm moves the data. If its memory cannot be made, the plan uses MPI from then on.
 
     Args:
         node: the group's node.
@@ -463,7 +465,7 @@ class NodePlan(Plan):
         """As `Plan.run`."""
         assert whole is not None
         node, algorithm = self._node, self._algorithm
-        # Until `allocate` has made a window, no tensor can be in one, and the comparison of places is saved.
+        # Until `allocate` has made a window, no tensor can be in a window, so the ranks need not compare places.
         looks = self._in_window is not None and node.memory.has_windows
         is_compared = looks or algorithm.compares
         if is_compared:
@@ -473,11 +475,11 @@ class NodePlan(Plan):
                 self._latest = self._in_window.name
                 self._in_window.run(place, part, call)  # [2]
                 return
-        # Not earlier: if all tensors are in windows, the memory of the other algorithms is never made.
+        # Call `is_ready` only here: if all tensors are in windows, the memory of the other algorithms is never made.
         if not algorithm.is_ready(call):
             logger.debug("no shared memory for %s (%s): %s from now on", call.signature.name, algorithm.name, self._by_mpi.name)
             algorithm = self._algorithm = self._by_mpi
-            # The algorithm would have compared the call itself, but MPI's collective does not.
+            # If the algorithm would have compared the call itself, compare it now: MPI's collective does not.
             if algorithm.compares and not is_compared:
                 node.sync(call).same(call)
         self._latest = algorithm.name

@@ -93,17 +93,17 @@ class _Allocation:
     def _create(self) -> tuple[int, int, str] | None:
         """Make the file on the first rank, if there is enough memory.
 
-        Return its process id, descriptor and name, or None, on all ranks.
+        Return on all ranks the first rank's process id, and the file's descriptor and name; None if there is no file.
         """
         limits: list[Limit] = []
         with self._recording():
             limits = memory_limits()
-        # Plain tuples, because a pickled class contains the path of its module, and the longer message needs one more packet.
+        # Send plain tuples: a pickled class contains the path of its module, and the longer message needs one more packet.
         everybodys = [[Limit._make(limit) for limit in own] for own in self._all_gather([tuple(limit) for limit in limits])]
         name = f"syncline-{os.urandom(8).hex()}"
         if self._is_first:
             with self._recording():
-                # Ask before writing: a process that exceeds a container's limit is killed without an error.
+                # Ask before any rank takes memory: a process that exceeds a container's limit is killed without an error.
                 _check_room(room_for_each(everybodys), padded(self._part_bytes))
                 self._file = create_file(name, self._node.Get_size() * padded(self._part_bytes))
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
@@ -117,7 +117,7 @@ class _Allocation:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
         requests = sum(self._all_gather(self._file < 0))
-        # Some ranks may not open /proc of the first one, such as in containers without a common namespace.
+        # Some ranks cannot use /proc of the first rank, for example in containers without a common namespace.
         if requests:
             self._pass_fd(requests)
         return self._file >= 0

@@ -26,8 +26,8 @@ _LINE_BYTES = 128  # two cache lines, because some processors fetch them in pair
 _HEAD_BYTES = 2 * _LINE_BYTES
 LEAST_SLOT_BYTES = 64
 
-# A check costs 0.06 us. Ranks that come at about the same time need not yield the core or call the library, which would take as
-# long as a small collective. If ranks share cores, check less often: another rank may need this core to arrive.
+# How often a rank checks before it first yields the core and calls the library, which takes as long as a small collective. A
+# check costs 0.06 us. If ranks share cores, this number is smaller, because another rank may need this core to arrive.
 _LOOKS_ON_OWN_CORE = 1000
 _LOOKS_ON_SHARED_CORE = 100
 
@@ -112,7 +112,7 @@ class ShmBarrier:
         numbers, (own, others) = self._numbers, self._lines[arrival & 1]
         numbers[own + 1] = digest
         numbers[own + 2] = place
-        numbers[own] = arrival  # last: whoever sees it must see the rest, too
+        numbers[own] = arrival  # written last: a rank that sees this number must see the other two, too
         is_same, is_common = True, place != NOWHERE
         for line in others:
             if numbers[line] != arrival:
@@ -131,7 +131,7 @@ class ShmBarrier:
         do the step after the arrival. A complete arrival stays, because another rank may not have seen it yet, and must be able
         to complete it.
         """
-        # The next arrival: ranks that come to it find this mark in place of a number.
+        # Mark the next arrival: ranks that come to it find this mark in place of a number.
         self._numbers[self._lines[(self.arrivals + 1) & 1][0]] = _GAVE_UP
         if self._complete != self.arrivals:
             self._numbers[self._lines[self.arrivals & 1][0]] = _GAVE_UP
@@ -144,13 +144,13 @@ class ShmBarrier:
     def _wait(self, line: int, arrival: int, scope: CancelScope) -> None:
         numbers = self._numbers
         for _ in range(self._looks_before_yielding):
-            # The usual case: ranks of one step come at about the same time.
+            # Usually the wait ends here, because ranks come at about the same time.
             if numbers[line] == arrival:
                 return
         patience = Patience(scope, ARRIVAL_NAP_S)
         while (number := numbers[line]) != arrival:
             if number == _GAVE_UP:
-                # The list leaves out this rank, so ranks behind it are one further.
+                # The list has no line of this rank, so for later ranks the index is one less than the rank.
                 index = self._lines[arrival & 1][1].index(line)
                 raise GaveUpError(index + (index >= self.mine))
             self._progress()
@@ -162,7 +162,7 @@ class SharedSync(Sync):
 
     Args:
         barrier: the barrier of these ranks.
-        messages: the sync of all ranks of the group. After an error, it finds out what each rank did.
+        messages: the sync of all ranks of the group. After an error, this sync finds out what each rank did.
     """
 
     def __init__(self, barrier: ShmBarrier, messages: MessageSync) -> None:

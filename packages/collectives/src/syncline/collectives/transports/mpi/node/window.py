@@ -14,20 +14,21 @@ from ....tensors.layout import flat
 from ....tensors.reduction import always_of
 from .plan import InWindow, Node, Operation, Place, chunks, slice_of
 
-# The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while it is in the cache.
-# Measured with a cache of 2 MiB for each core, two ranks, in turn on the same memory in huge pages, in microseconds:
+# The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while this chunk is in the
+# cache. Measured with a cache of 2 MiB for each core, two ranks, in turn on the same memory in huge pages, in microseconds:
 #
 #            256 KiB   512 KiB   1 MiB   2 MiB   4 MiB
 #    4 MiB       258       243     243     277     318
 #   25 MiB     3,959     3,873   4,170   4,445   4,900
 #   64 MiB     8,173     8,415   8,630   8,810  10,526
 CHUNK_BYTES = 512 << 10
-# But each rank's chunk must be worth the overhead of a call. (8 and 16 ranks, 8 MiB: 1.1 and 1.2 times faster than without.)
+# A rank's chunk is not smaller than this, because each chunk costs a call. (With 8 and 16 ranks, this limit makes 8 MiB 1.1 and
+# 1.2 times faster.)
 LEAST_CHUNK_BYTES = 128 << 10
 
 _MOST_PLACES = 32
 
-#: Does this rank's share of a collective on the tensors at one place. Takes this rank's tensor.
+#: Does this rank's share of a collective on the tensors at one place. The argument is this rank's tensor.
 Share = Callable[[torch.Tensor], None]
 #: Makes the share for a place.
 ShareMaker = Callable[[Place, Signature], Share]
@@ -61,14 +62,14 @@ class Window(InWindow):
         self._node = node
         self._signature = signature
         self._make_share = _SHARES[operation]
-        # By the key of the place. A share does not keep its window alive, so use it only while a tensor is at the place.
+        # The shares by the key of the place. A share does not keep its window alive, so use it only while a tensor is there.
         self._shares: dict[int, Share] = {}
 
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
         """As `InWindow.run`."""
         share = self._shares.get(place)
         if share is None:
-            # A program that uses so many places has new tensors all the time, so old shares are of little use.
+            # A program that uses so many places makes new tensors all the time, so old shares are of little use.
             if len(self._shares) >= _MOST_PLACES:
                 self._shares.clear()
             share = self._shares[place] = self._make_share(self._node.memory.windows.place(place), self._signature)
@@ -106,7 +107,7 @@ def _all_reduce(place: Place, signature: Signature) -> Share:
         reduce = always_of(terms, signature.reduction, signature.element_dtype)
         planned.append(_Chunk(reduce, terms[mine], addresses[mine], targets, (end - begin) * itemsize))
 
-    def share(tensor: torch.Tensor) -> None:  # noqa: ARG001 - the place says where it is
+    def share(tensor: torch.Tensor) -> None:  # noqa: ARG001 - the place says where the tensor is
         for reduce, out, source, targets, nbytes in planned:
             reduce(out=out)
             for target in targets:
@@ -125,7 +126,7 @@ def _reduce_scatter(place: Place, signature: Signature) -> Share:
 
     def share(tensor: torch.Tensor) -> None:
         out = flat(tensor)
-        # The usual case for small tensors: one chunk, which needs no slice.
+        # A small tensor is one chunk, so it needs no slicing.
         if len(planned) == 1:
             planned[0][2](out=out)
             return
@@ -150,7 +151,7 @@ def _all_gather(place: Place, signature: Signature) -> Share:
 
 
 def _broadcast(place: Place, signature: Signature) -> Share:
-    """Copy the root's tensor into this rank's."""
+    """Copy the root's tensor into this rank's tensor."""
     nbytes = signature.nbytes
     source = _addresses(place, 0)[signature.root_rank]
     is_root = signature.root == place.segment.mine
@@ -175,7 +176,7 @@ def _itemsize(signature: Signature) -> int:
 
 
 def _addresses(place: Place, offset_bytes: int) -> list[int]:
-    """Return for each rank the address at which this process sees byte `offset` of the rank's tensor."""
+    """Return for each rank the address at which this process sees byte `offset_bytes` of the rank's tensor."""
     segment = place.segment
     first = segment.address() - segment.offset_of(segment.mine) + place.offset_bytes + offset_bytes
     return [first + segment.offset_of(part) for part in range(segment.parts)]
