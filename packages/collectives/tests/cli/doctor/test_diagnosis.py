@@ -179,6 +179,12 @@ ROWS = {
         "rank 1: [Errno 13] Permission denied",
         "in one container",
     ),
+    "no memory fence on one node": (
+        lambda: d.memory([FINE, replace(FINE, host=B, has_fence=False)]),
+        Status.WARN,
+        "libatomic.so.1 is missing on a node",
+        "install libatomic",
+    ),
     "little memory on the second node": (
         lambda: d.memory([FINE] + [replace(FINE, host=B, memory_limits=(*FINE.memory_limits, SMALL))] * 2),
         Status.WARN,

@@ -18,14 +18,17 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.mpi import waiting
-from syncline.collectives.transports.mpi.node.shared_sync import GaveUpError, ShmBarrier, barrier_bytes, has_total_store_order
+from syncline.collectives.transports.mpi.node.shared_sync import GaveUpError, ShmBarrier, barrier_bytes
 from syncline.collectives.transports.mpi.sync import NOWHERE
+from syncline.collectives.transports.shared_memory import os_memory
+from syncline.collectives.transports.shared_memory.os_memory import find_fence
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
 
+FENCE = find_fence()
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's"),
-    pytest.mark.skipif(not has_total_store_order(), reason="this processor reorders writes"),
+    pytest.mark.skipif(FENCE is None, reason="this processor's fence is in libatomic, which is not installed"),
 ]
 
 
@@ -37,7 +40,9 @@ def on_barriers(size: int, body: Callable[[ShmBarrier], object]) -> list[object]
     """What `body` returns on each of some ranks that share a barrier."""
     file = create_file("test", size * padded(PART_BYTES))
     # Sleeping lets the other threads run; between processes nothing need be done.
-    barriers = [ShmBarrier(Segment(file, size, PART_BYTES, rank), SLOT_BYTES, lambda: time.sleep(0)) for rank in range(size)]
+    barriers = [
+        ShmBarrier(Segment(file, size, PART_BYTES, rank), SLOT_BYTES, lambda: time.sleep(0), FENCE) for rank in range(size)
+    ]
     os.close(file)
     return run_ranks(size, lambda group: body(barriers[group.rank]))
 
@@ -107,7 +112,7 @@ def test_what_they_are_about_to_do_is_compared() -> None:
 def test_a_rank_that_does_not_come_is_a_timeout_and_messages_go_on_meanwhile() -> None:
     file = create_file("test", 2 * padded(PART_BYTES))
     calls: list[None] = []
-    barrier = ShmBarrier(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: calls.append(None))
+    barrier = ShmBarrier(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: calls.append(None), FENCE)
     os.close(file)
     with pytest.raises(TimeoutError):
         barrier.arrive(CancelScope(0.05))
@@ -140,7 +145,7 @@ def test_a_rank_that_gives_up_is_named_at_once(has_arrived: bool) -> None:
 def test_a_rank_that_gives_up_after_an_arrival_was_complete_spoils_the_next_only() -> None:
     """The others may not have looked yet, and shall end as it did."""
     file = create_file("test", 2 * padded(PART_BYTES))
-    first, second = (ShmBarrier(Segment(file, 2, PART_BYTES, rank), SLOT_BYTES, lambda: None) for rank in range(2))
+    first, second = (ShmBarrier(Segment(file, 2, PART_BYTES, rank), SLOT_BYTES, lambda: None, FENCE) for rank in range(2))
     os.close(file)
     for _ in range(2):
         with ThreadPoolExecutor(1) as pool:
@@ -157,7 +162,7 @@ def test_a_rank_that_gives_up_after_an_arrival_was_complete_spoils_the_next_only
 
 def test_views_serve_inside_and_outside_of_inference_mode() -> None:
     file = create_file("test", padded(PART_BYTES))
-    barrier = ShmBarrier(Segment(file, 1, PART_BYTES, 0), SLOT_BYTES, lambda: None)
+    barrier = ShmBarrier(Segment(file, 1, PART_BYTES, 0), SLOT_BYTES, lambda: None, FENCE)
     os.close(file)
     with torch.inference_mode():
         barrier.slots((barrier.arrivals + 1) & 1, 3, torch.float32)[0].fill_(1.0)
@@ -166,7 +171,7 @@ def test_views_serve_inside_and_outside_of_inference_mode() -> None:
 
 def test_a_slot_ends_before_the_next_begins() -> None:
     file = create_file("test", 2 * padded(PART_BYTES))
-    barrier = ShmBarrier(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: None)
+    barrier = ShmBarrier(Segment(file, 2, PART_BYTES, 0), SLOT_BYTES, lambda: None, FENCE)
     os.close(file)
     slots = []
     for arrival in range(2):
@@ -179,3 +184,39 @@ def test_a_slot_ends_before_the_next_begins() -> None:
 def _delay(chance: random.Random) -> None:
     if chance.random() < 0.02:
         time.sleep(chance.random() * 1e-3)
+
+
+def test_an_arrival_fences_before_its_number_and_after_the_other_numbers() -> None:
+    """On a processor that reorders reads and writes, the fences are what keeps the data behind the numbers."""
+    file = create_file("test", 2 * padded(PART_BYTES))
+    seen: list[tuple[int, int]] = []
+    mine = Segment(file, 2, PART_BYTES, 0)
+    numbers = mine.contents().cast("q")
+    lines = [(mine.offset_of(rank) + 128) // 8 for rank in range(2)]  # arrival 1 is in the second line
+    first = ShmBarrier(mine, SLOT_BYTES, lambda: second(), lambda: seen.append((numbers[lines[0]], numbers[lines[1]])))
+    other = ShmBarrier(Segment(file, 2, PART_BYTES, 1), SLOT_BYTES, lambda: None, FENCE)
+    os.close(file)
+
+    def second() -> None:
+        if other.arrivals == 0:
+            other.arrive(CancelScope(30))
+
+    first.arrive(CancelScope(30))
+    assert seen == [(0, 0), (1, 1)]
+
+
+@pytest.mark.skipif(find_fence("aarch64") is None, reason="libatomic is not installed")
+def test_processors_other_than_x86_fence_by_libatomic() -> None:
+    fence = find_fence("aarch64")
+    assert fence is not None
+    assert fence is not find_fence("x86_64")
+    fence()
+
+
+def test_without_libatomic_only_x86_has_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(os_memory.ctypes, "PyDLL", missing)
+    assert find_fence("aarch64") is None
+    assert find_fence("x86_64") is not None

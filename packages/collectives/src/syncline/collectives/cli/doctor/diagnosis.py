@@ -342,14 +342,22 @@ _MORE = "give the job more memory (Slurm's --mem or --mem-per-cpu, a container's
 
 def memory(ranks: Sequence[Observation]) -> list[Finding]:
     """Judge whether ranks can share memory, how much memory is left, and the size of /dev/shm, which MPI libraries use."""
-    return [_sharing(ranks[0].sharing), _left(ranks), _dev_shm(ranks)]
+    has_fences = all(rank.has_fence for rank in ranks)
+    return [_sharing(ranks[0].sharing, has_fences), _left(ranks), _dev_shm(ranks)]
 
 
-def _sharing(result: str | None) -> Finding:
+def _sharing(result: str | None, has_fences: bool) -> Finding:
     """Judge the trial of shared memory. Its result is the same on every rank."""
     name = "shared memory"
     if result is None:
         return ok(name, "not tried: the ranks are not connected by MPI")
+    if not result.startswith("no:") and not has_fences:
+        return Finding(
+            name,
+            Status.WARN,
+            f"{result}, but libatomic.so.1 is missing on a node",
+            "ranks then meet by MPI, which is slower for small tensors: install libatomic (Debian's libatomic1) on all nodes",
+        )
     if not result.startswith("no:"):
         return ok(name, result)
     remedy = f"gradients travel by plain MPI, which is slower: start the ranks of a node in one container, or {_MORE}"

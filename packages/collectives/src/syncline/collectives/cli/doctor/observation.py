@@ -19,6 +19,7 @@ from ...startup.launch import Launch, detect_launch, tolerates_faults
 from ...startup.nodes import HostIdentity, host_identity
 from ...startup.settings import SITE_VARIABLE, load_settings, site_path
 from ...transports.shared_memory.memory_limit import Limit, memory_limits
+from ...transports.shared_memory.os_memory import find_fence
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -68,6 +69,7 @@ class Observation:
         cupy, nccl: the versions of CuPy and of the NCCL that CuPy finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
         tolerates_faults: whether mpirun was told not to end the other ranks when one is lost (`--with-ft ulfm`).
+        has_fence: whether there is a memory fence for this processor, so that ranks can meet in shared memory.
         site_file: the site file that is read, and the keys that it changes, in words.
         site_problem: why the site file cannot be read, with the remedy, or None.
     """
@@ -93,6 +95,7 @@ class Observation:
     cuda_aware: str | None = None
     launch_is_mpi: bool = True
     tolerates_faults: bool = False
+    has_fence: bool = True
     site_file: str = "none"
     site_problem: str | None = None
 
@@ -127,6 +130,7 @@ def observe(
         nccl=nccl,
         cuda_aware=cuda_aware,
         tolerates_faults=tolerates_faults(environ),
+        has_fence=find_fence() is not None,
         site_file=site,
         site_problem=site_problem,
     )

@@ -1,4 +1,4 @@
-"""System calls that Python does not offer everywhere: memory files, mapping them, huge pages."""
+"""What Python does not offer everywhere: memory files, mapping them, huge pages, and the processor's memory fence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MADV_COLLAPSE = 25  # since Linux 6.1; Python's mmap names it since 3.15
@@ -20,6 +23,31 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350}  #
 _CLOSE_ON_EXEC = 1
 _MAP_FIXED = 0x10
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+
+_SEQUENTIALLY_CONSISTENT = 5  # C's memory_order_seq_cst
+
+Fence: TypeAlias = Callable[[], object]
+"""Orders a thread's reads and writes in memory: those before the call come before those after the call, for all processors."""
+
+
+def no_fence() -> None:
+    """Do nothing. This is x86's fence: see Note [Order in memory] in `mpi.node.shared_sync`."""
+
+
+def find_fence(machine: str | None = None) -> Fence | None:
+    """Return this processor's memory fence, or None if there is none. A call takes about 0.4 us, and less on x86.
+
+    Args:
+        machine: the type of the processor, as from `platform.machine`; None takes this processor's type.
+    """
+    if (machine or platform.machine()).lower() in ("x86_64", "amd64"):
+        return no_fence
+    # Python has no fence. GCC's libatomic has one for every processor, and most systems have libatomic.
+    try:
+        library = ctypes.PyDLL("libatomic.so.1")
+    except OSError:
+        return None
+    return partial(library.atomic_thread_fence, _SEQUENTIALLY_CONSISTENT)
 
 
 @functools.cache

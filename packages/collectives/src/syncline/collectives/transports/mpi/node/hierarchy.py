@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from .shared_sync import has_total_store_order
+from ...shared_memory.os_memory import find_fence
 
 SplitByNode = Callable[[MPI.Intracomm], MPI.Comm]
 
@@ -35,7 +35,7 @@ class Hierarchy:
         node: the communicator of this rank's node.
         nodes: the number of nodes.
         shares_memory: whether any node has more than one rank of the group.
-        is_ordered: whether the processors of all nodes allow a `ShmBarrier` (see `has_total_store_order`).
+        fence: this processor's memory fence, which a `ShmBarrier` needs; None if the processors of some node have none.
         leaders: the number of leaders on each node. They are the node's first ranks, and each leads one slice.
         inter_node: a communicator of the leaders of this rank's slice, one leader on each node. None if this rank leads no
             slice, if there is only one node, or if each node has only one rank.
@@ -43,10 +43,10 @@ class Hierarchy:
 
     def __init__(self, communicator: MPI.Intracomm, split: SplitByNode = split_by_node) -> None:
         self.node = MPI.Intracomm(split(communicator))
-        size = self.node.Get_size()
-        largest, negative_smallest, is_unordered = _reduced(communicator, MPI.MAX, size, -size, not has_total_store_order())
+        size, fence = self.node.Get_size(), find_fence()
+        largest, negative_smallest, lacks_fence = _reduced(communicator, MPI.MAX, size, -size, fence is None)
         (self.nodes,) = _reduced(communicator, MPI.SUM, self.node.Get_rank() == 0)
-        self.is_ordered = not is_unordered
+        self.fence = None if lacks_fence else fence
         self.shares_memory = largest > 1
         self.leaders = -negative_smallest
         # With one node, or with one rank on each node, there is only one level.

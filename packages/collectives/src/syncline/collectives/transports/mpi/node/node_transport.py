@@ -82,7 +82,12 @@ class NodeTransport(MPITransport):
         self._ranks_on_node = ranks_on_node or hierarchy.node.Get_size()
         shares_memory = hierarchy.shares_memory
         self._capabilities = Capabilities(
-            self._size, hierarchy.nodes, hierarchy.leaders, shares_memory, shares_memory and hierarchy.is_ordered, reproducible
+            self._size,
+            hierarchy.nodes,
+            hierarchy.leaders,
+            shares_memory,
+            shares_memory and hierarchy.fence is not None,
+            reproducible,
         )
         inter_node = hierarchy.inter_node
         ring_bytes = self._thresholds.ring_bytes

@@ -323,7 +323,7 @@ class Node:
         self._local_messages = local_messages
         self._slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
         self._has_own_core = ranks_on_node <= len(os.sched_getaffinity(0))
-        self._may_have_barrier = hierarchy.shares_memory and hierarchy.is_ordered
+        self._fence = hierarchy.fence if hierarchy.shares_memory else None  # None: make no barrier
         self._shared: SharedSync | None = None
 
     def sync(self, call: Call) -> Sync:
@@ -339,18 +339,18 @@ class Node:
 
     def shared_sync(self, call: Call) -> SharedSync | None:
         """Return the sync in shared memory, or None on all ranks if it cannot be made. The first call makes it."""
-        if self._shared is None and self._may_have_barrier:
+        if self._shared is None and self._fence is not None:
             # Making the sync is a collective, so first make sure that all ranks are here, for the same call.
             self._messages.same(call)
             segment = self.memory.allocate_segment(barrier_bytes(self._slot_bytes), call)
             if segment is None:
                 # The ranks have agreed that no rank has the memory, so all ranks use messages from now on.
-                self._may_have_barrier = False
+                self._fence = None
             else:
                 # A probe for a message that never comes lets MPI make progress while this rank waits in shared memory.
                 probe, rank = self._communicator.Iprobe, self._communicator.Get_rank()
                 barrier = ShmBarrier(
-                    segment, self._slot_bytes, lambda: probe(rank, Tag.NOTHING), has_own_core=self._has_own_core
+                    segment, self._slot_bytes, lambda: probe(rank, Tag.NOTHING), self._fence, has_own_core=self._has_own_core
                 )
                 self._shared = SharedSync(barrier, self._messages)
         return self._shared
@@ -375,7 +375,7 @@ class Node:
 
     def forget(self) -> None:
         """Release the barrier."""
-        self._shared, self._may_have_barrier = None, False
+        self._shared, self._fence = None, None
 
 
 class Algorithm(ABC):

@@ -5,7 +5,6 @@ They compare calls and exchange small tensors in this memory.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 
 import torch
@@ -14,6 +13,7 @@ from mpi4py import MPI
 from ....engine.call import Call
 from ....engine.cancel_scope import CancelScope
 from ....errors import TransportError
+from ...shared_memory.os_memory import Fence
 from ...shared_memory.segment import Segment
 from ..library import mapped
 from ..sync import NOWHERE, MessageSync, Sync
@@ -30,15 +30,6 @@ LEAST_SLOT_BYTES = 64
 # check costs 0.06 us. If ranks share cores, this number is smaller, because another rank may need this core to arrive.
 _LOOKS_ON_OWN_CORE = 1000
 _LOOKS_ON_SHARED_CORE = 100
-
-
-def has_total_store_order() -> bool:
-    """Whether all cores see a core's writes in the order in which this core made them, and whether each core reads in order.
-
-    A `ShmBarrier` needs this: a rank that reads a number must see everything that was written before it. Processors other than
-    x86 need special instructions to guarantee this. Python does not have these instructions.
-    """
-    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def barrier_bytes(slot_bytes: int) -> int:
@@ -64,22 +55,45 @@ class ShmBarrier:
     rank has to say when it has finished reading, because the same slot and line are next written for arrival k + 2. Before
     this, all ranks have arrived at k + 1, so they have read everything of arrival k.
 
+    Note [Order in memory]
+    ~~~~~~~~~~~~~~~~~~~~~~
+    A rank that has seen number k of another rank must also see everything that the other rank wrote before. A processor may
+    reorder reads and writes, so `arrive` has two full fences. No read or write crosses a fence.
+
+    [1] Before a rank writes its number. So everything that this rank has read and written so far comes before its number.
+    [2] After a rank has seen all numbers. So everything that this rank reads and writes from now on comes after these numbers.
+
+    Data: rank A writes data, [1], and its number; rank B reads this number, [2], and the data. So B reads A's new data. Slots:
+    A reads B's slot of arrival k, [1], and writes its number k + 1; B reads this number, [2], and writes its slot of arrival
+    k + 2. So A has not read the data of k + 2. A number is an aligned word of 64 bits, which a processor writes in one piece.
+
+    x86 needs no instruction for this. It keeps the order of reads, the order of writes, and a read before a later write. It may
+    let a write wait until after a later read, but no step above is a write before a read.
+
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
         slot_bytes: the size of an eager slot; a multiple of 64.
         progress: called while this rank waits, so that the MPI library makes progress. Another rank may need a message from
             this rank before that rank can arrive.
+        fence: this processor's memory fence: see `find_fence`.
         has_own_core: whether there is a core for every rank of the job on this node.
     """
 
     def __init__(
-        self, segment: Segment, slot_bytes: int, progress: Callable[[], object], *, has_own_core: bool = False
+        self,
+        segment: Segment,
+        slot_bytes: int,
+        progress: Callable[[], object],
+        fence: Fence,
+        *,
+        has_own_core: bool = False,
     ) -> None:
         self.size = segment.parts
         self.mine = segment.mine
         self.slot_bytes = slot_bytes
         self._segment = segment
         self._progress = progress
+        self._fence = fence
         self._numbers = segment.contents().cast("q")
         self._lines = [self._lines_of(turn) for turn in (0, 1)]
         self._looks_before_yielding = _LOOKS_ON_OWN_CORE if has_own_core else _LOOKS_ON_SHARED_CORE
@@ -112,11 +126,14 @@ class ShmBarrier:
         numbers, (own, others) = self._numbers, self._lines[arrival & 1]
         numbers[own + 1] = digest
         numbers[own + 2] = place
+        self._fence()  # [1] of Note [Order in memory]
         numbers[own] = arrival  # written last: a rank that sees this number must see the other two, too
-        is_same, is_common = True, place != NOWHERE
         for line in others:
             if numbers[line] != arrival:
                 self._wait(line, arrival, scope)
+        self._fence()  # [2]
+        is_same, is_common = True, place != NOWHERE
+        for line in others:
             if numbers[line + 1] != digest:
                 is_same = False
             if numbers[line + 2] != place:

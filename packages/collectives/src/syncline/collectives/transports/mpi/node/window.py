@@ -46,9 +46,8 @@ class Window(InWindow):
     1. `Sync.same` before the work. After this wait all terms are written, and no program uses its tensor.
     2. `Sync.wait` after the work. After this wait all slices are written, and no rank uses another rank's tensor.
 
-    After each wait, a rank sees everything that the other ranks wrote before this wait. With a `ShmBarrier`, this is true
-    because the processor keeps the order of writes (see `has_total_store_order`). With MPI, it is true because the ranks have
-    received messages.
+    After each wait, a rank sees everything that the other ranks wrote before this wait. With a `ShmBarrier`, fences guarantee
+    this (see Note [Order in memory] in `shared_sync`). With MPI, it is true because the ranks have received messages.
 
     Args:
         node: the group's node.
