@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from .logging_data import RuntimeSamples
 
-# Attributes of the module, and of each tensor, by which torch marks parameters and buffers that a module keeps unshared.
+# By these attributes, of the module and of each tensor, torch marks the parameters and buffers that DDP must ignore.
 _NAMES_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
 _IS_IGNORED = "_ddp_ignored"
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """Return the names to ignore that a script has set for this module, by our DDP's method for this or by torch's."""
+    """Return the names that DDP must ignore in this module. The script has set them by a method of our DDP or of torch's."""
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 

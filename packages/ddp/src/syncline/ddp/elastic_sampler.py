@@ -86,8 +86,9 @@ class ElasticSampler(Sampler[list[int]]):
     def weight(self) -> float:
         """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
 
-        The average over the ranks gives all ranks' gradients the same weight. If shares differ by a sample, the weight corrects
-        this, so that the result is the average over the whole batch. If shares are equal, the weight is 1.
+        The average over the ranks counts the gradient of each rank equally, although one share may have a sample more than
+        another. The weight corrects this, so that the result is the average over the whole batch. If all shares are equal, the
+        weight is 1.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)

@@ -66,7 +66,8 @@ class FusedOptimizer:
             MisuseError: a parameter already has an optimizer here.
             InvalidArgumentError: `kind` is not a class of optimizers.
         """
-        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # type: ignore[redundant-expr]  # who knows
+        # A script without types may pass anything.
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # type: ignore[redundant-expr]
             raise InvalidArgumentError(f"expected a class of torch.optim.Optimizer, found {kind!r}")
         chosen = list(parameters)
         if any(parameter in self.optimizers for parameter in chosen):

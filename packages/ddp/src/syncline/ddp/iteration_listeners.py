@@ -1,4 +1,4 @@
-"""IterationListeners calls functions after each reduced backward."""
+"""IterationListeners calls functions after each backward whose gradients were reduced."""
 
 from __future__ import annotations
 

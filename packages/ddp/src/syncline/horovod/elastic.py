@@ -93,7 +93,7 @@ def _recover(error: TransportError) -> None:
     """Make a group of the remaining ranks. If another rank is lost meanwhile, try again."""
     began_s = time.perf_counter()
     while True:
-        # After the first two errors this rank cannot be in a new group.
+        # After a RankGivenUpError or a StoreError, this rank cannot be in a new group.
         if isinstance(error, (RankGivenUpError, StoreError)) or time.perf_counter() - began_s > _GIVE_UP_S:
             raise error
         try:
@@ -249,7 +249,7 @@ def _has_state(thing: object) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """This rank's share of the samples that this epoch has not used yet. It is divided again when the ranks change.
+    """This rank's share of the samples that this epoch has not used yet. When the ranks change, the rest is divided anew.
 
     Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
     gets equally many samples. If they cannot be divided evenly, some are used again.
@@ -295,7 +295,7 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices. With n ranks, these are every n-th of the remaining ones, from this rank's number on."""
+        """This rank's indices. With n ranks, rank r gets the remaining indices at r, r + n, r + 2 n, and so on."""
         total = self.num_samples * self.num_replicas
         # Near the end of an epoch there may be fewer samples than ranks, so that a sample is used more than twice.
         padded = itertools.islice(itertools.cycle(self.remaining_indices), total)

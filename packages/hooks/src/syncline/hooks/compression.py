@@ -81,7 +81,7 @@ class CompressionState:
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
-        # Parameters that are numbered have no numbers before the first bucket, so there is nothing to compare yet.
+        # Without given names, parameters get numbers with the first bucket. Before that there is nothing to compare.
         if self.names.are_given:
             check_parameters(state["errors"], self.names.shapes)
         self.iter = state["iter"]
@@ -119,7 +119,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     if buffer.numel() == 0:
         return finished(buffer)
     group = group_of(state.process_group, bucket)
-    # Before the errors are used: they may have been loaded from another rank's state.
+    # Do this before the error feedback is used, because it may have been loaded from another rank's state.
     state.origin.settle(group.rank, group.size, state.error_feedback)
     seed = state.seeds.next()
     with torch.no_grad(), state.statistics.stage("compress"):

@@ -1,6 +1,6 @@
 """The order in which gradients arrive. One backward shows this order, and then the reducer builds the buckets in this order.
 
-Pure.
+This module only handles numbers: it needs no tensors and no ranks.
 """
 
 from __future__ import annotations

@@ -5,16 +5,18 @@ private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    no reduction could end: importing the package is an error
 ``BackwardCFunction.apply.__code__``    the same: a backward within a backward could not be told from an outer one
-``_foreach_copy_``, ``_foreach_zero_``  the same: many gradients are copied, or set to zero, by one call
-``torch._C.Future``                     the same: the base class of what ``Future.then()`` returns
-``_current_graph_task_id``              a bucket whose last gradient was not the expected one waits for the end of backward
+``_foreach_copy_``, ``_foreach_zero_``  the same: they copy many gradients, or set them to zero, in one call
+``torch._C.Future``                     the same: it is the base class of what ``Future.then()`` returns
+``_current_graph_task_id``              if another gradient than the expected one completes a bucket, the bucket waits for the
+                                        end of backward
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
 ``_storage_Use_Count``                  no gradient is aliased: all are copied back
 ``_post_accumulate_grad_hooks``         hooks of the user that use a gradient before it is averaged are not found
 ``Tensor._version``                     a step in such a hook is found only if it drops the gradient
-``in_compiled_autograd_region``         compiled autograd is not refused: the first backward is not averaged to the end
-hooks on gradients left undefined       each parameter's node has a hook of its own, too: half a microsecond; after a
-                                        change of dtype an undefined gradient is an error at the end (torch 2.6 and 2.7)
+``in_compiled_autograd_region``         compiled autograd gives no error, but the reduction of its first backward never ends
+hooks on gradients left undefined       the reducer also hooks each parameter's node, which costs half a microsecond; after a
+                                        change of dtype, a gradient that is left undefined gives an error at the end of
+                                        backward (torch 2.6 and 2.7)
 ======================================  ==============================================================================
 """
 
@@ -42,7 +44,8 @@ try:
 except AttributeError as error:
     raise ImportError(f"syncline-reducer does not work with torch {torch.__version__}: {error}") from error
 
-#: Whether hooks on a parameter also run when the backward of its function returned None. No function of torch tells.
+#: Whether hooks on a parameter also run when the backward of its function returned None. torch cannot be asked, so
+#: the version decides.
 TELLS_OF_UNDEFINED_GRADIENTS = TorchVersion(torch.__version__) >= "2.8"
 CAN_COUNT_STORAGE_USERS = hasattr(torch._C, "_storage_Use_Count")
 CAN_FORESEE_NODES = hasattr(torch._C, "_will_engine_execute_node")
@@ -108,7 +111,7 @@ def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
 def unreached(nodes: Sequence[GraphNode]) -> list[int]:
     """Return the positions of the nodes that the running backward will not execute.
 
-    They include the nodes inside re-entrant checkpoints.
+    A node that only the inner backward of a re-entrant checkpoint will execute counts as unreached, too.
 
     Autograd computes this when a backward starts. Cost: 0.1 to 0.2 microseconds for each node.
     """

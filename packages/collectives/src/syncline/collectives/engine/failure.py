@@ -82,9 +82,9 @@ class FailureWords:
         return timeout
 
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
-        """Return the loss of a rank, if this loss made the transport fail.
+        """If a lost rank made the transport fail, return a `RankLostError`.
 
-        Else return the error, which then names the stopped ranks.
+        If not, return the error, which then names the stopped ranks.
         """
         # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):

@@ -46,14 +46,15 @@ class Queue:
     3. A task issued *from a callback of a running task* runs at once, on the same thread, inside the callback. On every rank
        it comes before all queued tasks. So the callback may wait for it.
     4. If a callback waits for a queued task (for its work, or for a future that depends on it), it runs the queue up to that
-       task (`run_until`). Futures that torch makes, such as the future of `torch.futures.collect_all`, do not run the queue.
+       task (`run_until`). A wait for a future that torch makes, such as that of `torch.futures.collect_all`, does not run the
+       queue.
     5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn, and runs the
        queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
-       The callbacks of the tasks that it has run become the next task (`hand_over`). The thread does not wait for these
-       callbacks, because they may want a lock that the thread holds.
+       The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. The
+       callbacks become a task, which the queue's thread runs next (`hand_over`).
 
-    So the order is the same on every rank, however threads are scheduled, if every rank issues the same calls from its main
-    thread and attaches the same callbacks to each call before it issues the next one. If callbacks of a call issue calls, these
+    Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before it issues the
+    next call. Then the order is the same on every rank, however threads are scheduled. If callbacks of a call issue calls, they
     come after that call and before the next call of the main thread. (If a callback is attached to a call that is already over,
     it runs at once, on the thread that attaches it. This thread has not issued its next call yet, so the order is the same.)
 
@@ -156,7 +157,8 @@ class Queue:
             # The first queued task starts the thread. Many groups never queue one.
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                thread.start()  # before the task is queued: if no thread can start, later calls still run on their callers
+                # Start it before the task is queued: if no thread can start, the queue stays empty for later calls.
+                thread.start()
                 _started.add(self)
                 self._thread = thread
             self._tasks.append(task)
@@ -190,7 +192,7 @@ class Queue:
         Returns:
             False if `help` does not run the current task, or the queue's thread may have ended. Then run the task yourself.
         """
-        # The task runs on the queue's own thread or on the caller's, which may complete the future themselves.
+        # If `help` does not run the current task, the thread that runs it may complete the future itself.
         if self._helper != get_ident():
             return False
         with self._changed:
@@ -270,7 +272,7 @@ class Queue:
         Raises:
             MisuseError: the thread runs a late callback.
         """
-        # The usual case: no callback runs on any thread, and the look-up is saved.
+        # Usually no callback runs on any thread, and this test saves the time of the look-up.
         if self._callbacks:
             is_late = self._callbacks.get(get_ident())
             if is_late:
@@ -279,7 +281,7 @@ class Queue:
                     "group had been issued, so its place in their order would be another on each rank. Attach the callback "
                     "before the next collective is issued, or wait for the work first"
                 )
-            # A callback that is in time: its call must not make callbacks late that are attached after it.
+            # This callback is not late. Do not count its call, so that callbacks that are attached later do not become late.
             if is_late is not None:
                 return _IN_CALLBACK
         self.issued += 1
@@ -377,7 +379,7 @@ def a_queue_runs_here() -> bool:
 
 
 def all_idle() -> bool:
-    """Whether no group of this process has a call in flight on a thread of its own."""
+    """Whether no queue of this process that has a thread runs a task or has a task queued."""
     return all(queue.is_idle() for queue in _started)
 
 

@@ -42,7 +42,8 @@ _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in e
 _BITS = 5
 # A library must take wire tags up to this one, so that every tag up to 32,767 (the least that MPI guarantees) can be coded.
 _LEAST = 2 ** (15 + _BITS) - 1
-#: The number of codes for numbers of elements. A prime, because differences between sizes are often multiples of powers of 2.
+#: How many codes there are for a tensor's number of elements. It is a prime, because differences between sizes are often
+#: multiples of powers of 2.
 SIZES = 2039
 _OTHER_DTYPE = 2**_BITS - 1
 

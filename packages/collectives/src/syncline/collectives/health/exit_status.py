@@ -25,7 +25,8 @@ class _Exit(SystemExit):
 
     def __del__(self) -> None:
         global _status
-        if _status is None and sys._getframe().f_back is None:  # the first counts; it may hold an earlier, caught one
+        # Only the first exception that is freed here counts. It may keep an earlier exception alive, which was caught.
+        if _status is None and sys._getframe().f_back is None:
             _status = as_status(self.code)
 
 
@@ -34,7 +35,8 @@ def _exit(status: object = None, /) -> NoReturn:
     # In another thread, `sys.exit` ends only this thread, so it says nothing about the process.
     if threading.current_thread() is threading.main_thread():
         raise _Exit(status)
-    _python_exit(status)  # type: ignore[arg-type]  # `threading` compares the type
+    # `threading` looks for exactly SystemExit, and would print a traceback for an `_Exit`.
+    _python_exit(status)  # type: ignore[arg-type]
 
 
 def watch_exit_status() -> None:

@@ -150,7 +150,7 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
     all_who = f"all that reported ({ranks_in_words(sorted(calls))})" if missing else "all"
     rest = f"; what {ranks_in_words(missing)} called is not known" if missing else ""
     waiting = {rank: current for rank, mine in calls.items() if (current := current_call(mine)) and current.state != DONE}
-    # All agree, but some are still in a call: one waits for a rank that did not report, or the library hangs.
+    # All ranks made the same calls, but some did not finish one: a rank that they need did not report, or the library hangs.
     if waiting:
         unfinished = f"{ranks_in_words(sorted(waiting))} did not finish {next(iter(waiting.values()))}"
         return f"{all_who} made the same calls; {unfinished}{rest}"
@@ -233,7 +233,7 @@ _site_folder: str | None = None
 
 
 def set_report_folder(folder: str | None) -> None:
-    """Set the folder for reports that the site's settings name. None: the settings name no folder."""
+    """Set the folder that the site's settings name for reports. None: the settings name no folder."""
     global _site_folder
     _site_folder = folder
 

@@ -45,7 +45,7 @@ class StoreReconnector(Reconnector):
     def has_ended(self, member: int) -> bool:
         """Whether a member has certainly ended; false if it is not known."""
 
-    def is_running(self, member: int) -> bool:  # noqa: ARG002 - who can tell overrides it
+    def is_running(self, member: int) -> bool:  # noqa: ARG002 - a subclass may use it
         """Whether a member certainly runs and is not stopped; false if it is not known."""
         return False
 

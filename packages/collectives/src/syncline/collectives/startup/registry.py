@@ -139,7 +139,7 @@ def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | 
         lack = missing("mpi")
         if lack is None:
             return BackendChoice("mpi", f"launched by {launch.launcher}")
-        # The reason becomes a part of one line, so its first line must do.
+        # The reason becomes a part of one line, so use only its first line.
         why = lack.splitlines()[0]
         return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {why}")
     # A launcher that does not start MPI programs, such as torchrun.
@@ -179,7 +179,7 @@ class PerDeviceBackend(Backend):
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):
             backend = self._backends[device]
-            # If no backend meets in a store, all of them get it, so that they refuse what they would ignore.
+            # If no backend meets in a store, give the store to all backends: each then refuses it rather than ignore it.
             store = request.store if backend.meets_in_store or not self.meets_in_store else None
             groups[device] = backend.connect(
                 replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))

@@ -1,8 +1,8 @@
 """A table that one process serves to others: the protocol, the server's side, and the client's side.
 
-A message is a code, then fields; each field follows its length. No field is ever unpickled or evaluated. `Service` does no I/O:
-it gets the time as an argument and returns the answers, so tests need no network. The TCP store and the store over a group use
-it.
+A message is a code, then fields. Before each field comes its length. No field is ever unpickled or evaluated. `Service` does no
+I/O: it gets the time as an argument and returns the answers, so tests need no network. The TCP store and the store over a group
+use it.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _take(fields: list[bytes], count: int) -> list[bytes]:
 
 
 class ServedStore(Store):
-    """A store whose methods that do not wait are all built on `_call`."""
+    """A store in which every method that does not wait uses `_call`."""
 
     @abstractmethod
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:

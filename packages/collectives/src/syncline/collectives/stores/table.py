@@ -1,4 +1,4 @@
-"""A table in this process: the changes of one value, and stores that carry out changes under one lock.
+"""A table in this process: functions that change one value, and stores that run these functions under one lock.
 
 A change is a function. It takes the value of a key (None if there is none). It returns the new value (None to remove it) and
 the caller's answer.
@@ -82,7 +82,7 @@ def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answe
 
 
 class LockedStore(Store):
-    """A store whose changing methods are all built on `_apply`."""
+    """A store in which every method that changes a value uses `_apply`."""
 
     @abstractmethod
     def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
