@@ -85,7 +85,7 @@ class BackwardReduction:
 
     def _start(self, number: int, *, empty: bool = False) -> None:
         bucket = self._buckets[number]
-        # All ranks agree that no rank uses it, so all leave it out.
+        # All ranks agree that no rank uses the bucket, so all ranks leave it out.
         if self._usage.may_skip(bucket.indices):
             return
         ready = time.perf_counter()

@@ -106,7 +106,7 @@ class Bucket:
         for position in in_place:
             if self.indices[position] in unused:
                 self._keep(position)
-        # The usual case is the other one: all gradients are there, and none is in its place.
+        # Usually all gradients are there, and none is in its place yet.
         if in_place or _some_are_none(gradients):
             self._copy_some(gradients, frozenset(in_place))
         else:
@@ -192,9 +192,7 @@ class Bucket:
                 foreach_zero(absent)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        # `copy_` converts another dtype silently, so the dtype is checked first. Other mistakes are looked for when the copy
-        # fails.
-        # A gradient of another dtype would be converted without a word.
+        # Check the dtype first, because the copy would convert another dtype silently. Other mistakes make the copy fail.
         if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
             self._refuse_gradients()
         if any(map(_requires_grad_of, sources)):
@@ -208,7 +206,7 @@ class Bucket:
             try:
                 foreach_copy(targets, sources)
             except RuntimeError:
-                # This raises if a gradient is the cause. Else the error is not about the gradients, and goes on.
+                # This raises if a gradient is the cause. If it does not raise, the copy's own error goes on.
                 self._refuse_gradients()
                 raise
 

@@ -60,7 +60,8 @@ class DelayedUsage(UsageModel):
             # Before the release a delayed gradient is never final, because another may come.
             return (index,) if self._released else ()
         final = self._usage.arrived([index], undefined)
-        # No release: another parameter, a second gradient of `until`, or `until` will get more gradients.
+        # Do not release the delayed parameters: this is another parameter's gradient, or they are released already, or `until`
+        # will get more gradients.
         if index != self._until or self._released or index not in final:
             return final
         self._released = True

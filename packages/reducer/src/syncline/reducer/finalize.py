@@ -54,7 +54,7 @@ def finalize(
         bucket = reduction.bucket
         bucket.accept(reduction.wait())
         untouched = globally_unused(bucket.indices)
-        # Whoever has seen the bucket's memory may read or write it later, so no gradient may lie there.
+        # A hook that has seen the bucket's memory may read or write it later, so no gradient may lie there.
         bucket.deliver(untouched, may_alias=not reduction.shows_bucket)
         if on_delivery is not None:
             on_delivery(_touched(bucket, untouched) if untouched else bucket.parameters)

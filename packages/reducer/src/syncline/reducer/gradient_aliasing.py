@@ -92,7 +92,7 @@ class GradientAliasing:
             if gradient is None or not self._is_moved(position, gradient) or self._is_elsewhere(position):
                 continue
             python_users, users = self._alone[position]
-            # One user more than without a gradient: only the gradient itself, so nobody else sees the move.
+            # There is one user more than without a gradient: the gradient itself. So no other code sees the move.
             if storage_users(alias) == (python_users, users + 1):
                 with torch.inference_mode(False):
                     gradient.data = alias.clone()
@@ -123,7 +123,7 @@ class GradientAliasing:
 
 
 def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether the user can see a move of this gradient only by the time and the address."""
+    """Whether the user would notice a move of this gradient only by its time and by the gradient's address."""
     return (
         type(gradient) is torch.Tensor
         and not gradient.requires_grad

@@ -169,7 +169,7 @@ _living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
 
 
 def _introduce(hooks: GradientHooks) -> None:
-    """Tell the new hooks of all other reducers' hooks on some of the same parameters, and tell these of the new hooks."""
+    """Let the new hooks and all other reducers' hooks on some of the same parameters know each other."""
     mine = set(map(id, hooks._parameters))
     with _lock:
         for other in list(_living):
