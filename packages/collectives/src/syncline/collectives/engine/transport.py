@@ -66,7 +66,7 @@ class Plan(ABC):
 
         Raises:
             TimeoutError: the scope's time limit was reached; the text says what is known of the other ranks.
-            SynclineError: the scope was cancelled with this reason, the ranks disagree, or the library failed.
+            SynclineError: the scope was cancelled with such an error, the ranks disagree, or the library failed.
         """
 
 
@@ -185,7 +185,7 @@ class Transport(ABC):
 class LibraryTransport(Transport):
     """A transport for a library with blocking collectives on host memory.
 
-    For a collective, its plan calls the method of that name.
+    The plan of a collective calls the method with the collective's name.
 
     Each method blocks until this rank's share is done. The caller has checked the tensors: they are flat, contiguous, on the
     CPU, and of any dtype. A "block" holds `size` equal parts, one for each rank. While a method waits, it calls

@@ -103,7 +103,7 @@ class Leavers:
         return list(self._made_by)[::-1]
 
     def left(self) -> dict[int, tuple[Leaving, float]]:
-        """Return for each rank that has left its notice, and the time when this notice came (monotonic clock)."""
+        """For each rank that has left, return its notice, and the time when the notice came (monotonic clock)."""
         with self._lock:
             for notice in self._receive():
                 self._left[notice.rank] = notice, monotonic()
@@ -151,7 +151,7 @@ class GroupLeavers:
         return self._error(gone) if len(gone) == len(peers) else None
 
     def _error(self, gone: Sequence[int]) -> RankLostError | None:
-        """Return the error that these ranks of the job have left, or None if `ranks` is empty."""
+        """Return the error that these ranks of the job have left, or None if `gone` is empty."""
         if not gone:
             return None
         return RankLostError(

@@ -150,7 +150,7 @@ def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
 def _deviation(
     usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
 ) -> tuple[str, str]:
-    """Describe what a rank did that did not make the usual call. Return the words for one rank, and for several ranks."""
+    """Describe what a rank did in place of the usual call. Return the words for one rank, and for several ranks."""
     place = f"{usual.name} #{usual.position}"
     # The rank waits somewhere before, or still computes.
     if mine is None:

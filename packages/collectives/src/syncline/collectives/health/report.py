@@ -195,7 +195,7 @@ def is_in(folder: Path) -> bool:
 
 
 def text(folder: Path, arguments: argparse.Namespace) -> str:
-    """Return the merged reports of all ranks. If several jobs failed, one job's text follows the other's.
+    """Return the merged reports of all ranks. If several jobs failed, return the texts of all jobs, one after the other.
 
     Raises:
         InvalidArgumentError: a file is no report. Or the user wants the stacks of a rank that has written no report.

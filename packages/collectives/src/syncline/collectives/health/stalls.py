@@ -19,8 +19,9 @@ logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
 # A rank posts a line for rank 0 when it has waited for a tenth of the limit, so that the warning also names ranks that came
-# late. It posts again shortly before the limit: as many looks before as a line needs to reach rank 0, plus one. So if rank 0
-# has waited for as long, the warning comes within two looks after the limit. Else it comes as much later as the line needed.
+# late. It posts a second line shortly before the limit, so that this line is at rank 0 when the limit is reached. If rank 0 has
+# waited as long as the other ranks, it warns within two looks after the limit. If rank 0 came later, it warns when it has read
+# the second line.
 _LOOKS_IN_LIMIT = 30
 _LOOKS_BEFORE_LINE = 3
 _STOP_S = 1.0
