@@ -56,8 +56,8 @@ _CLOSE_S = 60.0
 # How long the end of a process waits for its report.
 _REPORT_S = 2.0
 
-# After a call was given up, a library may still write to its tensors, so their memory must not be freed at once. So the error of
-# such a call is kept: its traceback holds the frames, and the frames hold the tensors and their contiguous copies.
+# After a call was given up, a library may still write to its tensors, so their memory must not be freed at once. So we keep the
+# call's error: its traceback holds the frames, and the frames hold the tensors and their contiguous copies.
 #
 # Only the latest errors are kept, because a job that makes a new group after each failure must not need more memory each time.
 # A group fails only once: after its first failure it starts no other call, and its transport gives up. So the oldest error here
@@ -784,7 +784,7 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Return why the running call will never end, or None if no reason is known. The thread that runs the call calls this."""
+        """Return why the running call will never end, or None if no reason is known. The call's own thread asks."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         return reason or self.reason_to_give_up()

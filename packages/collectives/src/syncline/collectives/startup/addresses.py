@@ -72,7 +72,7 @@ def loopback_domain() -> str:
 
 
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
-    """The addresses at which others may reach this host, IPv4 first. If `interfaces` are given, only the addresses of these.
+    """The addresses at which others may reach this host, IPv4 first. If `interfaces` are given, only their addresses.
 
     Raises:
         LaunchError: an interface does not exist, is down, or has no address.
@@ -86,7 +86,7 @@ def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
                 f"{socket.gethostname()}; those that have one: {there}"
             )
     if interfaces:
-        # In the user's order. A loopback address that the user has asked for stays in.
+        # Keep the user's order, and also a loopback address that the user has asked for.
         return [entry for name in interfaces for entry in found if entry.interface == name]
     return [entry for entry in found if not entry.is_loopback]
 
@@ -248,7 +248,8 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
                 f"rank {rank} (host {one.host}) reaches rank 0 at none of its addresses: {_CHOOSE}, or open the firewall\n"
                 f"What it tried:\n{why}"
             )
-    # If no door was reached by all ranks, take the one that most have reached. Other ranks use their end of another connection.
+    # If no door was reached by all ranks, take the door that most ranks have reached. A rank that has not reached this door is
+    # reached at its end of another connection.
     common = [number for number in range(len(places)) if all(number in one.own for one in tried.values())]
     reached = max(range(len(places)), key=lambda number: sum(number in one.own for one in tried.values()))
     door = common[0] if common else reached
@@ -276,7 +277,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """The addresses of all interfaces that are up. No link-local ones: they only work with the interface of the other side."""
+    """The addresses of all interfaces that are up, but no link-local ones, which work only together with an interface."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

@@ -85,7 +85,7 @@ class ConnectRequest:
 
 
 def apply_to_process(settings: Settings) -> None:
-    """Let the settings that are not a group's hold in this process from now on: where reports go, how tracebacks look."""
+    """Apply the settings that belong to no group: where this process's reports go, and how its tracebacks look."""
     show_all_frames(settings.full_tracebacks)
     set_report_folder(settings.report_dir)
 

@@ -103,7 +103,7 @@ def start(connecting: Connecting) -> None:
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
     init = _function(MPI, "MPI_Init_thread")
     with connecting.step("MPI_Init: a process of the job has not started MPI"):
-        # Without the function, or with other error handlers than those set below, mpi4py must do it.
+        # If the function is not found, or the user wants other error handlers than those set below, mpi4py must start MPI.
         if init is None or mpi4py.rc.errors != "exception":
             MPI.Init_thread(level)
             return
@@ -215,7 +215,7 @@ def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm")
     try:
         total_bytes = shutil.disk_usage(folder)[0]
     except OSError:
-        # Without the folder nothing is known, so nothing is said.
+        # If there is no such folder, nothing is known, so do not warn.
         return None
     if vendor not in ("MPICH", "Intel MPI") or local_size < 2 or total_bytes >= LEAST_SHM_BYTES:
         return None

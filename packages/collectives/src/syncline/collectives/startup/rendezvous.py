@@ -69,7 +69,7 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.S
     if size == 1:
         return dist.HashStore(), None
     lack = None
-    # MPI before MASTER_ADDR: it needs no free port and no secret from the user.
+    # Prefer MPI to MASTER_ADDR, because MPI needs no free port and no secret from the user.
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:

@@ -35,7 +35,7 @@ class AlgorithmThresholds:
         eager_bytes: the largest size for the eager algorithm, in bytes that a rank reads from its peers. A larger value means
             fewer waits per call, but each rank reads and reduces everything, and the group needs more shared memory.
         window_bytes: the smallest memory that `allocate` puts in a window, and the smallest tensor for which the ranks compare
-            whether it is in one. A smaller value means that more tensors are reduced in place, but each takes whole pages.
+            whether it is in a window. A smaller value means that more tensors are reduced in place, but each takes whole pages.
         staged_bytes: the smallest reduction of plain memory that is copied into shared memory and out again. A smaller value
             means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
             for the other ranks at least twice.

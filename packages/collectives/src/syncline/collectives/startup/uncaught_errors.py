@@ -353,9 +353,9 @@ def _lock(file: IO[str]) -> None:
 def run_began_s() -> float:
     """When the first process of this process's run may have started, in seconds since the epoch.
 
-    Without a process manager of MPI, it is the start of this process. Whatever starts the ranks then may start the next run at
-    once, as torchrun's agent does. Each run of a process manager has its own process as the parent of its ranks. So nobody
-    mistakes an older entry of the same parent for one of this run.
+    If no process manager of MPI started this process, it is the start of this process: torchrun's agent, for example, may start
+    the next run at once. A process manager has a new parent process in each run. So an entry of the same parent belongs to this
+    run, even if the entry is a little older than this process.
     """
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 
