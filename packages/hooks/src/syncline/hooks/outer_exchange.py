@@ -91,7 +91,7 @@ class OuterExchange:
         elif self.compressor is None:
             own = _WholeAverage(self._group, parameters, shaped, self.statistics)
         else:
-            # Before the errors are used: they may have been loaded from another rank's state.
+            # Do this before the error feedback is used, because it may have been loaded from another rank's state.
             self.origin.settle(self._group.rank, self._group.size, self.error_feedback)
             own = self._start_compressed(self._group, self.compressor, names, parameters, anchors, seed)
         return own if self.inside is None else _SharedAverage(own, self.inside)

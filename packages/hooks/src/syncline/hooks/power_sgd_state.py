@@ -190,7 +190,7 @@ class PowerSGDState:
                     f"the saved PowerSGD state has {name}={state['settings'][name]}, this one {getattr(self, name)}; construct "
                     "it with the saved value"
                 )
-        # Parameters that are numbered have no numbers before the first bucket, so there is nothing to compare yet.
+        # Without given names, parameters get numbers with the first bucket. Before that there is nothing to compare.
         if self.names.are_given:
             check_parameters(_of_parameters(state["errors"]), self.names.shapes)
         self._take(state)
