@@ -5,8 +5,8 @@ nothing. A host with several interfaces has one name and several addresses, and 
 
 So rank 0 opens a "door" at each of its addresses: a socket that sends a word and hangs up. Only this job knows the word. All
 other ranks try all doors, and report which ones they have reached. All ranks use the first door that every rank has reached.
-Other ranks reach a rank at its own end of this connection. (The word is needed because a proxy may accept any connection, and
-several hosts may have the same address, such as that of a bridge for containers.)
+The address of a rank is its own end of the connection to this door. (The word is needed because a proxy may accept any
+connection, and several hosts may have the same address, such as that of a bridge for containers.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .nodes import host_identity
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch's
 _IS_UP = 0x1
 _CHOOSE = f"choose the interface with {INTERFACE_VARIABLE} or `interface` in the site file"
-# Once one door has answered, the others get this long. A door behind an interface that leads nowhere never answers.
+# Once a door has answered, wait this long for the other doors. A door behind an interface that leads nowhere never answers.
 _OTHERS_S = 0.5
 _LONGEST_TRY_S = 15.0
 LOOPBACK = "127.0.0.1"
@@ -86,16 +86,16 @@ def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
                 f"{socket.gethostname()}; those that have one: {there}"
             )
     if interfaces:
-        # Keep the user's order, and also a loopback address that the user has asked for.
+        # Keep the user's order. Also keep a loopback address, because the user has asked for its interface.
         return [entry for name in interfaces for entry in found if entry.interface == name]
     return [entry for entry in found if not entry.is_loopback]
 
 
 def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
-    """`own_addresses`, for a job of several hosts.
+    """The addresses of `own_addresses` that are not loopback addresses, for a job of several hosts.
 
     Raises:
-        LaunchError: as `own_addresses`, or no other host can reach any of the addresses.
+        LaunchError: `own_addresses` raises it, or there are only loopback addresses.
     """
     found = own_addresses(interfaces)
     if all(entry.is_loopback for entry in found):
@@ -173,8 +173,8 @@ class Tried:
 
     Attributes:
         host: the name of the rank's host.
-        own: for each door that it reached, by number, its own address of the connection.
-        failed: for each other door the reason.
+        own: by the number of each door that the rank reached: the address of the rank's own end of the connection.
+        failed: by the number of each other door: the reason.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -248,8 +248,7 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
                 f"rank {rank} (host {one.host}) reaches rank 0 at none of its addresses: {_CHOOSE}, or open the firewall\n"
                 f"What it tried:\n{why}"
             )
-    # If no door was reached by all ranks, take the door that most ranks have reached. A rank that has not reached this door is
-    # reached at its end of another connection.
+    # If no door was reached by all ranks, take the door that most ranks have reached. The others use another connection.
     common = [number for number in range(len(places)) if all(number in one.own for one in tried.values())]
     reached = max(range(len(places)), key=lambda number: sum(number in one.own for one in tried.values()))
     door = common[0] if common else reached
@@ -277,7 +276,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """The addresses of all interfaces that are up, but no link-local ones, which work only together with an interface."""
+    """The addresses of all interfaces that are up. No link-local IPv6 addresses: they need an interface's name, too."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

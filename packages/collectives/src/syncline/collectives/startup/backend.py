@@ -30,8 +30,8 @@ class ConnectRequest:
         launch: the launcher's facts about this process, or None if nothing launched it.
         rank, world_size: the caller's arguments, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: the store in which the ranks meet instead of an `init_method`, ours or torch's, or None. Nobody else uses its
-            keys.
+        store: a store, ours or torch's, in which the ranks meet instead of an `init_method`; or None. Only this group uses the
+            store's keys.
         timeout_s: the group's time limit in seconds.
         group_name: the group's name in error messages.
         reproducible: reductions must give the same bits in every run. A backend that cannot do this must refuse to connect.
@@ -39,12 +39,12 @@ class ConnectRequest:
             its `send` and `recv` as long as the group lives.
         check_calls: the ranks must compare each collective before it starts. A backend that cannot do this must refuse to
             connect.
-        thresholds: the sizes from which ranks of a node use shared memory, for a backend that has it.
+        thresholds: the sizes from which ranks of a node use shared memory, for a backend that has shared memory.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which; 0: never.
         communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
-        interfaces: the network interfaces on which ranks of several hosts meet, and Gloo communicates; if empty, the backend
-            finds them.
-        spin_s: how long a waiting rank checks for the others before it begins to sleep, for a backend that checks.
+        interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
+            backend finds interfaces.
+        spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two looks.
         joins: this process comes later than the others, and waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
@@ -85,7 +85,7 @@ class ConnectRequest:
 
 
 def apply_to_process(settings: Settings) -> None:
-    """Apply the settings that belong to no group: where this process's reports go, and how its tracebacks look."""
+    """Apply the settings that concern the process and not a group: where reports go, and which frames tracebacks show."""
     show_all_frames(settings.full_tracebacks)
     set_report_folder(settings.report_dir)
 
@@ -93,7 +93,7 @@ def apply_to_process(settings: Settings) -> None:
 class Backend(ABC):
     """One way to connect ranks. An entry point of the group "syncline.backends" names an instance.
 
-    Constructing or importing one must be cheap and must not import mpi4py or CuPy.
+    Importing or constructing a backend must be cheap and must not import mpi4py or CuPy.
     """
 
     @property

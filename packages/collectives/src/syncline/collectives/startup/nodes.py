@@ -67,7 +67,7 @@ def in_words(host: HostIdentity) -> str:
 
 
 def from_words(text: str) -> HostIdentity:
-    """The identity of which `in_words` made this text."""
+    """The identity from which `in_words` made this text."""
     boot_id, hostname = text.split(" ", 1)
     return HostIdentity(hostname, boot_id)
 

@@ -1,4 +1,4 @@
-"""Find backends by name, choose one, or combine one for each type of device.
+"""Find backends by name, choose one backend, or combine several: one for each type of device.
 
 Built-in and third-party backends use the same group of entry points.
 """
@@ -32,7 +32,8 @@ def load_backend(name: str) -> Backend:
 
     Raises:
         UnknownBackendError: no installed package offers the backend; the message lists the backends that exist.
-        BackendUnavailableError: two packages offer it, or its module cannot be imported, or it is not a `Backend`.
+        BackendUnavailableError: two packages offer the backend, its module cannot be imported, or the object is not a
+            `Backend`.
     """
     if ":" in name:
         return PerDeviceBackend({device: load_backend(backend) for device, backend in devices_and_backends(name).items()})
@@ -94,7 +95,8 @@ def choose_backend(
     """Choose by argument, else by environment variable, else by the site file, else automatically. A pure function.
 
     The automatic choice is MPI if an MPI launcher started this process and nothing that MPI needs is missing. Else it is Gloo
-    if there is a launcher or a rendezvous. Else it is a group of one. If NCCL lacks nothing, NCCL serves the GPUs.
+    if there is a launcher or a rendezvous. Else it is a group of one rank. If nothing that NCCL needs is missing, NCCL serves
+    the GPUs.
 
     Args:
         argument: the `backend` argument of `init_process_group`.
@@ -142,7 +144,7 @@ def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | 
         # The reason becomes a part of one line, so use only its first line.
         why = lack.splitlines()[0]
         return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {why}")
-    # A launcher that does not start MPI programs, such as torchrun.
+    # This launcher, such as torchrun, does not start MPI programs.
     if launch is not None:
         return BackendChoice("gloo", f"launched by {launch.launcher}")
     if rendezvous_given:
@@ -161,7 +163,7 @@ class PerDeviceBackend(Backend):
         self._backends = dict(backends)
 
     def missing(self) -> str | None:
-        """The first problem of any of the backends."""
+        """The problem of the first backend that has a problem; None if no backend has one."""
         lacks = (backend.missing() for backend in self._backends.values())
         return next((lack for lack in lacks if lack is not None), None)
 
@@ -171,15 +173,15 @@ class PerDeviceBackend(Backend):
         return any(backend.meets_in_store for backend in self._backends.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect one backend after the other. The CPU's backend comes first, because the others may meet over it.
+        """Connect one backend after the other. The CPU's backend comes first, because the others may meet over its group.
 
-        Only backends that meet in a store get the request's store. Each backend gets its device type, so it need not prepare
-        for others.
+        Only backends that meet in a store get the request's store. Each backend is told its device type, so it need not prepare
+        for other types.
         """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):
             backend = self._backends[device]
-            # If no backend meets in a store, give the store to all backends: each then refuses it rather than ignore it.
+            # If no backend meets in a store, all backends get the store. They refuse it, so it is not silently ignored.
             store = request.store if backend.meets_in_store or not self.meets_in_store else None
             groups[device] = backend.connect(
                 replace(request, store=store, host_group=groups.get("cpu"), devices=frozenset({device}))

@@ -1,4 +1,4 @@
-"""Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect them itself.
+"""Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect the ranks itself.
 
 Our stores listen on only one address, and accept only clients with the job's secret. torch's own rendezvous is less careful:
 its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use
@@ -48,7 +48,7 @@ def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
 
 
 def meeting_place(request: ConnectRequest) -> tuple[dist.Store, int, int, str | None]:
-    """As `rendezvous`, and also the address at which all ranks reach this rank; None if it is not known yet."""
+    """The same as `rendezvous`, and the address at which all ranks reach this rank; None if the address is not known yet."""
     rank, size = _place(request)
     store, address = _shared_store(request, rank, size)
     return store, rank, size, address
@@ -69,7 +69,7 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.S
     if size == 1:
         return dist.HashStore(), None
     lack = None
-    # Prefer MPI to MASTER_ADDR, because MPI needs no free port and no secret from the user.
+    # Try MPI before MASTER_ADDR, because MPI needs no free port and no secret from the user.
     if request.launch is not None and request.launch.is_mpi:
         lack = load_backend("mpi").missing()
         if lack is None:
@@ -80,7 +80,7 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.S
         "init_method='file:///shared/folder' or 'tcp://host:port?secret_file=PATH', a store, MASTER_ADDR and MASTER_PORT (as "
         "torchrun sets them), or a launch by MPI"
     )
-    # An MPI launcher started this job, so to repair MPI may be the shortest remedy. Its problem comes first.
+    # An MPI launcher started this job, so repairing MPI may be the easiest remedy. The message begins with MPI's problem.
     if lack is not None:
         raise LaunchError(f"{lack}\nBackend 'gloo' needs MPI here, or another way for its {size} ranks to meet: {ways}")
     raise LaunchError(
@@ -129,7 +129,7 @@ def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
 
 
 def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """The store of all ranks that call it with the same URL.
+    """A store. All ranks that call this function with the same URL share the store.
 
     ``file:///folder``
         Ranks meet in a folder that all of them can reach; see `stores.file_rendezvous`. It may contain files of earlier runs.
@@ -138,7 +138,7 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address neither is needed: the ranks share
         the secret of their user; see `user_secret`.
     ``env://``
-        Under torchrun, the store of its agent. Else the same as tcp:// with MASTER_ADDR and MASTER_PORT.
+        Under torchrun, the store of torchrun's agent. Without torchrun, the same as tcp:// with MASTER_ADDR and MASTER_PORT.
 
     Raises:
         InvalidArgumentError: the URL has none of these forms.
@@ -169,7 +169,7 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """Leave the run's folder at exit. Not before, because subsets of the ranks and survivors of a loss meet there, too."""
+    """Leave the run's folder at exit, and not earlier: subsets of the ranks, and survivors of a loss, meet there, too."""
     pid = os.getpid()
     _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child did not enter the run
     return AsTorchStore(store)
@@ -277,7 +277,7 @@ in_forks(_close_at_exit.clear)
 
 @atexit.register
 def _close_all() -> None:
-    # The newest first, so a client closes before the server in the same process.
+    # Close the newest first, so that a client closes before the server in the same process.
     while _close_at_exit:
         _close_at_exit.pop()()
 

@@ -35,14 +35,15 @@ class AlgorithmThresholds:
         eager_bytes: the largest size for the eager algorithm, in bytes that a rank reads from its peers. A larger value means
             fewer waits per call, but each rank reads and reduces everything, and the group needs more shared memory.
         window_bytes: the smallest memory that `allocate` puts in a window, and the smallest tensor for which the ranks compare
-            whether it is in a window. A smaller value means that more tensors are reduced in place, but each takes whole pages.
+            whether the tensor is in a window. A smaller value means that more tensors are reduced in place, but each tensor
+            takes whole pages.
         staged_bytes: the smallest reduction of plain memory that is copied into shared memory and out again. A smaller value
             means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
             for the other ranks at least twice.
         ring_bytes: use our own ring between nodes if a part (the tensor's size divided by the number of ranks) has at least
             this size. A smaller value means that more reductions use the whole bandwidth of a TCP network, but a ring takes as
-            many steps as there are nodes. Switch the ring off if the network itself reduces, or the MPI library is tuned for
-            it.
+            many steps as there are nodes. Switch the ring off if the network itself reduces, or if the MPI library is tuned for
+            the network.
     """
 
     eager_bytes: int = 512 << 10
@@ -133,7 +134,7 @@ def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = 
     """Read the file that `SYNCLINE_SITE` names, else the default file if it exists. `SYNCLINE_TIMEOUT_S` overrides the file.
 
     Raises:
-        SiteFileError: the named file does not exist or cannot be read, or see `parse_settings`.
+        SiteFileError: the named file does not exist, the file cannot be read, or `parse_settings` finds an error.
         InvalidArgumentError: `SYNCLINE_TIMEOUT_S` is not a number of seconds.
     """
     settings = _load_file(environ, default_path)
@@ -184,7 +185,7 @@ def _checked(key: str, value: Any, path: str) -> Any:
         hint = f"; did you mean '{close[0]}'?" if close else "."
         raise SiteFileError(f"{path}: unknown key '{key}'{hint} Known keys: {_known_keys()}")
     kind = _KEYS[key]
-    # TOML may write 5 for 5.0. `type`, and not `isinstance`, because True is also an int.
+    # The file may have 5 for 5.0. Compare with `type`, because for `isinstance` True is an int, too.
     if not (type(value) is kind or (kind is float and type(value) is int)):
         raise SiteFileError(f"{path}: expected '{key}' to be {_IN_TOML[kind]}, found {value!r}")
     if kind is int and value < 1:

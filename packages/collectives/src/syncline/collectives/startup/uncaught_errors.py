@@ -2,13 +2,14 @@
 
 Note [Who speaks]
 ~~~~~~~~~~~~~~~~~
-One failure makes many ranks fail. The processes of one user on a node share a small file. The first rank that fails writes to
-it that it speaks. The other ranks print one line that points to this rank.
+One failure makes many ranks fail, but only one rank of a node speaks: it prints its error in full. The processes of one user on
+a node share a small file. The first rank that fails writes to this file that it speaks. The other ranks print one line that
+points to the first rank.
 
-The first rank to fail is mostly the cause. But a rank that has only lost a connection knows less than others. So it waits up to
-`_VAGUE_S` seconds for another rank to speak.
+The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than others. Such a rank
+waits up to `_VAGUE_S` seconds for another rank to speak.
 
-No wait is endless: a rank tries to lock the file for `_LOCK_S` seconds. If it cannot use the file, it speaks.
+No wait is endless: a rank tries to lock the file for `_LOCK_S` seconds. A rank that cannot use the file speaks.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
 
-# Ranks of one job are assumed to fail within this time.
+# We assume that all ranks that one failure ends fail within this time.
 FRESH_S = 30.0
-# A rank may fail within a tenth of a second, before the launcher has started the last rank.
+# We assume that a launcher starts all ranks within this time. A rank may fail before the last rank has started.
 _STARTS_WITHIN_S = 5.0
 _VAGUE_S = 1.0
 _LOCK_S = 1.0
@@ -88,7 +89,7 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
         is_connected: returns whether the ranks are connected; called when an exception is not caught.
         has_siblings: whether a launcher started this process.
     """
-    # Not twice, not at a prompt, and not if `syncline run` prints the error.
+    # Do not set the hook twice, nor at a Python prompt, nor if `syncline run` prints the error.
     if not (_is_handled or hasattr(sys, "ps1") or isinstance(sys.excepthook, _OncePerNode)):
         sys.excepthook = _OncePerNode(sys.excepthook, is_connected, has_siblings)
 
@@ -96,7 +97,7 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
 def print_failures_of_the_run(*, has_siblings: bool) -> None:
     """Print uncaught exceptions as in Note [Who speaks]. Call it when the ranks are connected.
 
-    It replaces only Python's own hook. A hook of the user, and the hook of MPI's ranks, stay.
+    The function replaces only Python's own excepthook. A hook that the user or an MPI group has set stays.
     """
     if sys.excepthook is sys.__excepthook__:
         print_failure_once(lambda: True, has_siblings=has_siblings)
@@ -171,7 +172,7 @@ def also_failed(error: BaseException, trace: TracebackType | None) -> str:
     """One line for a rank that fails after another rank has printed the reason. Our errors are shown without their text."""
     place = ""
     for frame in traceback.extract_tb(trace):
-        # The last such frame counts: the line of the user's code that is nearest to the error.
+        # The last frame of the user's code counts, because it is nearest to the error.
         if not _is_inside(frame.filename):
             place = f", at {os.path.basename(frame.filename)}:{frame.lineno}"
     what = type(error).__name__
@@ -184,16 +185,16 @@ def also_failed(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def flush_output() -> None:
-    """Flush standard output and standard error. A stream that is closed, full, or has no reader any more is no error."""
+    """Flush standard output and standard error. A stream that is closed or full, or whose reader has ended, is no error."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write to a stream, if possible. By default it is the standard error that the process began with.
+    """Write to a stream, if possible.
 
-    (torch's excepthook replaces `sys.stderr`.)
+    The default is the standard error that the process began with, because torch's excepthook replaces `sys.stderr`.
     """
     flush_output()
     stream = stream or sys.__stderr__ or sys.stderr
@@ -238,7 +239,7 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
     told.stack = traceback.StackSummary.from_list(kept)
     for name in ("__cause__", "__context__"):
         chained, earlier = getattr(told, name), getattr(error, name)
-        # Between an error of ours and an earlier one of the user's code, there may be errors that were caught inside Syncline.
+        # Skip errors that were caught inside Syncline: an earlier error of the user's code may come before them.
         while is_ours and earlier is not None and (isinstance(earlier, SynclineError) or not _reached_user(earlier)):
             chained, earlier = getattr(chained, "__context__", None), earlier.__context__
         setattr(told, name, chained)
@@ -261,7 +262,7 @@ def _is_bug(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _is_inside(filename: str) -> bool:
-    """Whether a frame is not the user's code, but inside Syncline, torch, or Python's library between the two."""
+    """Whether a frame is not the user's code, but inside Syncline, torch, or a module of Python that they use (`_between`)."""
     if filename.startswith("<frozen"):
         return True
     return _is_in(filename, _syncline_folders()) or _is_in(filename, _torch_folders()) or filename in _between()
@@ -272,7 +273,7 @@ def _is_in(filename: str, folders: list[str]) -> bool:
 
 
 def _syncline_folders() -> list[str]:
-    """The folders of the packages. Not by name, because a user's folder may be called syncline, too."""
+    """The folders of the packages. The name alone does not identify them: a user's folder may be called syncline, too."""
     return [path + os.sep for path in getattr(sys.modules.get("syncline"), "__path__", [])]
 
 
@@ -289,10 +290,10 @@ def _between() -> tuple[str, ...]:
 
 
 def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
-    """Whether no other process of this user has used this name since this run began. True if it cannot be known.
+    """Whether this process is the first process of this user to use this name since the run began. True if this is not known.
 
-    A shell, or torchrun's agent, may start one run after the other, with the same error. So an entry that is older than this
-    process's run is left out: it is of an earlier run.
+    A shell, or torchrun's agent, may start several runs that fail with the same error. So an entry that is older than this
+    process's run is ignored: it belongs to an earlier run.
 
     Args:
         name: identifies the text and the parent of the processes.
@@ -303,12 +304,12 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 
 
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
-    """The process that has spoken: its argument `who`. None if no process has; then this process counts as the one that speaks.
+    """The argument `who` of the process that has spoken. If no process has spoken, this process speaks; return None.
 
     Args:
         name: as for `is_first`.
         began_s: as for `is_first`.
-        who: the name of this process for others; None only asks.
+        who: how other processes name this process. If None, only ask: this process does not speak.
         folder: as for `is_first`.
     """
     try:
@@ -333,7 +334,7 @@ def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None
 
 
 def _lock(file: IO[str]) -> None:
-    """Lock the file. Tries it only for `_LOCK_S` seconds, because a stopped process may hold the lock.
+    """Lock the file. Give up after `_LOCK_S` seconds, because a stopped process may hold the lock.
 
     Raises:
         OSError: another process held the lock all the time.
@@ -353,9 +354,10 @@ def _lock(file: IO[str]) -> None:
 def run_began_s() -> float:
     """When the first process of this process's run may have started, in seconds since the epoch.
 
-    If no process manager of MPI started this process, it is the start of this process: torchrun's agent, for example, may start
-    the next run at once. A process manager has a new parent process in each run. So an entry of the same parent belongs to this
-    run, even if the entry is a little older than this process.
+    With a process manager of MPI, this time is `_STARTS_WITHIN_S` before the start of this process. No earlier run has entries
+    of the same parent, because each run has a new process of the manager as the parent of its ranks. Without a process manager,
+    this time is the start of this process. The parent, such as torchrun's agent, may start the next run at once. An earlier
+    time could let an entry of the last run count for this run.
     """
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 
@@ -364,6 +366,6 @@ def started_s() -> float:
     """The start time of this process, in seconds since the epoch."""
     identity = own_identity()
     if identity is None:
-        # Without /proc, the time of the import is the nearest known one.
+        # Without /proc, the time of the import is the best estimate.
         return _IMPORTED_S
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - identity.started / os.sysconf("SC_CLK_TCK"))

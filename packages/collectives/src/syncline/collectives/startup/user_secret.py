@@ -1,6 +1,7 @@
 """A secret that the processes of one user on one machine share, in a file that nobody else can read.
 
-Ranks that meet on the loopback address need it: no other machine can reach this address, but every user of this machine can.
+Ranks that meet on the loopback address need the secret: no other machine can reach this address, but every user of this machine
+can.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def is_loopback(host: str) -> bool:
 
 
 def user_secret(folder: Path | None = None) -> str:
-    """The secret of this user on this machine. The first process that asks makes it.
+    """The secret of this user on this machine. The first process that asks makes the secret.
 
     Args:
         folder: the folder of the secret's file; by default a folder of this user in the folder for temporary files.
