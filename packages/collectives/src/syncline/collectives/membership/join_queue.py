@@ -27,15 +27,15 @@ class JoinQueue:
                                                            the proposal contains the waiting newcomers
                                                         4. delete waiting/<number> of each newcomer that they let in
         5. reads the decisions, from generation 0 on,
-           until one names it; then all members connect
+           until a decision has its number; then all members connect
 
     Note [Who is left] in `membership_vote` says how the members agree. A newcomer that dies before step 3 is not proposed, if
     it is on the same machine as the proposing member. A newcomer that dies later is a lost member: the next generation cannot
-    connect, and the members vote again. Because of step 4, it is not proposed again.
+    connect, and the members vote again. Because of step 4, this newcomer is not proposed again.
 
     Args:
         store: the store in which the members meet.
-        first_size: the number of members of the first generation. Newcomers get numbers from this one on.
+        first_size: the number of members of the first generation. The first newcomer gets this number.
     """
 
     def __init__(self, store: Store, first_size: int) -> None:
@@ -48,19 +48,19 @@ class JoinQueue:
 
     def waiting(self) -> list[int]:
         """The numbers of the waiting newcomers, ascending. Some may have ended."""
-        # No newcomer ever came, and `get` would wait for one.
+        # If no newcomer ever came, `get` would wait for one.
         if not self._store.check(["newcomers"]):
             return []
         numbers = range(self._first_size, self._first_size + int(self._store.get("newcomers")))
         return [number for number in numbers if self._store.check([_waiting(number)])]
 
     def leave(self, numbers: Iterable[int]) -> None:
-        """Remove newcomers from the queue. Any process may call it, also several for the same newcomer."""
+        """Remove newcomers from the queue. Any process may call it. Several processes may remove the same newcomer."""
         for number in numbers:
             self._store.delete_key(_waiting(number))
 
     def wait(self, me: int, silence_timeout_s: float, has_ended: HasEnded) -> Generation:
-        """Wait until the members let this newcomer in. Returns the first generation with it.
+        """Wait until the members let this newcomer in. Returns the first generation that contains this newcomer.
 
         Raises:
             CollectiveTimeout: the members did not let it in within `silence_timeout_s` seconds.

@@ -24,7 +24,7 @@ def nobody() -> Sequence[int]:
 
 
 class MembershipVote:
-    """One agreement on the members that follow one generation of a group.
+    """One vote: the members of one generation agree on the members of the next generation.
 
     Note [Who is left]
     ~~~~~~~~~~~~~~~~~~
@@ -32,23 +32,25 @@ class MembershipVote:
     has its own keys::
 
         1. each survivor sets here/<its number>
-        2. it waits until each member has set its key or has certainly ended, at most `silence_timeout_s`; if then more
-           members run but are silent than have come, the members that came give up: perhaps only their connections broke,
-           and the others still compute
+        2. it waits, at most `silence_timeout_s`, until each member has set its key or has certainly ended. If the silent
+           members that run are then more than the members that have come, the members that have come give up: perhaps
+           only their connections broke, and the silent members still compute
         3. it proposes the members that have set their keys, by one compare_set of the key "members"; the first proposal wins
         4. it reads the decision. A member that is not in it was given up, and ends itself
 
-    Nothing is guessed. The system tells which members have ended (`ProcessIdentity`). A member that is silent for too long is
-    given up by a decision, which it reads when it comes back. Newcomers are added to the proposal (step 3), and read the
-    decision, too. Each generation has exactly one decision, whichever members die meanwhile, because one compare_set wins. A
-    member that dies after step 1 may be in the decision. Then the next generation cannot connect, and its members vote again.
+    Nothing is guessed. The system tells which members have ended (`ProcessIdentity`). If a member is silent for too long, a
+    decision gives it up. The member reads this decision when it comes back. Newcomers are added to the proposal (step 3), and
+    read the decision, too. Each generation has exactly one decision, whichever members die meanwhile, because one compare_set
+    wins. A member that dies after step 1 may be in the decision. Then the next generation cannot connect, and its members vote
+    again.
 
     Args:
         store: a store for this generation only; it must outlive every member.
         members: all members of the generation, in order.
         me: this process's number.
         has_ended: whether a member has certainly ended; false if it is not known.
-        is_running: whether a member certainly runs and is not stopped; false if it is not known, as for other hosts.
+        is_running: whether a member certainly runs and is not stopped; false if it is not known, as for a member on another
+            host.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class MembershipVote:
         self._is_running = is_running
 
     def agree(self, silence_timeout_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
-        """Agree on the next members. Every survivor calls it, and gets the same result: the old order, then newcomers.
+        """Agree on the next members. Every survivor calls it and gets the same result: the survivors in order, then newcomers.
 
         Args:
             silence_timeout_s: how long to wait for a silent member, in seconds.
             newcomers: returns the newcomers to propose. Survivors may propose different ones, because only one proposal wins.
 
         Raises:
-            RankGivenUpError: the others have gone on without this member, or more members run but are silent than have come.
+            RankGivenUpError: the others have gone on without this member, or more members are silent but run than have come.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")
@@ -92,7 +94,7 @@ class MembershipVote:
         return agreed
 
     def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
-        """Give up if more members run but are silent than have come. Half is enough, because only one proposal can win."""
+        """Give up if more members are silent but run than have come. At equal numbers go on, because only one proposal can win."""
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):
             # This member ends, so the others must not propose it.

@@ -18,7 +18,7 @@ WAITING = -1
 
 @dataclass(frozen=True)
 class Generation:
-    """One group of members. All of them use the same number for it.
+    """One group of members. All members use the same number for a generation.
 
     Attributes:
         number: 0 for the first group of the job; `WAITING` for the group of a newcomer that was not let in yet.
@@ -73,11 +73,11 @@ class Reconnector(ABC):
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """As `shrink`, but also let in waiting newcomers, at most `limit` of them. A newcomer calls it to wait.
+        """Do the same as `shrink`, and let in waiting newcomers, at most `limit`. A newcomer calls it to be let in.
 
         Raises:
-            CollectiveTimeout: nobody let this newcomer in.
-            RankLostError: all members that could have let it in are gone.
+            CollectiveTimeout: the members did not let this newcomer in.
+            RankLostError: all members that could have let this newcomer in are gone.
         """
         raise NotImplementedError  # only called if `missing_for_admit` gives None
 
@@ -85,13 +85,13 @@ class Reconnector(ABC):
         """Release the resources for meeting again. All members call it, after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """The leavers of this generation's group; None if nobody tells who has left. Called once for each generation."""
+        """The ranks that have left this generation's group; None if ranks do not tell. Called once for each generation."""
         return None
 
-    def raise_alarm(self, generation: Generation, why: str) -> None:  # noqa: B027 - a library may tell them
+    def raise_alarm(self, generation: Generation, why: str) -> None:  # noqa: B027 - the library may tell the members itself
         """Tell the members of a generation that it has lost a member, so that no member waits uselessly."""
 
-    def alarm(self, generation: Generation) -> str | None:  # noqa: ARG002 - a library may tell it
+    def alarm(self, generation: Generation) -> str | None:  # noqa: ARG002 - the library may tell the member itself
         """Why a member of a generation has raised the alarm; None if no member has."""
         return None
 

@@ -18,9 +18,9 @@ from .reconnector import Reconnector
 class ShrinkableGroup(HostGroup):
     """A `HostGroup` whose members can meet again.
 
-    If a collective fails on a rank, the rank raises an alarm through the reconnector, if it can: a reconnector with a store
-    can; with MPI, MPI itself tells the ranks. The other ranks look for the alarm when a collective takes long. So all ranks
-    leave a broken group soon, even if no connection shows them the loss.
+    If a collective fails on a rank, the rank raises an alarm in the reconnector's store. (Without a store, MPI itself tells the
+    ranks.) The other ranks look for the alarm when a collective takes long. So all ranks leave a broken group soon, even if no
+    connection shows them the loss.
 
     Args:
         transport: connects the members of the reconnector's generation.
@@ -68,7 +68,7 @@ class ShrinkableGroup(HostGroup):
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
         self._check_is_latest("shrink")
-        # The alarm first, so that the others leave the old group with this reason.
+        # Raise the alarm first, so that the others leave the old group with this reason.
         self._reconnector.raise_alarm(self._reconnector.generation, f"rank {self.rank} has called shrink")
         self.abort()
         return self._replaced(self._reconnector.shrink(silence_timeout_s))
@@ -77,7 +77,7 @@ class ShrinkableGroup(HostGroup):
     def _admit(self, silence_timeout_s: float, limit: int | None) -> ProcessGroup:
         self._check_is_latest("admit")
         transport = self._reconnector.admit(silence_timeout_s, limit)
-        self.abort()  # not earlier: members that had not come to `admit` may still have needed this group
+        self.abort()  # not earlier: a member that had not yet come to `admit` could still need this group
         return self._replaced(transport)
 
     def _check_is_latest(self, call: str) -> None:
@@ -90,7 +90,7 @@ class ShrinkableGroup(HostGroup):
         newer = type(self)(transport, self._reconnector, **self._options)
         self._is_replaced = True
         if self._leavers is not None:
-            self._leavers.is_closed = True  # counts as closed properly, because the new group takes its place
+            self._leavers.is_closed = True  # the old group counts as closed, because the new group takes its place
         newer.report_to(self._reporter)
         newer.expect_losses(self._losses_are_expected)
         return newer

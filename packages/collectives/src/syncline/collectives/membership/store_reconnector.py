@@ -20,7 +20,7 @@ from .reconnector import MOST_ATTEMPTS, Generation, Reconnector
 logger = logging.getLogger("syncline.collectives")
 
 CONNECT_S = 15.0
-"""The time limit for the members of a new generation to connect, in seconds. After it they vote again."""
+"""How many seconds the members of a new generation have to connect. After this time they vote again."""
 
 _MOST_ALARM_BYTES = 2000
 
@@ -45,7 +45,7 @@ class StoreReconnector(Reconnector):
     def has_ended(self, member: int) -> bool:
         """Whether a member has certainly ended; false if it is not known."""
 
-    def is_running(self, member: int) -> bool:  # noqa: ARG002 - a subclass may use it
+    def is_running(self, member: int) -> bool:  # noqa: ARG002 - a subclass that can find this out overrides the method
         """Whether a member certainly runs and is not stopped; false if it is not known."""
         return False
 
@@ -59,7 +59,7 @@ class StoreReconnector(Reconnector):
 
     @override
     def raise_alarm(self, generation: Generation, why: str) -> None:
-        """As `Reconnector.raise_alarm`. Only the first alarm is stored."""
+        """See `Reconnector.raise_alarm`. Only the first alarm is stored."""
         # A newcomer that waits is alone in its group.
         if generation.is_waiting:
             return
@@ -91,7 +91,7 @@ class StoreReconnector(Reconnector):
     def _meet_again(self, silence_timeout_s: float, newcomers: Newcomers) -> Transport:
         """Vote and connect in rounds, until the members are connected. Each round leaves out members that have died.
 
-        A round takes `silence_timeout_s + CONNECT_S` at most.
+        A round takes `silence_timeout_s + 2 * CONNECT_S` at most: the vote, the connection, and a barrier.
         """
         attempts = 0
         while True:

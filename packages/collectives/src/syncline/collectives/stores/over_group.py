@@ -25,7 +25,7 @@ logger = logging.getLogger("syncline.collectives")
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
 _GOODBYE = -1  # sent in place of a length by a rank that will not ask again
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
-_LOOKS_SHARE = 20  # with many ranks a check takes long, so the server checks less often: it uses 1/20 of a core at most
+_LOOKS_SHARE = 20  # with many ranks a check takes long, so the server checks less often: the checks use 1/20 of a core at most
 _GOODBYES_S = 5.0
 
 
@@ -129,7 +129,7 @@ class _Server:
         self._stopping = threading.Event()
         self._present = group.size - 1
         self._thread = threading.Thread(target=self._serve, name=f"syncline-store-{group.name}", daemon=True)
-        # In a group of one, nobody asks.
+        # In a group of one rank, no other rank asks.
         if self._present:
             self._thread.start()
 
@@ -140,7 +140,7 @@ class _Server:
             return reply
 
     def stop(self) -> bool:
-        """Wait until all other ranks have left. False if some have not after a few seconds."""
+        """Wait a few seconds until all other ranks have left. Returns whether all of them have."""
         if self._thread.is_alive():
             self._thread.join(_GOODBYES_S)
         self._stopping.set()
@@ -175,7 +175,7 @@ class _Server:
                 work, length = awaited.pop(client)
                 work.wait()  # the receive is over; this raises if it has failed
                 if int(length) == _GOODBYE:
-                    # This rank asks no more, so no other receive is started for it.
+                    # This rank asks no more, so start no other receive for it.
                     self._present -= 1
                     continue
                 reply = self.answer(client, _received(self._group, int(length), client, _ASK))

@@ -2,7 +2,7 @@
 
 A message is a code, then fields. Before each field comes its length. No field is ever unpickled or evaluated. `Service` does no
 I/O: it gets the time as an argument and returns the answers, so tests need no network. The TCP store and the store over a group
-use it.
+use this module.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def unpack_int(field: bytes) -> int:
         ProtocolError: the field is not a number of at most 20 characters.
     """
     try:
-        # The text comes from outside, and `int` takes long for a long one.
+        # The text comes from outside, and `int` is slow for a long text.
         if len(field) <= 20:
             return int(field)
     except ValueError:
@@ -164,7 +164,7 @@ class Service(Generic[Client]):
             ProtocolError: the message is not a request. Nothing was changed.
         """
         op, fields = unpack(message)
-        # A client has one request in flight: an answer does not say to which request it belongs.
+        # A client may have only one request in flight, because an answer does not say to which request it belongs.
         if client in self._waiting:
             raise ProtocolError("a request before the answer to the one before")
         if op in (Op.GET, Op.WAIT):
@@ -206,7 +206,7 @@ class Service(Generic[Client]):
         try:
             return handler(fields)
         except InvalidArgumentError as error:
-            # A caller's mistake is a usual answer. It does not end the connection.
+            # Answer a caller's mistake with REFUSED. The mistake does not end the connection.
             return pack(Status.REFUSED, str(error).encode())
 
     def _set(self, fields: list[bytes]) -> bytes:

@@ -34,13 +34,13 @@ class Store(ABC):
     one thread does not block other threads of the same handle, or other processes.
 
     **Atomicity:** each of `set`, `add`, `compare_set` and `delete_key` happens at one instant between call and return, in one
-    order that is the same for all handles. After it has returned, every handle sees its effect. `check` and `wait` may look at
-    their keys one after the other.
+    order that is the same for all handles. After the call has returned, every handle sees its effect. `check` and `wait` may
+    look at their keys one after the other.
 
     **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, as in torch: if `add` has returned 3,
     `get` returns ``b"3"``.
 
-    **Waiting** is limited by the `timeout` of the call, or else by the handle's. Each handle has its own limit.
+    **Waiting** is limited by the `timeout` of the call. Without a `timeout`, the limit of the handle counts.
 
     Args:
         timeout: the time limit of calls without a `timeout`, in seconds or as a timedelta. None means 300 s.
@@ -176,9 +176,10 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` again and again, at least once, until it returns true. For a file, or a port where nobody listens yet.
+    """Call `done` again and again, at least once, until it returns true. Use it if nothing signals a change, as for a file.
 
-    The pauses grow from 1 to 50 milliseconds. Each is shortened by a random part, so that processes do not ask in step.
+    The pauses grow from 1 to 50 milliseconds. Each pause is shortened by a random part, so that processes do not ask at the
+    same time.
 
     Returns:
         Whether `done` returned true before the scope was over.
@@ -197,7 +198,7 @@ class PrefixStore(Store):
 
     Args:
         prefix: the beginning of the keys, without the slash that follows.
-        store: the store with the values. Closing this handle does not close it.
+        store: the store with the values. Closing this handle does not close `store`.
         timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of one limit does not change
             the other.
     """

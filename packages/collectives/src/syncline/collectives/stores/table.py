@@ -1,7 +1,7 @@
-"""A table in this process: functions that change one value, and stores that run these functions under one lock.
+"""A table in this process. It has functions that change one value, and stores that run these functions under one lock.
 
-A change is a function. It takes the value of a key (None if there is none). It returns the new value (None to remove it) and
-the caller's answer.
+Such a function is called a change. It takes the value of a key (None if there is no value). It returns the new value (None to
+remove the key) and the answer for the caller.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """A change that removes the value. Its answer is whether there was one."""
+    """A change that removes the value. Its answer says whether there was a value."""
     return lambda old: (None, old is not None)
 
 
 def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
-    """Those of `keys` that are not in `present`, in order."""
+    """The keys that are not in `present`, in the order of `keys`."""
     return [key for key in keys if key not in present]
 
 

@@ -5,12 +5,12 @@ Note [A store that torch can hold]
 Python classes can derive from `torch.distributed.Store`, but there are traps (measured with torch 2.13):
 
 * C++ looks for two methods under their C++ names, `deleteKey` and `getNumKeys`. `PrefixStore.clone` calls `clone`. All other
-  methods have one name.
+  methods have the same name in C++ and Python.
 * torch asks `has_extended_api` before it calls `append`, `multi_get` or `multi_set`. The base class answers no.
 * C++ keeps only the C++ half of the object. When the last Python reference is dropped (``PrefixStore("p", AsTorchStore(s))``,
   ``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
-* The time limit is in the C++ half: `set_timeout` from C++ never reaches Python. So each call that waits reads it there.
+* The time limit is in the C++ half: `set_timeout` from C++ never reaches Python. So each call that waits reads the limit there.
 * In torch, a limit of zero means that there is no limit.
 
 Note [Waiting in torch's stores]
@@ -18,7 +18,7 @@ Note [Waiting in torch's stores]
 `FromTorchStore` does not use torch's own `wait`. It asks every 1 to 50 ms, because torch's `wait` breaks our contract in three
 ways (measured with torch 2.13):
 
-* A thread that waits in a TCPStore holds its mutex, so it blocks other threads of this handle.
+* A thread that waits in a TCPStore holds the store's mutex, so it blocks other threads that use this handle.
 * `add` does not wake a thread that waits in a HashStore; the thread returns only at its time limit.
 * A FileStore looks only once per second.
 
@@ -45,13 +45,13 @@ from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, ke
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
-    """A key was not set in time. Also torch's own error, for code of torch that catches that class."""
+    """A key was not set in time. The class derives from torch's error, too, because torch's code catches torch's error."""
 
 
 class AsTorchStore(dist.Store):
-    """One of our stores as a `torch.distributed.Store`, for Gloo, `init_process_group(store=...)`, elastic.
+    """One of our stores as a `torch.distributed.Store`, for Gloo, `init_process_group(store=...)`, and torch elastic.
 
-    It lives until `release` or the end of the process.
+    The object lives until `release` or the end of the process.
 
     Args:
         store: the store with the values. Its time limit is used until `set_timeout` is called.
@@ -138,7 +138,7 @@ class FromTorchStore(Store):
         # See Note [Set in torch's TCPStore].
         name, raw = as_key(key), as_bytes(value)
         with self._explained():
-            self._store.set(name, raw)  # type: ignore[arg-type]  # torch says str, and takes bytes
+            self._store.set(name, raw)  # type: ignore[arg-type]  # torch's type says str, but bytes work
             self._store.check([name])
 
     @override
@@ -172,12 +172,12 @@ class FromTorchStore(Store):
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         name, old, new = as_key(key), as_bytes(expected), as_bytes(desired)
         with self._explained():
-            return self._store.compare_set(name, old, new)  # type: ignore[arg-type]  # torch says str, and takes bytes
+            return self._store.compare_set(name, old, new)  # type: ignore[arg-type]  # torch's type says str, but bytes work
 
     def delete_key(self, key: str) -> bool:
         """See [`Store.delete_key`][syncline.collectives.stores.Store.delete_key].
 
-        torch's FileStore returns true even if the key did not exist, so this asks first.
+        torch's FileStore returns true even if the key did not exist, so this method first asks whether the key exists.
         """
         name = as_key(key)
         with self._explained():
@@ -212,7 +212,7 @@ class FromTorchStore(Store):
 
 @contextmanager
 def _as_torchs_timeout() -> Iterator[None]:
-    """A context that turns our time-out into one that torch's code catches, too."""
+    """A context that turns our StoreTimeout into an error that torch's code catches, too."""
     try:
         yield
     except StoreTimeout as error:

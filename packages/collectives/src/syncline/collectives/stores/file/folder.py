@@ -7,7 +7,7 @@ or false records that we would read. So:
 
 1. Folders and files that we make are for their owner only, including folders above (folders 0700, files 0600).
 2. We open the folder and its files without following symbolic links, and the files relative to the opened folder. So neither
-   can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often one.
+   can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often a link.
 3. An opened folder or file must belong to this user, and nobody else may write it. We take the user's number from the owner of
    a file that we make, because NFS may map root, or all users, to another number.
 """
@@ -68,7 +68,7 @@ class Folder:
 
     def _check(self, path: Path, descriptor: int) -> None:
         status = os.fstat(descriptor)
-        # While `_who_we_are` finds out the owner, there is none to compare with.
+        # `_owner` is None while `_who_we_are` finds out the owner.
         if self._owner is not None and status.st_uid != self._owner:
             raise _refused(path, f"it belongs to user {status.st_uid}, and this process is user {self._owner}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -88,7 +88,7 @@ class Folder:
 
 
 def _make(path: Path) -> None:
-    # Not `mkdir(parents=True)`, which makes the folders above with the usual mode and not with 0700.
+    # `mkdir(parents=True)` would make the folders above with the usual mode and not with 0700.
     if not path.parent.is_dir():
         _make(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -99,7 +99,7 @@ def _open_here(path: Path, flags: int, folder: int | None = None) -> int:
     try:
         return os.open(path if folder is None else path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
-        # A link gives one or the other error, depending on the flags. ENOTDIR has other causes, too, so look.
+        # For a link, the flags decide which of the two errors comes. Check for a link, because ENOTDIR has other causes, too.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise _refused(path, "it is a symbolic link") from error
         raise

@@ -16,8 +16,8 @@ of one process. Making a hard link is atomic on the *server* of all these file s
 A process that is killed between 2 and 4 (some milliseconds) leaves the lock behind. A process on the same machine can find out
 that the holder has ended (`ProcessIdentity`), and takes the lock away. Only one process may do so, and it must not take the
 lock of the next holder. So it must first create the file `break-<the holder's ticket>`, which is never removed. Processes on
-other machines cannot find out. They fail at the end of their scope, with an error that names the holder and the file to delete.
-If we broke the lock by its age, two processes could hold it.
+other machines cannot find this out. They fail at the end of their scope, with an error that names the holder and the file to
+delete. If we broke the lock by its age, two processes could hold it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..store import poll
 from .folder import Folder
 
 _LOCK = "lock"
-_LONGEST_NAME = 2000  # bytes read of a ticket, which contains the host name three times
+_LONGEST_NAME = 2000  # no more characters of a ticket are read; a ticket contains the host name three times
 
 
 class LinkLock:
@@ -54,7 +54,7 @@ class LinkLock:
         """A context that holds the lock.
 
         Raises:
-            StoreTimeout: another process held it for all of `timeout_s` seconds.
+            StoreTimeout: other processes held the lock for all of `timeout_s` seconds.
             OSError: the folder cannot be written, or its file system has no hard links.
         """
         with self._folder.opened() as folder:

@@ -11,7 +11,7 @@ guarantees nothing about a *new name* in a folder for up to a minute, so a file 
 3. A reader takes no lock. It opens the file again each time, and reads on from where it stopped.
 4. A record contains its length and checksum. If a record is incomplete, a reader stops before it, and tries again later. A
    writer holds the lock, so it knows that an incomplete record comes from a write that failed, and cuts it off.
-5. Complete records are never removed, so the file grows. A client's cache sees from the new size that it is out of date.
+5. Complete records are never removed, so the file grows. An NFS client sees from the new size that its cache is out of date.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class Log:
         """Read the records that others have appended into `values`.
 
         Raises:
-            StoreError: the file has a record that Syncline did not write.
+            StoreError: the file has a record that this version of Syncline cannot have written.
         """
         with self._open(os.O_RDONLY) as file:
             file.seek(self._end)
             data = file.read()
         try:
             records, size = decode(data)
-        except ValueError as error:  # a UnicodeDecodeError is one
+        except ValueError as error:  # a UnicodeDecodeError is a ValueError
             raise StoreError(
                 f"file store {self._folder.path}: the file {_LOG} holds a record that this version of Syncline does not "
                 f"understand ({error}); it was damaged, or written by something else. Remove the folder if no job uses it, or "

@@ -2,9 +2,9 @@
 
 Note [Rendezvous among leftovers]
 ------------------------------
-A process cannot see whether a file belongs to this run. So it trusts a file only if the file repeats a random number that
-this process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Its records may be out of
-date, but they must have the form that a rendezvous writes::
+A process cannot see whether a file belongs to this run. So the process trusts a file only if the file repeats a random number
+that the process has just drawn. The folder has a store, the *rendezvous store*, which is never deleted. Its records may be out
+of date, but they must have the form that a rendezvous writes::
 
     rank r > 0                                   rank 0
     1. draws a number, sets join/r to it
@@ -16,10 +16,10 @@ date, but they must have the form that a rendezvous writes::
                                                  4. done when here/<run>/r exists for every r, else back to 2:
                                                     a join/r of an earlier run is answered, too, which does no harm
 
-Ranks that were given different sizes find out in 3 and 4.
+Ranks that were given different sizes find this out in steps 3 and 4.
 
-The rendezvous store counts the processes that use the store of the run. The last one that leaves removes the run's store. A
-process that was killed never leaves, so then the folder stays.
+The rendezvous store counts the processes that use the store of the run. The last process that leaves removes the run's store. A
+process that was killed never leaves, so the folder of its run stays.
 
 Each run has a new store, named by the random id of step 2. Two runs at the same time in the same rendezvous store could mix
 their ranks; `rendezvous_id` keeps them apart.
@@ -79,14 +79,14 @@ def file_rendezvous(
         try:
             _host(store, run, world_size)
         except BaseException:
-            # This process is counted as a user of the run, which now nobody will use.
+            # This process counts as a user of the run's store. Leave it, because no process will use this store now.
             leave_run(own, rendezvous_id)
             raise
         return own
     offer = _join(store, rank)
-    own = _used(store, path, offer.run, timeout)  # before the next line, after which rank 0 may go on, and leave
+    own = _used(store, path, offer.run, timeout)  # first, because after the next line rank 0 may go on, and leave
     store.set(f"here/{offer.run}/{rank}", str(world_size))
-    # After this rank has told its own size, so that rank 0 sees the difference, too.
+    # Raise only after this rank has told its own size, so that rank 0 sees the difference, too.
     if offer.size not in (0, world_size):
         leave_run(own, rendezvous_id)
         raise _other_size(store, rank, world_size, offer.size)
@@ -94,7 +94,7 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Leave the store of a run. The last process that leaves removes it. Errors of the store are ignored.
+    """Leave the store of a run. The last process that leaves removes the store. Errors of the store are ignored.
 
     Args:
         store: the store from `file_rendezvous` or `join_latest_run`.
@@ -110,14 +110,14 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
 def join_latest_run(
     path: str | os.PathLike[str], *, rendezvous_id: str = "rendezvous", timeout: timedelta | float | None = None
 ) -> FileStore:
-    """The store of the run that met last in this folder, for a process that starts later. Waits until there is one.
+    """The store of the last run whose ranks met in this folder, for a process that starts later. Waits until a run has met.
 
     The last run may have ended long ago. This function does not check whether its processes are alive; the caller must.
 
     Args:
         path: as for `file_rendezvous`.
         rendezvous_id: as for `file_rendezvous`.
-        timeout: seconds or a timedelta; for the wait, and for the store that it gives.
+        timeout: seconds or a timedelta; for the wait, and for the store that is returned.
 
     Raises:
         StoreTimeout: no run has met in the folder in time.
@@ -149,15 +149,15 @@ def _host(store: FileStore, run: str, world_size: int) -> None:
     def all_here() -> bool:
         nonlocal answered
         joined = _read_joined(store)
-        # Only to raise for a bad record, which the next lines would replace.
+        # Read the offer only to raise for a bad record, before the next lines replace it.
         _read_offer(store)
-        # Write only what has changed, because the log never shrinks.
+        # Write the offer only if it has changed, because the log never shrinks.
         if joined != answered:
             store.set("offer", json.dumps({"run": run, "size": world_size, "joined": joined}))
             answered = joined
         came = [key for key in store.list_keys() if key.startswith(f"here/{run}/")]
         for key in came:
-            told = int(store.get(key) or world_size)  # an earlier version says nothing
+            told = int(store.get(key) or world_size)  # an earlier version of Syncline writes no size here
             if told != world_size:
                 raise _other_size(store, int(key.rpartition("/")[2]), told, world_size)
         return here.keys() <= set(came)
@@ -200,7 +200,7 @@ def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> Disag
 
 
 class _Offer(NamedTuple):
-    """The id of a run, its size (0: an earlier version did not write it), and the numbers of the ranks that rank 0 has seen."""
+    """The id of a run, its size (0 from an earlier version of Syncline), and the numbers of the ranks that rank 0 has seen."""
 
     run: str
     size: int

@@ -113,13 +113,13 @@ class FileStore(table.LockedStore):
             self._log.refresh()
             old = self._log.values.get(key)
             new, answer = change(old)
-            # An unchanged value needs no record. The log never shrinks.
+            # Write no record for an unchanged value, because the log never shrinks.
             if new != old:
                 self._log.append(key, new)
             return answer
 
     def _values(self) -> dict[str, bytes]:
-        """A copy of the current table. A copy, because other threads may change the table."""
+        """The current table. It is a copy, because other threads may change the log's table."""
         with self._explained(), self._reading:
             self._log.refresh()
             return dict(self._log.values)
@@ -132,7 +132,7 @@ class FileStore(table.LockedStore):
             with lock.held(self._timeout_s):
                 return lock, Log(folder)
         except StoreError:
-            # A StoreTimeout is an OSError, too, and has words of its own.
+            # A StoreTimeout is an OSError, too, but has a message of its own already.
             raise
         except OSError as error:
             raise StoreUnavailableError(
@@ -145,7 +145,7 @@ class FileStore(table.LockedStore):
         try:
             yield
         except StoreError:
-            # A StoreTimeout is an OSError, too, and has words of its own.
+            # A StoreTimeout is an OSError, too, but has a message of its own already.
             raise
         except OSError as error:
             raise StoreError(

@@ -56,7 +56,7 @@ class Connection:
         address = _reach(host, port, scope)
         try:
             self._make_sockets(secret)
-        except zmq.ZMQError as error:  # no descriptor is left, say
+        except zmq.ZMQError as error:  # for example, no file descriptor is left
             raise OSError(error.errno, error.strerror) from error
         try:
             self._socket.connect(address)
@@ -78,7 +78,7 @@ class Connection:
         self._poller.register(self._events, zmq.POLLIN)
 
     def is_open(self) -> bool:
-        """Whether the connection is still open since the last exchange."""
+        """Whether the connection is still open."""
         return not self._events.poll(0, zmq.POLLIN)
 
     def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
@@ -142,7 +142,7 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _reach(host: str, port: int, scope: CancelScope) -> str:
-    """Find the address of `host` that accepts connections. We use a plain socket first, because ZeroMQ gives no reasons.
+    """Find the address of `host` that accepts connections. Use a plain socket first, because ZeroMQ does not say why it fails.
 
     Raises:
         ProtocolError: another program uses this port.

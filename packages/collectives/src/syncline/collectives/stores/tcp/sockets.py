@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LONGEST_MESSAGE_BYTES = 64 * 1024 * 1024
 _PART_BYTES = 64 * 1024
 _ENCRYPTION_BYTES = 64  # CURVE adds 33 bytes: a name, a nonce, flags and a tag
-# For each connection and direction. A correct client has only one request in flight.
+# The limit for each connection and direction. A correct client has only one request in flight.
 _MOST_QUEUED_MESSAGES = 2
 # The kernel notices after 90 seconds that a peer's machine is dead. It does not notice a stopped process.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_PAUSE_S, _KEEPALIVE_PROBES = 60, 10, 3
@@ -116,5 +116,5 @@ def public_key(secret: bytes, role: str) -> bytes:
 
 
 def endpoint(host: str, port: int) -> str:
-    """An address in ZeroMQ's form. `host` is a number."""
+    """An address in ZeroMQ's form. `host` is a numeric address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
