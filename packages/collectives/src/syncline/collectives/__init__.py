@@ -4,8 +4,8 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
 1. `api.functional` finds the group.
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
-3. `engine.group.HostGroup` makes the `Call` (`engine.call`), runs it in its turn (`engine.queue`), and finds the plan of its
-   signature. (`transports.nccl.group` puts calls on a stream instead.)
+3. `engine.group.HostGroup` makes the `Call` (`engine.call`), runs the call in its turn (`engine.queue`), and finds the plan
+   of the call's signature. (`transports.nccl.group` puts calls on a stream instead.)
 4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature. `transports.threads` is the shortest
    transport.
 5. Over MPI on one node, `transports.mpi.node.plan` chooses the algorithm by the size. For small tensors it is
@@ -17,14 +17,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .public import *  # noqa: F403 - type checkers know the names by its `__all__`
+    from .public import *  # noqa: F403 - type checkers find the names in `public.__all__`
 
 
 def __getattr__(name: str) -> Any:
     """Load the public names, and with them torch, when a program first uses one of them.
 
-    `syncline run` is in this package and must not load torch. Otherwise settings that a script makes before it imports torch
-    (OMP_NUM_THREADS, say) would have no effect.
+    `syncline run` is in this package and must not load torch. Otherwise settings that a script makes before it imports torch,
+    such as OMP_NUM_THREADS, would have no effect.
     """
     value = getattr(import_module(".public", __name__), name, None)
     if value is None:

@@ -1,10 +1,11 @@
 """The command line: `python -m syncline.collectives`, also installed as `syncline`.
 
-Commands come from the group of entry points `syncline.commands`. Each names a module, or an object, with
+Commands come from the group of entry points `syncline.commands`. Each entry point names a module, or an object, that has
 
 - `HELP`: a description in one line;
 - `add_arguments(parser)`: adds the command's options to an `argparse.ArgumentParser`;
-- `run(arguments) -> int`: runs the command, and returns the exit status. A `SynclineError` is printed, with status 2.
+- `run(arguments) -> int`: runs the command, and returns the exit status. If it raises a `SynclineError`, the error is printed,
+  and the status is 2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ENTRY_POINT_GROUP = "syncline.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list them, and return the exit status. Under mpirun every rank calls it."""
+    """Run a command, or list all commands, and return the exit status. Under mpirun every rank calls it."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["run"]:
         # This runs at the start of every script. Searching all installed packages for commands would take longer than the rest.
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default once, as the user types it, and only if there is one."""
+    """Shows the default of an option once, in the form that the user types, and only if the option has a default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default == [] or "(default" in (action.help or ""):
@@ -51,7 +52,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _wanted(words: Sequence[str]) -> list[str]:
-    """The command that the user named, or all commands. Loading only one keeps it working if another one is broken."""
+    """The command that the user named, or all commands. Load no other command, because another command may be broken."""
     from .plugins import plugin_names
 
     names = plugin_names(ENTRY_POINT_GROUP)

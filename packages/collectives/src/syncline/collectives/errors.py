@@ -135,7 +135,7 @@ class RankLostError(TransportError):
 
 
 class RankGivenUpError(TransportError):
-    """The other ranks took this one for lost and have gone on without it. Let its process end; it disturbs no other rank."""
+    """The other ranks have given this rank up and gone on without it. Let its process end: this disturbs no other rank."""
 
 
 class CollectiveTimeout(TransportError, TimeoutError):

@@ -7,12 +7,14 @@ forked. The other ranks do not know about the child. So in a child:
 
 - *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work, because workers
   read them. Calls in flight belong to the parent, and waiting for them raises the same error. A child may make its own groups.
-- *Windows* are private: this rank's part is a copy made at the fork; the parts of other ranks are zeros.
+- *Windows* are private memory: the user's tensors on this rank are copies made at the fork; everything else is zeros.
 - *Hooks of reducers* are removed from the parameters, so a backward is local.
-- *MPI* is not called, not even to end it. A call would act in the parent's name, or wait for a lock that is never released.
+- *MPI* is not called, not even to finalize MPI. A call would act in the parent's name, or wait for a lock that is never
+  released.
 
-An object that must know of forks is an `Inherited`, and is given to `tell_in_forks`. Calls do not check for forks, so they cost
-nothing more. Python runs the functions below for forks that it makes itself; a process that C code forks runs no Python.
+An object that must know of forks is an `Inherited`, and is given to `tell_in_forks`. Calls do not check for forks, so
+calls do not become slower. Python runs the functions below at each fork that Python makes. A child that C code forks does not
+need these functions, because it runs no Python.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ def tell_in_forks(thing: Inherited) -> None:
 
 
 def in_forks(function: Callable[[], object]) -> None:
-    """Call a function in every forked child, before any other code runs. For the state of a module."""
+    """Call a function in every forked child, before any other code runs. Use it for the state of a module."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def generation() -> int:
-    """How many forks are between this process and the first one. An object with another generation belongs to a parent."""
+    """How many forks are between this process and the first process. An object of another generation belongs to a parent."""
     return _generation
 
 
@@ -96,7 +98,7 @@ def _before() -> None:
 
 def _in_fork() -> None:
     global _generation, _is_of_rank, _lock
-    _lock = threading.RLock()  # another thread of the parent may have held the old one at the fork
+    _lock = threading.RLock()  # another thread of the parent may have held the old lock at the fork
     _generation += 1
     _is_of_rank = _is_of_rank or len(_inherited) > 0
     _each(list(_inherited), lambda thing: thing.in_fork())

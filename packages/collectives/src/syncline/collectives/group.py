@@ -35,12 +35,12 @@ class ProcessGroup(ABC):
     this rank or across ranks. If a future's callback issues a collective, the collective runs inside the callback, before all
     queued calls of the group.
 
-    **What comes back.** Each collective returns a `Work`. With `async_op=False` it has finished. With `async_op=True` it may be
-    in flight, and the tensors belong to it until `wait()` returns.
+    **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished. With
+    `async_op=True` the collective may be in flight, and the tensors belong to it until `wait()` returns.
 
     **How tensors are treated.** Any dtype moves; `ReduceOp` says what reductions do. Outputs are written in place, also through
     strides. Tensors without elements or without dimensions are allowed. `device_types` says which devices a group serves. If
-    this rank can see that an argument is wrong, the method raises before the call is issued, and the group goes on.
+    this rank can see that an argument is wrong, the method raises before the call is issued, and the group stays usable.
 
     **Ranks** are those of this group, 0 to size - 1; `ranks` maps them to the ranks of the default group.
 
@@ -397,7 +397,8 @@ class ProcessGroup(ABC):
 
         Args:
             color: 0 or above; None joins no group.
-            key: the new group orders its ranks by key, and equal keys by the rank here; None keeps the order.
+            key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. None means
+                this rank's number in this group.
             timeout_s: the new group's time limit, in seconds; None takes this group's.
 
         Returns:
@@ -408,13 +409,13 @@ class ProcessGroup(ABC):
         if key is not None and not (checks.is_integer(key) and -(2**63) <= key < 2**63):
             self._refuse_if("split", f"expected a key that is an integer of 64 bits, or None, found {key!r}")
         made = self._split(color, self.rank if key is None else key, seconds(timeout_s, self.timeout_s))
-        # `hosts` covers all ranks of the default group, so it also covers every part of this one.
+        # `hosts` has an entry for each rank of the default group, so it fits every new group.
         if made is not None:
             made.hosts = self.hosts
         return made
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
-        """Make a new group of some ranks of this one. All members call it, with the same arguments. Other ranks do not.
+        """Make a new group of some ranks of this group. Only its members call this, with the same arguments.
 
         Args:
             members: ranks of this group, this rank among them; the new group has them in the order given.
@@ -450,7 +451,7 @@ class ProcessGroup(ABC):
         """Allocate memory from which this group communicates fastest. A collective: all ranks pass the same arguments.
 
         Returns:
-            A flat, uninitialised tensor of `numel` elements. The default is `torch.empty`.
+            A flat, uninitialised tensor of `numel` elements. By default, `torch.empty` makes it.
         """
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
@@ -483,7 +484,7 @@ class ProcessGroup(ABC):
         The mark must be the same on every rank. Where the ranks compare calls, they also compare the marks. Errors show the
         marks.
 
-        Only the first call gets the mark: a call that a callback issues may run on this thread on one rank, and on another
+        A call that a callback issues gets no mark, because the callback may run on this thread on one rank, and on another
         thread on another rank.
 
         Args:
@@ -531,7 +532,7 @@ class ProcessGroup(ABC):
         raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
-        """Close another group of the same ranks when this one is closed, and abort it when this one is aborted.
+        """Close `companion`, a group of the same ranks, when this group is closed. Abort it when this group is aborted.
 
         Groups made of other groups, and groups of torch, do nothing here: their companions end with the process.
         """
@@ -543,7 +544,7 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Choose whether the group skips the report when a rank is lost: a program that goes on without the rank needs none."""
+        """Choose whether the group skips the report when a rank is lost: a program that goes on without it needs no report."""
 
     def missing_for_shrink(self) -> str | None:
         """Why the survivors of this group cannot make a new one, with the remedy, in one sentence; None if they can."""
@@ -585,7 +586,7 @@ class ProcessGroup(ABC):
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a new group like this one from the ranks of `host`. They meet through `host`. Abort this group first."""
+        """Make a new group like this one from the ranks of `host`. The ranks meet through `host`. Abort this group first."""
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
@@ -599,7 +600,7 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """A number for each rank. Its process keeps the number in all groups that `shrink` and `admit` make from this one."""
+        """A number for each rank. Processes keep their numbers in all groups that `shrink` and `admit` make from this group."""
         return tuple(range(self.size))
 
     @property
@@ -615,8 +616,9 @@ class ProcessGroup(ABC):
         """Make a new group from the members of this one and the waiting processes. A collective, which aborts this group.
 
         A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). It calls `admit` on that
-        group to be let in. All ranks get the same members. Newcomers come after the others. A member that dies meanwhile is
-        left out, as in `shrink`. The survivors agree on the members, even if some call `shrink` and others `admit`.
+        group to be let in. All ranks get the same members. In the new group, newcomers come after the old members. A member
+        that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call `shrink` and
+        others `admit`.
 
         Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups or its
         memory afterwards.
@@ -631,7 +633,7 @@ class ProcessGroup(ABC):
 
         Raises:
             BackendUnavailableError: this group cannot let processes in; see `missing_for_admit`.
-            CollectiveTimeout: nobody let this newcomer in.
+            CollectiveTimeout: the members did not let this newcomer in.
             RankGivenUpError: the others have gone on without this rank. Let its process end.
             RankLostError: all members that could have let this newcomer in are gone.
             StoreError: the store in which the ranks would meet is lost.
@@ -730,7 +732,7 @@ class ProcessGroup(ABC):
                 self._refuse_if(collective, checks.unusable(tensor, served, self.backend_name))
         for tensor in writes:
             self._refuse_if(collective, checks.unwritable(tensor))
-        # `unwritable` has looked at each output alone. Outputs that share memory would overwrite one another.
+        # `unwritable` looks at one output at a time. Different outputs must not overwrite one another either.
         if len(writes) > 1:
             self._refuse_if(collective, checks.overlapping(writes))
 

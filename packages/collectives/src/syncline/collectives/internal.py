@@ -1,4 +1,4 @@
-"""Names that only the other layers of Syncline use, beside the public ones. Not for other programs: they may change any day."""
+"""The names that Syncline's other layers use besides the public names. Do not use them elsewhere: they may change any day."""
 
 from .api.coalescing import DEFAULT_BUFFER_BYTES
 from .api.default_group import replace_default_group

@@ -95,7 +95,8 @@ DTYPES_OF: dict[ReduceOp, frozenset[torch.dtype]] = {
 
 
 EXACTLY_HALVED = frozenset({torch.float32, torch.float64})
-"""Multiplying by 1 / 2, 1 / 4, ... gives the same bits as dividing. (torch divides complex numbers in another way.)"""
+"""Dtypes for which multiplying by 1 / 2, 1 / 4, ... gives the same bits as dividing by 2, 4, ... Complex dtypes are not among
+them, because torch divides complex numbers in another way."""
 
 # The sum and the product of bools. They are replaced here, so that no backend has to know about them.
 _ON_BOOL: dict[Reduction, Reduction] = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
@@ -157,7 +158,7 @@ _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_availab
 
 
 def from_torch(op: Any) -> Reduction | None:
-    """Our reduction for a reduction of torch.distributed; None if `op` is not one."""
+    """Our reduction for a reduction of torch.distributed; None if `op` is no such reduction."""
     if not _OURS:  # a torch without torch.distributed
         return None
     # An instance of `dist.ReduceOp` equals torch's constant, but has another hash. Its attribute `op` is the constant.

@@ -1,4 +1,4 @@
-"""Our process groups under stock torch.distributed. Importing this registers them; see `torch_bridge.registration`.
+"""Our process groups under stock torch.distributed. Importing this module registers them; see `torch_bridge.registration`.
 
 ::
 

@@ -3,12 +3,12 @@
 ==================================  ===================================================================================
 private to torch                    without it
 ==================================  ===================================================================================
-``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile: seconds
+``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile (seconds)
 ``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func gets the error for freed memory
 ``AsyncCollectiveTensor``           a result of torch's functional collectives is refused by name: pass its ``wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is refused by name
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
-``_resolve_process_group``          the same
+``_resolve_process_group``          a collective is an error under such a tool, and in a program of torch.compile
 ``dist.Backend._plugins``           registering our backends is an error
 ``_world.pg_map``                   ``init_as_mpi`` is an error: groups of another backend find no store
 ``_shutdown_backend``               nothing: torch asks each group itself to end (torch 2.7 and newer)
@@ -16,15 +16,15 @@ private to torch                    without it
 ``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
 ``_get_tracing_state``              torch.jit.trace makes a program without its collectives
 ``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
-``_disable_current_modes``          a tool's mode sees the internal operators of such a collective
+``_disable_current_modes``          a tool's mode sees the internal operators of a collective that has no operator
 ``torch._foreach_copy_``            tensors are copied one after the other
-``dist.Work._source_rank``          a receive from any rank over a group of torch's is an error; name the sender
+``dist.Work._source_rank``          a receive from any rank over a torch group is an error; name the sender
 ``_cuda_getCurrentRawStream``       a collective on CUDA tensors costs some microseconds more of the CPU's time
 works that only C++ holds           the group holds each work until it is waited for (torch 2.6)
-``dist.Store.clone``                a clone of a store of torch's shares its connection (torch 2.6)
+``dist.Store.clone``                a clone of a torch store uses the same connection as the store (torch 2.6)
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
 ``_profiler_enabled``               a profiler shows no collectives
-``_record_function_with_args_*``    a profiler shows them without shapes
+``_record_function_with_args_*``    a profiler shows collectives without shapes
 ``_call_end_callbacks_on_jit_fut``  a profiler shows when an asynchronous collective was issued, not how long it took
 ==================================  ===================================================================================
 """
@@ -68,7 +68,7 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
 
 
 def _distributed() -> Any:
-    """The module behind torch.distributed. Whoever has a group has loaded it; without `torch.distributed` it is not there."""
+    """The module behind torch.distributed. Every program that has a group has loaded this module."""
     return sys.modules["torch.distributed.distributed_c10d"]
 
 
@@ -82,9 +82,9 @@ def group_named(name: str) -> object:
 
 
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
-    """Let torch's `wait_tensor` of the result call `wait` with a time limit; 0 means no limit.
+    """Let torch's `wait_tensor(result)` call `wait`. The argument of `wait` is a time limit; 0 means no limit.
 
-    Only C++ holds the work, so it is a C++ object.
+    The work must be a C++ object, because only C++ holds it.
     """
     module: Any = sys.modules["torch._C._distributed_c10d"]
     module._register_work(result, module.PythonCallbackWork(wait))
@@ -96,9 +96,10 @@ def set_group_store(group: object, name: str, store: object) -> None:
 
 
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
-    """Let torch's `destroy_process_group` call `shut_down` first for each group. It returns whether it has ended the group.
+    """Let torch's `destroy_process_group` call `shut_down` first for each group.
 
-    A second call does nothing, nor does a call with a torch that lacks the private function.
+    `shut_down` returns whether it has ended the group. A second call of this function does nothing. If torch lacks the private
+    function, no call does anything.
     """
     module = _distributed()
     theirs = getattr(module, "_shutdown_backend", None)
@@ -194,7 +195,7 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
         finally:
             eval_frame.set_eval_frame(tracer)
 
-    _skip(call)  # functions that it calls are not traced, because the tracer is switched off
+    _skip(call)  # the functions that `call` calls are not traced, because the tracer is switched off
     return call
 
 
@@ -218,7 +219,7 @@ def _skip(function: Any) -> None:
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
-# On CUDA, torch's call for many copies refuses all other dtypes, such as uint16.
+# On CUDA, `_foreach_copy_` refuses the dtypes that are not in this set, such as uint16.
 _COPIED_TOGETHER = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -226,7 +227,7 @@ _COPIED_TOGETHER = {
 
 
 def copy_each(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
-    """Copy each source to the destination with the same index, in one call of torch if it has such a call."""
+    """Copy each source to the destination with the same index, in one call of torch if possible."""
     if _foreach_copy is not None and _COPIED_TOGETHER.issuperset(tensor.dtype for tensor in destinations):
         _foreach_copy(destinations, sources)
         return
@@ -245,7 +246,7 @@ def handle_of_current_stream(device: torch.device) -> int:
 
 
 def source_rank(torch_work: Any) -> int:
-    """The sender of the message that a receive of torch.distributed from any rank has got.
+    """The sender of a message that torch.distributed has received from any rank.
 
     Raises:
         TransportError: this torch does not tell the sender.
@@ -307,7 +308,7 @@ class ProfilerRange:
         if not hasattr(torch.ops.profiler, "_call_end_callbacks_on_jit_fut"):
             self.end()
             return lambda: None
-        # On another thread, only a future's callback knows the profiler of this thread.
+        # On any thread, a callback of a future runs with the profiler of the thread that attached the callback.
         over: Any = torch.futures.Future()
         torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(self._record, over)
         return lambda: over.set_result(None)

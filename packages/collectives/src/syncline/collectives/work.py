@@ -42,7 +42,7 @@ class GroupFuture(AnyFuture):
     `then` keeps the errors of callbacks as they are. (torch's `then` makes a RuntimeError of their text.)
 
     Args:
-        devices: the CUDA devices of the tensors that it will hold; see `devices_of`.
+        devices: the CUDA devices of the tensors that the future will hold; see `devices_of`.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -86,9 +86,9 @@ def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> No
     """Complete a future with any error.
 
     Two kinds of errors do not work with torch. torch refuses an error that is not an `Exception`, such as KeyboardInterrupt.
-    A future of CUDA tensors pickles its value, to look for tensors in it; if the error cannot be pickled (its class was defined
-    in a function, say), waiters would see the pickler's error instead. In both cases the future gets a `TransportError` that
-    names the error and has it as its cause.
+    A future of CUDA tensors pickles its value, to look for tensors in it. If an error cannot be pickled (for example, because
+    its class was defined in a function), waiters would see the pickler's error instead. In both cases the future gets a
+    `TransportError` that names the error, and whose cause is the error.
 
     Args:
         future: a future that is not complete.
@@ -111,7 +111,7 @@ def _can_be_pickled(error: Exception) -> bool:
 
 
 def _wait_as_torch_does(future: Any) -> None:
-    """Wait for a future that is done, by torch's own `wait`. The `wait` of our classes notes that the program has waited."""
+    """Wait for a future that is done, by torch's `wait`. The `wait` of our classes notes that the program itself has waited."""
     (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
@@ -151,17 +151,17 @@ def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) 
 
 
 def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyFuture:
-    """Make a future with the outcome of another one, for torch's C++ code, which then sees the error of a future that failed.
+    """Make a future with the outcome of `future`, for torch's C++ code. If `future` fails, C++ code sees the error.
 
     Note [Futures that fail]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     torch's `Future.set_exception` stores the exception as the value; only the Python object raises it. C++ code (the reducer of
     torch's DDP, its communication hooks) sees just the value: it takes the exception for a list of tensors, reads the first
-    one, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. Then C++ gets a
+    tensor, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. Then C++ gets a
     RuntimeError with the text of the exception, which names the call, the rank and the group.
 
-    Our own futures keep the exception itself, because our callers catch it by its class. So we exchange the future where it
-    goes to torch: in the works of our groups that torch gets, and in the future that our hooks return to torch's DDP.
+    Our own futures keep the exception itself, because our callers catch it by its class. So we exchange the future where
+    torch gets it: in the works of our groups that torch gets, and in the future that our hooks return to torch's DDP.
 
     A callback that asks a work for its future gets our future, and may wait for our future (see `GroupFuture.wait`). If the
     callback raises the error, the exchanged future to which the callback was attached fails. A callback must not wait for any
@@ -234,8 +234,9 @@ class Work(ABC):
     def get_future(self) -> TensorsFuture:
         """The outcome of this work as a `torch.futures.Future`, whose value is the list of output tensors.
 
-        A callback that is attached before the collective has finished runs on the thread that finishes the collective. A later
-        one runs at once, on the caller's thread. A collective in a callback runs inside the callback, before its successors.
+        A callback that is attached before the collective has finished runs on the thread that finishes the collective. A
+        callback that is attached later runs at once, on the caller's thread. If a callback issues a collective, the collective
+        runs inside the callback, before the calls that were queued.
         """
 
     def before_end(self, action: Callable[[], None]) -> None:
@@ -292,7 +293,7 @@ class PendingWork(Work):
         self._tensors = tensors
         self._describe = describe
         self._is_done = False
-        self._waiting: threading.Event | None = None  # made by the first thread that must block; most need not
+        self._waiting: threading.Event | None = None  # made by the first thread that must block; most works need no event
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
@@ -327,14 +328,15 @@ class PendingWork(Work):
         with self._lock:
             if self._is_done:
                 return
-            # Before `_is_done`, which `wait` reads without the lock. Each action runs once: an abort may follow one that fails.
+            # Run the actions before `_is_done` is set, because `wait` reads it without the lock. Each action runs only once,
+            # also if an action raises and an abort calls this method again.
             actions, self._before_end = self._before_end, ()
             for action in actions:
                 action()
             self._error = error
             self._is_done = True
             future, waiting = self._future, self._waiting
-        # Outside of the lock: callbacks run here, and a callback may ask this work for its future, which takes the lock.
+        # Release the lock first, because callbacks run here. A callback may ask this work for its future, which takes the lock.
         if waiting is not None:
             waiting.set()
         if future is not None:
@@ -412,7 +414,7 @@ class FutureWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if timeout is not None:
             timeout_s = seconds(timeout)
-            # A future of torch has no time limit, so an event of our own waits first.
+            # The `wait` of a future has no time limit, so wait for an event first.
             _prepare_to_block(self._future.done)
             done = threading.Event()
             self._future.add_done_callback(lambda _: done.set())

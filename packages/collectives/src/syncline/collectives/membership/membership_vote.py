@@ -94,7 +94,7 @@ class MembershipVote:
         return agreed
 
     def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
-        """Give up if more members are silent but run than have come. At equal numbers go on, because only one proposal can win."""
+        """Give up if more members are silent but run than have come. At equal numbers go on: only one proposal can win."""
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):
             # This member ends, so the others must not propose it.
