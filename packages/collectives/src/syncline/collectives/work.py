@@ -328,7 +328,7 @@ class PendingWork(Work):
         with self._lock:
             if self._is_done:
                 return
-            # Run the actions before `_is_done` is set, because `wait` reads it without the lock. Each action runs only once,
+            # Before `_is_done` is set, run the actions: `wait` reads `_is_done` without the lock. Each action runs only once,
             # also if an action raises and an abort calls this method again.
             actions, self._before_end = self._before_end, ()
             for action in actions:
