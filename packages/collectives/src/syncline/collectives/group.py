@@ -615,10 +615,10 @@ class ProcessGroup(ABC):
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
         """Make a new group from the members of this one and the waiting processes. A collective, which aborts this group.
 
-        A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). It calls `admit` on that
-        group to be let in. All ranks get the same members. In the new group, newcomers come after the old members. A member
-        that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call `shrink` and
-        others `admit`.
+        A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). The process calls `admit`
+        on that group to be let in. All ranks get the same members. In the new group, newcomers come after the old members. A
+        member that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call `shrink`
+        and others `admit`.
 
         Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups or its
         memory afterwards.

@@ -1,4 +1,4 @@
-"""The private parts of torch that the collectives use. Each has a probe, and the table says what happens without it.
+"""The private parts of torch that the collectives use. The table says what happens in a torch that lacks a part.
 
 ==================================  ===================================================================================
 private to torch                    without it

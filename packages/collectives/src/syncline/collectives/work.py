@@ -116,7 +116,7 @@ def _wait_as_torch_does(future: Any) -> None:
 
 
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
-    """A future of `tensors` that is done when all `futures` are done. If some failed, it raises the error of the first one.
+    """A future of `tensors` that is done when all `futures` are done. It has the error of the first in the list that failed.
 
     The error keeps its class: `torch.futures.collect_all(...).then(...)` would make a RuntimeError of its text.
     """

@@ -36,7 +36,7 @@ class MembershipVote:
            members that run are then more than the members that have come, the members that have come give up: perhaps
            only their connections broke, and the silent members still compute
         3. it proposes the members that have set their keys, by one compare_set of the key "members"; the first proposal wins
-        4. it reads the decision. A member that is not in it was given up, and ends itself
+        4. it reads the decision. A member that is not in the decision was given up, and ends itself
 
     Nothing is guessed. The system tells which members have ended (`ProcessIdentity`). If a member is silent for too long, a
     decision gives it up. The member reads this decision when it comes back. Newcomers are added to the proposal (step 3), and

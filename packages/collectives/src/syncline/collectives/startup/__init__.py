@@ -1,1 +1,1 @@
-"""Who this process is, which backend connects it, and where the ranks meet."""
+"""Find out which rank this process is, which backend connects it, and where the ranks meet."""

@@ -83,12 +83,12 @@ class _LauncherEnv:
 #    process (then the step id is a number). A batch script sees SLURM_PROCID=0 and the whole SLURM_NTASKS, but is alone. An
 #    mpirun (2) starts its daemons with these launchers. So inside an mpirun, the numbers of these launchers are the daemons'.
 # 4. PMIx alone (prterun, and other launchers that only have PMIx). It sets a rank, but no size. If a launcher above sets the
-#    variables of PMIx, too, they have the same numbers as its other variables.
+#    variables of PMIx, too, both kinds of variables have the same numbers.
 # 5. RANK and WORLD_SIZE without torchrun's signature: set by hand, by a batch script or by Kubernetes.
 #
 # Two sources contradict each other if both describe *this* process and differ: two of point 2, or one of points 2 to 4 and the
 # pair RANK and WORLD_SIZE. (Many scripts copy the pair from MPI's or Slurm's variables; then they agree.) A stale pair, from a
-# shell profile or a container image, would give the wrong rank to half of a program. So a contradiction is an error.
+# shell profile or a container image, would give the wrong rank to a part of a program. So a contradiction is an error.
 #
 # It is also an error if no launcher has set all its variables, but one variable says that there are several processes. If we
 # ignored this variable, each process would train alone as rank 0 of 1: N trainings would silently overwrite each other's

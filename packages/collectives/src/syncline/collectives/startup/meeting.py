@@ -117,7 +117,7 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not come. Cost, for m missing ranks of n: about 2 (1 + log2(n / m)) requests for each missing one."""
+    """The ranks that have not come. Cost, for m missing ranks of n: about 2 (1 + log2(n / m)) requests for each of them."""
     # One request asks for all ranks. Only if some are missing, look at each half.
     if store.check([_key(rank) for rank in ranks]):
         return []

@@ -21,7 +21,7 @@ from ..errors import BackendUnavailableError, LaunchError
 from ..health.connecting import Connecting
 from .launch import HYDRA, OPEN_MPI, SRUN_PMI2, SRUN_PMIX, process_manager
 
-# mpiexec reads the output of the ranks with a delay. Output that it has not read when the job is aborted is lost (MPICH 5.0).
+# mpiexec reads the output of the ranks with a delay. If the job is aborted, output that is not read yet is lost (MPICH 5.0).
 _FORWARDING_S = 0.3
 _NO_MPI4PY = (
     "mpi4py is not installed: load the site's MPI module and `pip install mpi4py`\n"

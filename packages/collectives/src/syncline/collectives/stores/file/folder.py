@@ -6,8 +6,9 @@ Another user who can write into a folder could put a symbolic link there, with t
 or false records that we would read. So:
 
 1. Folders and files that we make are for their owner only, including folders above (folders 0700, files 0600).
-2. We open the folder and its files without following symbolic links, and the files relative to the opened folder. So neither
-   can be replaced between the check and the use. Links above the folder are allowed: `~/scratch` is often a link.
+2. We do not follow symbolic links when we open the folder and its files, and we open the files relative to the opened folder.
+   So neither the folder nor a file can be replaced between the check and the use. Links above the folder are allowed:
+   `~/scratch` is often a link.
 3. An opened folder or file must belong to this user, and nobody else may write it. We take the user's number from the owner of
    a file that we make, because NFS may map root, or all users, to another number.
 """

@@ -2,8 +2,9 @@
 
 Note [A log on a shared file system]
 ------------------------------------
-NFS guarantees this: if a process opens a file after another host has closed it, it sees everything that the host wrote. (NFS
-guarantees nothing about a *new name* in a folder for up to a minute, so a file for each key would be slow to appear.) So:
+NFS guarantees this: if a process opens a file after another host has closed it, the process sees everything that the host
+wrote. (NFS guarantees nothing about a *new name* in a folder for up to a minute, so a file for each key would be slow to
+appear.) So:
 
 1. The log is created when a store is opened. From then on its name does not change.
 2. A writer holds the lock (Note [Locking by link] in `file.lock`), reads new records, appends one record, and syncs and closes

@@ -30,7 +30,7 @@ class TCPStoreServer:
 
     Args:
         host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
-        port: the port; 0 takes a free one, which the attribute `port` then has.
+        port: the port; 0 takes a free port, and the attribute `port` says which.
         secret: at least 16 bytes, known only to the processes of the job; `new_secret` makes one.
         max_message_bytes: the longest message that a client may send; a value must be a little shorter.
         proof_timeout: seconds or a timedelta that a client may take to prove that it holds the secret; 10 s if None.
