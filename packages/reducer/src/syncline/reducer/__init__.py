@@ -12,7 +12,7 @@ These files handle one gradient, in this order:
 5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on.
 6. `finalize`: at the end of backward, waits for each bucket, and lets `bucket` write the averages into `.grad`.
 
-Four more files: `sync_policy` says which backwards are reduced. `gradient_aliasing` saves copies. `bucket_building` makes the
+Four more files: `sync_policy` says which backwards are reduced. `gradient_aliasing` avoids copies. `bucket_building` makes the
 buckets. After the first backward it makes them again, in the order in which gradients came (`arrival_order`). `torch_internals`
 has the private parts of torch, such as the call at the end of backward.
 """

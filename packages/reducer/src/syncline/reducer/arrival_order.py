@@ -1,6 +1,6 @@
 """The order in which gradients arrive. One backward shows this order, and then the reducer builds the buckets in this order.
 
-This module only handles numbers: it needs no tensors and no ranks.
+This module handles integers only: no tensors, no ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ArrivalOrder:
 
     def learn(self) -> None:
         """Learn the order of the backward that has ended. Parameters without a gradient come last."""
-        # A parameter may get several gradients: only the last one makes it ready.
+        # A parameter may get several gradients. Only its last gradient makes the parameter ready.
         latest = dict.fromkeys(reversed(self._arrivals))
         came = list(reversed(latest))
         self.learned = [*came, *(index for index in range(self._count) if index not in latest)]

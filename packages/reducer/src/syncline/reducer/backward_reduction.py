@@ -85,7 +85,7 @@ class BackwardReduction:
 
     def _start(self, number: int, *, empty: bool = False) -> None:
         bucket = self._buckets[number]
-        # All ranks agree that no rank uses the bucket, so all ranks leave it out.
+        # All ranks agree that no rank uses this bucket, so all ranks leave the bucket out.
         if self._usage.may_skip(bucket.indices):
             return
         ready = time.perf_counter()
@@ -95,7 +95,7 @@ class BackwardReduction:
             bucket.collect(self._usage.locally_unused(bucket.indices))
         times = BucketTimes(bucket.nbytes, ready, time.perf_counter(), number=number)
         self._statistics.buckets.append(times)
-        # Buckets start in order, so the mark on the first one holds for all of them.
+        # Buckets start in order, so a mark on the first bucket is enough for all buckets.
         with nullcontext() if self._started else self._group.marked(self._mark):
             self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
@@ -104,9 +104,10 @@ class BackwardReduction:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """Start two collectives, by which the ranks agree on the used parameters and on the calls so far.
+        """Start the agreement of the ranks on the used parameters, and the comparison of their calls so far.
 
-        Every rank calls this after its last bucket.
+        Every rank calls this after its last bucket. If the ranks compare their calls only at the end of backward, `finish`
+        starts the comparison.
         """
         self._usage.sync_used_map()
         if not self._compares_at_end():

@@ -28,7 +28,7 @@ class Bucket:
 
     ::
 
-        buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of theirs
+        buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
     A view has the shape of its parameter. If the parameter's strides are dense, the view has the same strides (the view of a
     channels-last parameter is channels-last). So a gradient fits into its view without a change of layout.
@@ -65,13 +65,14 @@ class Bucket:
         self._own_memory = self.buffer, self.views
         self._addresses = list(map(_address_of, self.views))
         self._aliasing = None if as_view else GradientAliasing(self.parameters, self.views)
-        # `torch.cat` takes only vectors (biases and norms). For many small ones it needs a third of the time of single copies.
+        # `torch.cat` can fill a flat buffer only from vectors (biases and norms). For many small vectors, `torch.cat` needs a
+        # third of the time of single copies.
         self._holds_vectors = all(parameter.dim() == 1 for parameter in self.parameters)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of a flat buffer for each parameter.
 
-        It has the parameter's shape, and the parameter's strides if they are dense.
+        Each view has the shape of its parameter. If the parameter's strides are dense, the view has the same strides.
         """
         views, start = [], 0
         for parameter in self.parameters:
@@ -106,12 +107,12 @@ class Bucket:
         for position in in_place:
             if self.indices[position] in unused:
                 self._keep(position)
-        # Usually all gradients are there, and none is in its place yet.
+        # Usually all gradients exist and no gradient is in the buffer. Then `_copy` copies all of them at once.
         if in_place or _some_are_none(gradients):
             self._copy_some(gradients, frozenset(in_place))
         else:
             self._copy(self.views, cast("list[torch.Tensor]", gradients))
-        # From now on the gradients are the views, unless their parameter is unused, or they are part of a graph.
+        # Make each view the gradient of its parameter, unless the parameter is unused or its gradient is part of a graph.
         if self._as_view:
             self._set_views(gradients, {*unused, *self._differentiable(gradients)} if self._has_graph else unused)
 
@@ -133,12 +134,12 @@ class Bucket:
         if self._aliasing is None:
             if (
                 list(map(_address_of, self.views)) != self._addresses
-            ):  # a gradient was given other memory: `gradient.data = ...`
+            ):  # the user has given a gradient other memory: `gradient.data = ...`
                 self.views = self.views_into(self.buffer)
             return
         if self._aliasing.is_memory_free():
             self.buffer, self.views = self._own_memory
-        # Other code reads the own memory, so take other memory. If the bucket has other memory already, it stays.
+        # Other code still uses the bucket's own memory, so allocate other memory, unless the bucket has other memory already.
         elif self._is_in_own_memory:
             with torch.inference_mode(False):
                 self.buffer = torch.zeros_like(self.buffer)
@@ -192,13 +193,13 @@ class Bucket:
                 foreach_zero(absent)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        # Check the dtype first, because the copy would convert another dtype silently. Other mistakes make the copy fail.
+        # `copy_` converts another dtype silently, so check the dtype first. Look for other mistakes only when the copy fails.
         if set(map(_dtype_of, sources)) != {self.buffer.dtype}:
             self._refuse_gradients()
         if any(map(_requires_grad_of, sources)):
             self._has_graph = True
             warn_of_graph()
-        with torch.inference_mode():  # skips autograd; for small gradients it is a sixth faster than `no_grad`
+        with torch.inference_mode():  # skips autograd, and is a sixth faster than `no_grad` for small gradients
             if self._holds_vectors and sum(map(torch.Tensor.numel, sources)) == self.buffer.numel():
                 with suppress(RuntimeError):  # raised if a gradient lies in the buffer and is not the view itself
                     torch.cat(sources, out=self.buffer)
@@ -206,7 +207,7 @@ class Bucket:
             try:
                 foreach_copy(targets, sources)
             except RuntimeError:
-                # This raises if a gradient is the cause. If it does not raise, the copy's own error goes on.
+                # If a gradient is the cause, `_refuse_gradients` raises an error that says so. If not, raise torch's error.
                 self._refuse_gradients()
                 raise
 
@@ -246,7 +247,7 @@ class Bucket:
 
         Args:
             untouched: indices of parameters whose gradients stay unchanged.
-            may_alias: whether large gradients may lie in the bucket's memory, because no other code knows this memory.
+            may_alias: whether large gradients may lie in the bucket's memory. They may if no other code knows this memory.
         """
         gradients = list(map(_grad_of, self.parameters))
         done = {*untouched, *self._deliver_into_graph(gradients, untouched)} if self._has_graph else untouched
@@ -264,7 +265,7 @@ class Bucket:
     def _deliver_into_graph(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
         """Replace each gradient that is part of a graph by its reduced gradient, which is also part of the graph.
 
-        Return their indices.
+        Return the indices of the parameters with such a gradient.
         """
         chosen = self._differentiable(gradients).difference(untouched)
         for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
@@ -288,7 +289,7 @@ class Bucket:
 
     def _copy_out(self, gradients: list[torch.Tensor | None], untouched: Collection[int], *, may_alias: bool) -> None:
         done = {position for position, index in enumerate(self.indices) if index in untouched} if untouched else set()
-        # In other memory there are no aliases.
+        # Only the bucket's own memory has aliases.
         if self._aliasing is not None and self._is_in_own_memory:
             done.update(self._aliasing.move(gradients, done) if may_alias else self._aliasing.in_place(gradients))
         with torch.inference_mode():  # as in `_copy`
@@ -314,7 +315,7 @@ class Bucket:
         kept, self._kept = self._kept, {}
         with torch.no_grad():
             for index, view in zip(self.indices, self.views, strict=True):
-                # A kept gradient that is not `untouched` has its reduced value already.
+                # If another rank uses the parameter (it is not `untouched`), its gradient has the reduced value already.
                 if index in untouched and index in kept:
                     view.copy_(kept[index])
 
@@ -323,7 +324,7 @@ def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
     """Return the gradients' addresses. The address is 0 for None, and for a gradient without strided memory."""
     try:
         return list(map(_address_of, cast("list[torch.Tensor]", gradients)))
-    except (TypeError, RuntimeError):  # one is None, or sparse
+    except (TypeError, RuntimeError):  # a gradient is None, or sparse
         return [
             gradient.data_ptr() if type(gradient) is torch.Tensor and gradient.layout is torch.strided else 0
             for gradient in gradients
@@ -342,7 +343,7 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Make a gradient for a parameter without one.
+    """Make a gradient for a parameter that has no gradient.
 
     This rank did not use the parameter, or other code has dropped its gradient.
     """
@@ -364,7 +365,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        # The stride of such a dimension means nothing.
+        # A dimension of length 1 has a stride without a meaning.
         if length == 1:
             continue
         if stride != expected:

@@ -76,7 +76,7 @@ def assign_buckets(
 
     for index in visited:
         spec = specs[index]
-        # Its size is known only when it comes, so it counts for no cap.
+        # The size of a sparse gradient is known only when the gradient comes, so its bucket has no cap.
         if spec.sparse:
             buckets.append(BucketAssignment((index,), None))
             continue

@@ -79,7 +79,7 @@ class BucketBuilder:
             buckets.append(self._bucket(indices))
             with torch.no_grad():
                 for index, parameter, view in _members(buckets[-1]):
-                    # The new bucket's memory replaces the old one's, which is freed with its last view.
+                    # The gradient is a view of an old bucket. When no gradient is such a view, the old memory is freed.
                     if index in kept_views and parameter.grad is not None:
                         view.copy_(parameter.grad)
                         parameter.grad = view

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 else:
     CommunicationHook = Callable
 
-# A hook's collective that times out says more than our wait for the hook. So our wait is a little longer.
+# If a collective of the hook times out, its error says more than the error of our wait for the hook. So our wait is longer, by
+# at most this many seconds.
 _REPORT_S = 2.5
 
 
@@ -55,7 +56,7 @@ class BucketReduction:
         ranks.
         """
         with naming_parameters(lambda: bucket.names):
-            # A hook comes first: it may reduce sparse buckets and any group by itself.
+            # Ask for a hook first: a hook also reduces sparse buckets, on any group.
             if self.hook is not None:
                 shown = GradBucket(bucket, number, is_last(), self._group)
                 return HookReduction(bucket, times, self._future(self.hook, shown), shown, self._group)
@@ -66,7 +67,7 @@ class BucketReduction:
 
     def _future(self, hook: CommunicationHook, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = hook(self.hook_state, bucket)
-        # `Future.then()` returns an object of the base class, so the public class is not asked for.
+        # `Future.then()` returns an object of the base class, so do not require the public class.
         if not isinstance(future, FutureBase):
             raise MisuseError(
                 f"a communication hook must return a torch.futures.Future of the reduced bucket, found "
@@ -78,9 +79,9 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction was issued. When the reduction ends, the time goes into `times`.
 
-    The callbacks that run at the end of the reduction hold no reference to the group. They may run on the group's own thread,
-    and their reference might be the last one. If a group of torch is dropped on its own thread, the group waits for this thread
-    for ever.
+    Callbacks at the end of the reduction hold no reference to the group. A callback may run on the group's own thread, and its
+    reference could be the last reference to the group. If a group of torch is dropped on its own thread, the group waits for
+    this thread for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may keep it.
@@ -113,8 +114,8 @@ class CollectiveReduction(PendingReduction):
     def __init__(self, bucket: AnyBucket, times: BucketTimes, work: Work) -> None:
         super().__init__(bucket, times)
         self._work = work
-        # On CUDA a callback needs a stream, an event and a pickle. It also runs when the call is issued, not when it is over.
-        # So on CUDA `_wait` notes the end.
+        # On CUDA a callback needs a stream, an event and a pickle. The callback also runs too early: when the call is issued,
+        # not when the call is over. So on CUDA `_wait` notes the end.
         if bucket.buffer.is_cuda:
             return
         if work.is_completed():
@@ -154,7 +155,7 @@ class HookReduction(PendingReduction):
             future.add_done_callback(note_end)
 
     def _wait(self) -> object:
-        # The event has a time limit; the future's own `wait` has none.
+        # Wait for the event first, because this wait has a time limit. `Future.wait` has none.
         if self._is_over is not None:
             self._wait_for(self._is_over)
         value = self._future.wait()
@@ -173,7 +174,7 @@ class HookReduction(PendingReduction):
 
     def _as_given(self, result: object) -> object:
         """Cast the result to the bucket's dtype, if the hook has set a buffer of another dtype and returns that dtype."""
-        # Anything else is left to `Bucket.accept`, which knows the errors.
+        # `Bucket.accept` raises the error if the result is wrong.
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result
         return result.to(self.bucket.buffer.dtype)

@@ -37,9 +37,9 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return the other model's answer, if the bucket contains neither a delayed parameter nor `until`.
+        """Return None if the bucket contains a delayed parameter or `until`: the reducer must look at each of its gradients.
 
-        Else return None, because the reducer must look at each gradient of the bucket.
+        For any other bucket, return the answer of the wrapped usage model.
         """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
@@ -57,22 +57,22 @@ class DelayedUsage(UsageModel):
         if index in self._delayed and index != self._until:
             self._usage.accumulated([index], undefined)  # raises if the usage model does not expect this gradient
             self._usage.arrived([index], undefined)
-            # Before the release a delayed gradient is never final, because another may come.
+            # Before the release a delayed gradient is never final, because the parameter may get another gradient.
             return (index,) if self._released else ()
         final = self._usage.arrived([index], undefined)
-        # Do not release the delayed parameters: this is another parameter's gradient, or they are released already, or `until`
-        # will get more gradients.
+        # Do not release the delayed parameters: the gradient is not of `until`, or they are released already, or `until` will
+        # get more gradients.
         if index != self._until or self._released or index not in final:
             return final
         self._released = True
-        # `until` may be delayed itself: sorted() adds it once.
+        # `until` may be a delayed parameter, too. Then only `sorted()` adds it.
         return [*(other for other in final if other not in self._delayed), *sorted(self._delayed)]
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """Return the parameters that the other model names. If the delayed parameters still wait, add them at the end."""
+        """Return the parameters that the wrapped model returns. If the delayed parameters still wait, add them at the end."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         return final if self._released else [*final, *sorted(self._delayed)]
 

@@ -1,4 +1,4 @@
-"""Gradients that are part of a graph themselves, after `backward(create_graph=True)`."""
+"""Gradients that are part of a graph, after `backward(create_graph=True)`."""
 
 from __future__ import annotations
 

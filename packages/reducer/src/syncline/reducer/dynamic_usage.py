@@ -68,14 +68,14 @@ class DynamicUsage(UsageModel):
     # Note [Unused parameters without a walk]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # When backward starts, autograd itself computes which nodes it will execute. So at the first gradient of a backward, one
-    # question for each parameter (0.2 microseconds) tells which gradients will never come. They count as ready at once. The
-    # graph is not walked, and the model's outputs need not be known: an output that is not part of the loss is not reached.
-    # The question can be asked only while backward runs, and the answer is about the innermost backward. So re-entrant
-    # checkpoints are an error here.
+    # question for each parameter (0.2 microseconds) tells which gradients will never come. These gradients count as ready at
+    # once. The reducer does not walk the graph, and need not know the model's outputs: backward does not reach an output that
+    # is not part of the loss. The question can be asked only while backward runs, and the answer is about the innermost
+    # backward. So re-entrant checkpoints are an error here.
     #
     # A parameter counts as used if it got a gradient since the last reduction, also from a backward that was not synchronised.
-    # All ranks know the parameters used on any rank only when all gradients have come. So the all_reduce of the map starts
-    # after the last bucket, and overlaps with it.
+    # Each rank knows which parameters it uses only when all its gradients have come. So the all_reduce of the map starts after
+    # the last bucket, and overlaps with the reduction of this bucket.
 
     order_recurs = False
     hint_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"
@@ -100,7 +100,7 @@ class DynamicUsage(UsageModel):
         self._unreached: set[int] = set()
 
     def find_nodes_again(self) -> None:
-        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # must be held; see `accumulation_node`
+        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # keep alive; see `accumulation_node`
 
     def begin(self) -> Sequence[int]:
         """Ask autograd which parameters this backward will not reach.
@@ -116,15 +116,15 @@ class DynamicUsage(UsageModel):
             )
         never = unreached(self._nodes)
         self._unreached = set(never)
-        # With `skip_unused`, the ranks agree now which buckets nobody uses.
+        # With `skip_unused`, the ranks agree now which buckets no rank uses.
         if self._forecast is not None:
-            # Gradients of earlier backwards that were not synchronised are in `_used`: their buckets must be reduced.
+            # `_used` has the parameters with gradients of earlier backwards that were not synchronised. Reduce their buckets.
             silent = self._unreached - self._used
             self._forecast.sync(bytes(index not in silent for index in range(len(self._nodes))))
         return never
 
     def shadow_backward(self) -> None:
-        """Count no parameter as reached. The gradients that this rank has accumulated count for its own next backward."""
+        """Count no parameter as reached. Gradients that this rank has accumulated count for the next backward of this rank."""
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
@@ -150,7 +150,7 @@ class DynamicUsage(UsageModel):
 
     def may_skip(self, indices: Collection[int]) -> bool:
         """Whether no rank uses any of these parameters. Wait for the other ranks only if this rank uses none of them."""
-        # This rank uses the bucket, so it knows the answer without the other ranks.
+        # Without `skip_unused`, no bucket is skipped. If this rank uses the bucket, it need not wait for the other ranks.
         if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
             return False
         return len(self._forecast.unused(indices)) == len(indices)
@@ -168,9 +168,9 @@ class DynamicUsage(UsageModel):
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """Forget the uses, because their gradients are reduced.
+        """Forget the uses, because the gradients of the used parameters are reduced.
 
-        Uses that waited during a `shadow_backward` count from now on.
+        After a `shadow_backward`, go back to the uses that were set aside for the next backward of this rank.
         """
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()
