@@ -18,18 +18,18 @@ from .stages import Stages
 
 @communication_hook
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately, as one square matrix. Zeros fill the square up.
+    """Average the bucket approximately. The bucket becomes one square matrix, which is filled up with zeros.
 
     It works like `powerSGD_hook`, but the rows of the matrix are not the rows of the parameters. So the approximation is worse.
     Use `powerSGD_hook` unless it takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have no
     effect here, as in torch. A bucket with NaN or infinity becomes NaN on every rank, and the state drops its error and its
     factor.
 
-    Source: as `powerSGD_hook`.
+    Source: see `powerSGD_hook`.
 
     Args:
         state: settings and memory. The factor belongs to the whole bucket. After a change of buckets it starts at random.
-        bucket: the gradients, of a floating-point dtype. Halves are computed in float32 and sent as halves.
+        bucket: the gradients, of a floating-point dtype. 16 bits are computed in float32 and sent in 16 bits.
 
     Returns:
         A future of the bucket's buffer.
@@ -58,14 +58,14 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
     state.count(bucket, 2 * side * rank)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), state.statistics.stage("second factor"):
-        # torch adds its epsilon to the length of a sum; ours is a mean.
+        # torch adds the epsilon to the length of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
         p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
         q = torch.bmm(matrix.transpose(1, 2), p)
         wire = q.reshape(-1).to(buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), state.statistics.stage("decompress"):
         q = wire.view(q.shape).to(q.dtype)
-        # A sum finds NaN and infinity anywhere. All ranks decide alike, because the wire holds the same bits on all of them.
+        # A single NaN or infinity makes the sum not finite. All ranks decide alike: they have the same bits in `wire`.
         is_sound = bool(torch.isfinite(wire.sum(dtype=q.dtype)))
         approximation = torch.bmm(p, q.transpose(1, 2))
         names, left_out = _pieces(state, bucket, padded.sub_(approximation.view(-1)), layout)
@@ -83,7 +83,7 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
 
 def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffer: torch.Tensor) -> torch.Tensor:
     factor = state.factors.get(layout) if state.warm_start else None
-    # There is no factor yet, or a loaded one is of another size or rank.
+    # Draw a factor if there is none yet, or if a loaded factor has another size or rank.
     if factor is None or factor.shape != (side, rank):
         (factor,) = state.random_factors([(side, rank)], buffer, buffer.dtype)
     return factor.to(buffer.device, math_dtype(buffer.dtype))
@@ -92,7 +92,8 @@ def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffe
 def _pieces(state: PowerSGDState, bucket: Bucket, padded: torch.Tensor, layout: str) -> tuple[list[str], list[torch.Tensor]]:
     """Split the square into the parts of the parameters, each in its parameter's shape, and the padding.
 
-    A part has the order of the memory, whatever the parameter's strides are. So it always belongs to the same parameter.
+    A part keeps the order of the bucket's memory, whatever the parameter's strides are. So each number of an error is added to
+    the number of the gradient that it belongs to.
     """
     shapes = [parameter.shape for parameter in bucket.parameters()]
     sizes = [shape.numel() for shape in shapes]

@@ -26,19 +26,19 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
         A future of the bucket's buffer, which has the same bits on all ranks.
 
     Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside a site. Each site sends
-    4 n (S-1)/S bytes to other sites, half of the bytes of float32. The first rank of a site needs 2 n bytes of extra memory.
+    4 n (S-1)/S bytes to other sites, half of the bytes of float32. The first rank of a site needs 6 n bytes of extra memory.
     """
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 
     def cross(_: object) -> torch.Tensor:
         # Only the first rank of each site has this group.
         if sites.between is not None:
-            # Divided before it is rounded, so that no sum overflows.
+            # Divide before rounding, so that no sum overflows.
             halves = (buffer / sites.ranks).to(torch.bfloat16)
             sites.between.all_reduce(halves)
             buffer.copy_(halves)
         sites.inside.broadcast(buffer, 0)
         return buffer
 
-    # The callback runs before the next call on `sites.inside`. So all its ranks broadcast at the same place in its order.
+    # The callback runs before the next call on `sites.inside`. So all ranks of a site broadcast between the same calls.
     return sites.inside.all_reduce(buffer, ReduceOp.SUM, async_op=True).get_future().then(cross)

@@ -51,8 +51,8 @@ def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     return _average_as(torch.bfloat16, process_group, bucket)
 
 
-# Without NCCL, torch's register_comm_hook refuses a hook that has the name of torch's own. Our hook needs no NCCL, so it gets
-# another `__name__`. (pickle uses `__qualname__`, which stays.)
+# Without NCCL, torch's register_comm_hook refuses a hook with the name of torch's bf16 hook. Our hook needs no NCCL, so it
+# gets another `__name__`. (pickle uses `__qualname__`, which stays.)
 bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
@@ -86,7 +86,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
         bucket.set_buffer(buffer.to(dtype))
 
         def restore(done: TensorFuture) -> torch.Tensor:
-            # A wrapper around this hook must find the bucket as the caller gave it.
+            # Put the bucket's own buffer back, because a wrapper around this hook may still use the bucket.
             bucket.set_buffer(buffer)
             return buffer.copy_(_tensor_of(done.value()))
 
@@ -96,7 +96,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """The tensor in a hook's result. The result may be the tensor or a list with it, as the value of a Work's own future."""
+    """The tensor in a hook's result. The result is the tensor, or a list of one tensor like the value of a Work's future."""
     result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     if not isinstance(result, torch.Tensor):
         raise MisuseError(f"expected the wrapped hook's future to hold the reduced bucket, found {type(result).__name__}")

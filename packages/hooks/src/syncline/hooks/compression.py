@@ -81,7 +81,7 @@ class CompressionState:
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
-        # Without given names, parameters get numbers with the first bucket. Before that there is nothing to compare.
+        # Without names, parameters get their numbers with the first bucket. Before that there is nothing to compare.
         if self.names.are_given:
             check_parameters(state["errors"], self.names.shapes)
         self.iter = state["iter"]
@@ -94,7 +94,7 @@ class CompressionState:
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     """Average the compressed gradients of all ranks. Keep the part that was not sent for the next step.
 
-    All ranks get the same bits. The compressor decides how NaN and infinity arrive. The state does not keep them.
+    All ranks get the same bits. The compressor decides how NaN and infinity arrive. The error feedback contains neither.
 
     Args:
         state: the compressor, and its memory.
@@ -119,7 +119,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     if buffer.numel() == 0:
         return finished(buffer)
     group = group_of(state.process_group, bucket)
-    # Do this before the error feedback is used, because it may have been loaded from another rank's state.
+    # Do this before the error feedback is used. If it was loaded from another rank's state, `settle` drops it.
     state.origin.settle(group.rank, group.size, state.error_feedback)
     seed = state.seeds.next()
     with torch.no_grad(), state.statistics.stage("compress"):

@@ -13,7 +13,7 @@ from .low_precision import math_dtype
 
 
 class Compressor(ABC):
-    """Makes messages from gradients. A compressor has no state: the hook's state holds the memory.
+    """Makes messages from gradients. A compressor has no state: error feedback and seeds are in the hook's state.
 
     The length of a message depends only on the gradients' shapes and dtype. So it is the same on all ranks, and one collective
     carries all messages.
@@ -38,12 +38,12 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Restore the tensors of a message, in the gradients' shapes; 16 bits become float32. Every rank gets the same bits.
+        """Restore the tensors of a message, in the gradients' shapes. Every rank gets the same bits.
 
         Args:
             message: a result of `compress` on any rank.
-            like: tensors with the shapes and dtype of the gradients.
-            seed: the seed of the same `compress` call.
+            like: tensors with the shapes and dtype of the gradients. With a dtype of 16 bits, the results are float32.
+            seed: the seed that `compress` got for this message.
         """
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
@@ -56,7 +56,7 @@ class Compressor(ABC):
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The mean of the tensors of all messages. They are added in the order of ranks, so every rank gets the same bits."""
+        """The mean of the tensors of all messages. The order of addition is that of the ranks: all ranks get the same bits."""
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):
@@ -65,7 +65,7 @@ class Compressor(ABC):
 
 
 class LinearCompressor(Compressor):
-    """A compressor whose messages can be averaged before they are decompressed. So an all_reduce carries them."""
+    """A compressor whose messages can be averaged before they are decompressed. So one all_reduce averages the messages."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
         """Start an all_reduce that averages. Its result is a single message."""

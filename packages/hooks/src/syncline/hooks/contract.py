@@ -51,7 +51,7 @@ class Bucket(Protocol):
 def communication_hook(hook: Hook) -> Hook:
     """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
-    torch compares the hook's annotations with its own types, by identity. A hook for both callers has other annotations. Also,
+    torch compares the hook's annotations with torch's types, by identity. A hook for both callers has other annotations. Also,
     `from __future__ import annotations` turns annotations into texts. So `inspect.signature` must show no annotations.
 
     torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ can see. This
@@ -92,7 +92,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
         bucket: the bucket that the hook was given.
 
     Raises:
-        MisuseError: `state` is something else.
+        MisuseError: `state` is neither a group nor None, or this rank is not in the group.
     """
     if isinstance(state, ProcessGroup):
         return state
@@ -104,7 +104,7 @@ def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
         raise MisuseError(
             f"expected the hook's state to be a process group (syncline's or torch's) or None, found {type(state).__name__}"
         )
-    # torch's bucket does not know its group, so the default group is assumed.
+    # torch's bucket does not know its group, so use torch's default group.
     if isinstance(bucket, dist.GradBucket):
         return as_process_group(None)
     group = bucket.process_group()  # type: ignore[attr-defined]  # our GradBucket has it, torch's does not

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then an outer step by the average of all replicas, for all parameters at once or in fragments."""
+"""DiLoCo: many local steps, then an outer step towards the average of replicas, for all parameters at once or in fragments."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
     """Steps an inner optimizer on this replica alone. Every `sync_every` steps an outer optimizer moves all replicas together.
 
         inner steps 1 .. H      each replica alone, on its own data: nothing is communicated
-        outer gradient          the parameters after the latest synchronisation, minus the average of the replicas' present ones
+        outer gradient          the parameters after the latest synchronisation, minus the present average of all replicas
         outer step              SGD with Nesterov momentum; every replica continues from the result
 
-    The model is not wrapped, so gradients are not averaged (except inside a site, see `sites`). Buffers, such as the statistics
-    of batch normalisation, are not synchronised.
+    The model is not wrapped in DDP, so gradients are not averaged (except inside a site, see `sites`). Buffers, such as the
+    statistics of batch normalisation, are not synchronised.
 
     With `fragments` above 1 this is Streaming DiLoCo. The parameters are divided into fragments of about the same number of
     bytes, and the fragments are synchronised in turn. So N fragments divide the peak of sent bytes by N. With `overlap_steps`,
@@ -55,7 +55,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         outer_momentum: the momentum of the outer optimizer, 0 to below 1.
         fragments: the number of fragments, or a list of parameter names for each fragment. Every name is in one list.
         overlap_steps: the number of inner steps during which an average is under way, 0 to below `sync_every`.
-        mixing: the weight of a parameter's own value, 0 to below 1. It is 0 if there is no overlap. The second paper
+        mixing: the weight of a parameter's own value, 0 to below 1. It must be 0 without overlap. The second paper
             recommends 0.5.
         compressor: compresses the differences that are sent, with error feedback: `Int8()`, `Int4()`. None: whole parameters
             are sent.
@@ -76,7 +76,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~
     # The anchors are the parameters after the latest synchronisation. Without a compressor the ranks average the parameters
     # themselves, not the differences from the anchors. So an outer step of rate 1 without momentum gives exactly the average.
-    # On one rank it gives exactly the inner optimizer's result.
+    # On one rank this average is exactly the inner optimizer's result.
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         compressor: Compressor | None = None,
         seed: int = 0,
     ) -> None:
-        # Not super().__init__: it would make new parameter groups. This optimizer shares the groups of `optim`.
+        # Do not call super().__init__, which would make new groups. This optimizer shares the groups of `optim`.
         self.optim = optim
         self.param_groups = optim.param_groups
         _check(sync_every, outer_lr, outer_momentum, overlap_steps, mixing)
@@ -114,7 +114,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self.sync_every = sync_every
         self.overlap_steps = overlap_steps
         self.steps = 0
-        # First between the sites, then inside each site, so that all ranks get the values of the first site's first rank.
+        # Broadcast first between sites, then inside each, so that all ranks get the values of the first site's first rank.
         for ranks in (group,) if sites is None else (sites.between, sites.inside):
             if ranks is not None:
                 broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
@@ -140,7 +140,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, then finish and start averages that are due. All ranks must call it equally often."""
+        """Step the inner optimizer, then finish and start averages that are due. All ranks must step equally often."""
         loss = self.optim.step(closure)
         self.steps += 1
         # Finish everything that is due before anything starts: a fragment must not start again before its outer step.
@@ -154,10 +154,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Finish the averages under way. Then take an outer step of every fragment now, without mixing. A collective.
+        """Finish the averages under way. Then take an outer step of every fragment now, without mixing.
 
-        Call it at the end of training. Afterwards the replicas are equal. (With one fragment and no overlap they are equal
-        after every `sync_every` steps anyway. A second outer step right after an outer step would only follow the momentum.)
+        This is a collective. Call it at the end of training. Afterwards the replicas are equal. (With one fragment and no
+        overlap, replicas are equal after every outer step. Then do not call it right after an outer step: a second outer step
+        would only follow the momentum.)
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -170,10 +171,10 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state. Its key "outer" has the outer optimizer's state, by the parameters' names.
 
-        The method waits for averages under way. With sites this wait is a collective of the site, so all its ranks must call
-        the method. A compressor's errors differ between ranks, so save on every rank. For another number of ranks, see
-        `merge_states`. Between outer steps the parameters of the replicas differ. So a job that loads one rank's model
-        continues from the replica of this rank.
+        The method waits for averages under way. With sites this wait is a collective of the site, so all ranks of the site must
+        call the method. With a compressor, the error feedback differs between ranks, so save on every rank. For another number
+        of ranks, see `merge_states`. Between outer steps the parameters of the replicas differ. So a job that loads one rank's
+        model continues from the replica of this rank.
         """
         exchange = self._exchange
         outer = {
@@ -192,8 +193,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         """Continue from a saved state. Load the model's parameters, too.
 
         Raises:
-            MisuseError: there is no "outer" state, it belongs to another model, or an average was under way and the fragments
-                differ.
+            MisuseError: the "outer" state is missing or belongs to another model. Or it was saved while an average was under
+                way, and this optimizer has other fragments.
         """
         outer = state_dict.get("outer", {})
         check_kind(outer, _KIND)
@@ -299,14 +300,14 @@ class _Fragment:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
-        """Take saved tensors by name. `due` is None unless an average was under way."""
+        """Take saved tensors by name. `due` is the step and the mixing of an average under way, None if there was none."""
         mine = [saved[name] for name in self.parameters]
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])
             if velocity is not None:
                 # A state that was saved without momentum has no velocities.
                 velocity.copy_(tensors.get("velocity", torch.zeros_like(anchor)))
-        # An average under way belonged to the state that was replaced.
+        # Drop an average under way, because it belongs to the state that is replaced here.
         self._pending = None
         if due is not None:
             self._due, self._mixing = due

@@ -41,14 +41,14 @@ class ErrorFeedback:
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Hand over the remembered error of a parameter, and forget it. None if there is none. The caller may overwrite it.
+        """Return the remembered error of a parameter, and forget it. The caller may overwrite the tensor.
 
         Args:
             name: the parameter's name.
-            like: its gradient, in any shape with the same number of elements.
+            like: the parameter's gradient, in any shape with the same number of elements.
 
         Returns:
-            The error in the shape of the gradient, on its device.
+            The error in the shape of the gradient, on the gradient's device. None if no error is remembered.
 
         Raises:
             MisuseError: the error has another number of elements, because it was loaded from another model's state.
@@ -89,7 +89,7 @@ class ErrorFeedback:
         return {name: error.detach().clone() for name, error in self._errors.items()}
 
     def load_state_dict(self, errors: Mapping[str, torch.Tensor]) -> None:
-        """Replace all errors by copies of these."""
+        """Replace all remembered errors by copies of `errors`."""
         self._errors = {name: error.detach().clone() for name, error in errors.items()}
 
     def _check_size(self, name: str, tensor: torch.Tensor) -> None:
