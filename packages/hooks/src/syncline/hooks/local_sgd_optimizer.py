@@ -24,7 +24,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
-        # Not super().__init__: it would make new parameter groups. This optimizer shares the groups of `optim`.
+        # Do not call super().__init__, which would make new groups. This optimizer shares the groups of `optim`.
         self.optim = optim
         self.averager = averager
         self.param_groups = optim.param_groups
@@ -58,7 +58,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.param_groups = self.optim.param_groups
 
     def step(self, closure: Any = None) -> Any:
-        """Step the local optimizer, then average. Every rank calls it."""
+        """Step the local optimizer, then average if an average is due. Every rank must call `step`."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss

@@ -1,4 +1,4 @@
-"""Decides which gradients are worth a low-rank approximation, from their shapes alone."""
+"""Decides which gradients are worth a low-rank approximation. Only their shapes count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
         shape: the gradient's shape. Its first dimension becomes the rows, the others the columns.
         rank: the largest number of columns of the factors.
         min_compression_rate: the gradient is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`.
-            With a rate below 1 the factors may be larger than the gradient, as for a vector.
+            With a rate below 1, a gradient whose factors are larger may be compressed, too, for example a vector.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])

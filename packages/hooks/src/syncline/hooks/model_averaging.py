@@ -31,9 +31,9 @@ class ModelAverager(ABC):
         self.step = 0
 
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Average the parameters if this step averages, and count the step.
+        """Average the parameters if an average is due after this step, and count the step.
 
-        Every rank calls it after every step, with the same model.
+        Every rank must call this method after every step, with the same model.
 
         Args:
             params: parameters, or an optimizer's parameter groups. Parameters without a gradient stay unchanged, as in torch.
@@ -99,7 +99,7 @@ class HierarchicalModelAverager(ModelAverager):
         super().__init__(process_group, warmup_steps)
         periods, sizes = list(period_group_size_dict), list(period_group_size_dict.values())
         _check_hierarchy(periods, sizes, self.group.size)
-        # All ranks make all groups in the same order: each of them is a collective.
+        # All ranks make all groups in the same order, because making a group is a collective.
         self._groups = {
             period: _consecutive(process_group, self.group, size) for period, size in period_group_size_dict.items()
         }
@@ -127,7 +127,7 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
     """This rank's group of `size` consecutive ranks."""
     if size == group.size:
         return group
-    if not group.can_split:  # the group stands for one of torch's, so torch must divide it
+    if not group.can_split:  # the group wraps a group of torch, which only torch can divide
         made, _ = dist.new_subgroups(group_size=size, group=given)  # type: ignore[no-untyped-call]
         return as_process_group(made)
     part = group.split(group.rank // size)
@@ -136,10 +136,10 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
 
 
 def group_of_ranks(process_group: Any) -> ProcessGroup:
-    """Syncline's group for the given group, which may be one of torch. None means torch's default group.
+    """Syncline's group for a given group of Syncline or of torch. None means torch's default group.
 
     Raises:
-        MisuseError: the argument is not a process group.
+        MisuseError: the argument is neither a process group nor None, or this rank is not in the group.
     """
     if isinstance(process_group, ProcessGroup):
         return process_group

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 _QR_ABOVE_COLUMNS = 2
-# A column counts as dependent if projecting out the earlier columns leaves at most this multiple of the dtype's epsilon, times
-# the column's length.
+# Projecting out the earlier columns shortens a column. It counts as dependent if the new length is at most this number, times
+# the dtype's epsilon, times the old length.
 _DEPENDENT = 32
 
 
@@ -52,7 +52,7 @@ def _by_gram_schmidt(matrices: torch.Tensor, epsilon: float) -> torch.Tensor:
         original = _length(column) if number > 0 else length
         # A column with NaN or infinity is not replaced, so that its matrix becomes NaN.
         lost = (length <= tiny * original) & original.isfinite()
-        # Asking a GPU for the answer would stall it, so on a GPU the replacement is always computed.
+        # Reading `lost` from a GPU would stall the GPU, so on a GPU the replacement is always computed.
         if not lost.is_cpu or bool(lost.any()):
             spare = _project_out(_spare_column(matrices, number), earlier)
             left, length = torch.where(lost, spare, left), torch.where(lost, _length(spare), length)

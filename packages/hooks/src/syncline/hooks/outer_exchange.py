@@ -49,8 +49,8 @@ class OuterExchange:
     Args:
         group: a group of one rank of each replica. None on a rank that is not the first of its site, because the first rank
             communicates for the whole site.
-        inside: a group of the ranks of this replica's site. They have the same parameters, and their first rank gives them the
-            average. None if this rank is alone.
+        inside: a group of the ranks of this replica's site, which have the same parameters. The first rank gives the average to
+            the others. None without sites.
         compressor: compresses the differences, with error feedback. None: whole parameters are averaged.
         seed: the compressor's seed, the same on every rank.
     """
@@ -74,7 +74,7 @@ class OuterExchange:
     def start(
         self, names: Sequence[str], parameters: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
     ) -> PendingAverage:
-        """Start to average the parameters' present values. All ranks call it for the same parameters.
+        """Start to average the parameters' present values. All ranks call `start` for the same parameters.
 
         Args:
             names: the parameters' names.
@@ -91,7 +91,7 @@ class OuterExchange:
         elif self.compressor is None:
             own = _WholeAverage(self._group, parameters, shaped, self.statistics)
         else:
-            # Do this before the error feedback is used, because it may have been loaded from another rank's state.
+            # Do this before the error feedback is used. If it was loaded from another rank's state, `settle` drops it.
             self.origin.settle(self._group.rank, self._group.size, self.error_feedback)
             own = self._start_compressed(self._group, self.compressor, names, parameters, anchors, seed)
         return own if self.inside is None else _SharedAverage(own, self.inside)
@@ -110,7 +110,7 @@ class OuterExchange:
             self.error_feedback.add_to(names, differences)
             message = compressor.compress(differences, seed)
             sent = compressor.decompress(message, differences, seed)
-            # NaN and infinity must not stay in the errors, where they would spoil all later steps.
+            # NaN and infinity must not stay in the error feedback, where they would spoil all later steps.
             errors = [torch.nan_to_num_(whole - part, 0.0, 0.0, 0.0) for whole, part in zip(differences, sent, strict=True)]
             self.error_feedback.remember(names, errors)
         self.statistics.sends(sum(parameter.nbytes for parameter in parameters), message.nbytes)

@@ -23,7 +23,7 @@ class ParameterNames:
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         self.are_given = named_parameters is not None
         self.shapes: dict[str, torch.Size] = {}
-        # By identity, because `==` compares tensors element by element.
+        # Look parameters up by identity, because `==` compares tensors element by element.
         self._names = WeakIdKeyDictionary()
         for name, parameter in named_parameters or ():
             self._note(name, parameter)

@@ -55,11 +55,11 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
 
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
-    """The common part of both variants: plain first steps, the step counter, and checks of the input."""
+    """The common part of both hooks: plain first steps, the step counter, and checks of the input."""
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
     floating_buffer(bucket, "for PowerSGD")
-    # Number the parameters in plain steps, too. A resumed run numbers them in its first step, and both must agree.
+    # Number the parameters in plain steps, too. A resumed run numbers them in its first step, so every run must do this.
     state.names.of(bucket)
     if not state.compresses:
         state.maybe_increase_iter(bucket)
@@ -79,9 +79,10 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 class _Batch:
     """Gradients of one matrix shape. They are computed in one batch, but each is compressed separately.
 
-    `matrices` is [members, rows, columns]. With error feedback, `matrices` has memory of its own and becomes the next error. It
-    reuses the memory of the latest error, if there is one. Without error feedback, `matrices` is a view of a single gradient if
-    the gradient's memory allows a view. Else it is a copy.
+    `matrices` is [members, rows, columns]. With error feedback, `matrices` does not share memory with the gradients, because it
+    becomes the next error. A batch of one gradient reuses the memory of the gradient's latest error, if there is an error.
+    Without error feedback, `matrices` is a view of a single gradient if its memory and dtype allow this. If not, or for several
+    gradients, `matrices` is a copy.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class _Batch:
     def replace(self, p: torch.Tensor, q: torch.Tensor) -> None:
         """Write P Q^T to the gradients."""
         first = self._gradients[0]
-        # The product goes straight to a single gradient, without a copy.
+        # Write the product directly to a single gradient, without a copy.
         if len(self._gradients) == 1 and first.is_contiguous() and first.dtype == self._dtype:
             torch.bmm(p, q.transpose(1, 2), out=first.view(1, self.plan.rows, self.plan.columns))
             return
@@ -136,7 +137,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
         # No gradient of this bucket is compressed, so there is no second all_reduce.
         if not batches:
             return buffer
-        # torch's factors are sums over the ranks here, ours are means: so torch's epsilon is divided by the number of ranks.
+        # torch adds the epsilon to the length of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
         ps = [orthogonalize(p, state.orthogonalization_epsilon / group.size) for p in ps]
         qs = [torch.bmm(batch.matrices.transpose(1, 2), p) for batch, p in zip(batches, ps, strict=True)]
         wire = _packed(qs, buffer.dtype)
@@ -174,7 +175,7 @@ def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], 
 
 def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], dtype: torch.dtype) -> list[torch.Tensor]:
     """The latest Q of every batch, or a random one."""
-    # A batch is computed as one, so if a single member has no factor, all members get new ones.
+    # A batch is computed at once. So if a single member has no factor, all members get new factors.
     missing = [batch for batch in batches if not (state.warm_start and all(name in state.factors for name in batch.names))]
     if missing:
         drawn = state.random_factors([batch.factor_shape for batch in missing], missing[0].matrices, dtype)

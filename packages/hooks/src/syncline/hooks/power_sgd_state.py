@@ -39,8 +39,8 @@ class PowerSGDState:
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
-        matrix_approximation_rank: the number of columns of the factors, 1 or above, usually 1 to 4. Bytes and time grow with
-            it.
+        matrix_approximation_rank: the number of columns of the factors, 1 or above, usually 1 to 4. More columns take more
+            bytes and time.
         start_powerSGD_iter: the number of first steps that average without compression. At least 2 with error feedback or warm
             start.
         min_compression_rate: compress a gradient only if it becomes smaller by this factor. With a factor below 1, a gradient
@@ -112,7 +112,7 @@ class PowerSGDState:
         self.origin = Origin()
         self.next_stats_report = 0
 
-    # ---- what the hooks ask ----
+    # ---- for the hooks ----
 
     @property
     def compresses(self) -> bool:
@@ -161,7 +161,7 @@ class PowerSGDState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, which contains only numbers, texts and tensors. It loads under `weights_only=True`.
 
-        Each rank has another state. See `saved_state` for a change of the number of ranks. The group is not saved.
+        The state differs from rank to rank. See `saved_state` if the number of ranks changes. The group is not saved.
         """
         return {
             "kind": _KIND,
@@ -190,7 +190,7 @@ class PowerSGDState:
                     f"the saved PowerSGD state has {name}={state['settings'][name]}, this one {getattr(self, name)}; construct "
                     "it with the saved value"
                 )
-        # Without given names, parameters get numbers with the first bucket. Before that there is nothing to compare.
+        # Without names, parameters get their numbers with the first bucket. Before that there is nothing to compare.
         if self.names.are_given:
             check_parameters(_of_parameters(state["errors"]), self.names.shapes)
         self._take(state)
