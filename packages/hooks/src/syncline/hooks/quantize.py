@@ -61,29 +61,29 @@ class Int8(_Symmetric):
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
-    One scale is sent for each tensor, or for each channel (each index of the first dimension). NaN or infinity spoils all
-    numbers that share its scale. The error of a number is at most half of its scale.
+    One scale is sent for each tensor, or for each channel (each index of the first dimension). A NaN or infinity spoils all
+    numbers with the same scale. The error of a number is at most half of its scale.
 
     Args:
         per_channel: send one scale for each channel, not for each tensor. This is more accurate if channels differ in size, but
             sends more scales.
 
-    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. It receives as many from each rank.
+    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. A rank receives as many from each rank.
     """
 
     _bits, _largest = 8, 127
 
 
 class Int4(_Symmetric):
-    """4-bit quantization: as `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
+    """4-bit quantization: like `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
 
     Four bits are coarse, so use error feedback. Streaming DiLoCo sends 4-bit floats (E3M0) instead, which are finer near 0.
 
     Args:
         per_channel: as for `Int8`.
 
-    Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. It receives as
-    many from each rank.
+    Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. A rank receives
+    as many from each rank.
     """
 
     _bits, _largest = 4, 7
@@ -115,9 +115,9 @@ class OneBit(Compressor):
     DNNs", 2014; the scale follows Karimireddy et al., "Error feedback fixes SignSGD", 2019. This compressor needs error
     feedback.
 
-    Zero counts as positive. NaN or infinity spoils its whole tensor.
+    Zero counts as positive. A NaN or infinity spoils the whole tensor.
 
-    Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor. It
+    Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor. A rank
     receives as many from each rank.
     """
 

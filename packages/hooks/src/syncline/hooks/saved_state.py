@@ -2,7 +2,7 @@
 
 The errors of error feedback differ between ranks. Everything else in a state is the same on all ranks. So a saved state
 contains its rank and the number of ranks, and fits only a job with this number of ranks. For another number, `merge_states`
-makes one state that fits all ranks. It has the mean of all ranks' errors, because training depends only on this mean.
+makes one state that fits all ranks. The merged state has the mean of all ranks' errors: training depends only on this mean.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_kind(state: Mapping[str, Any], kind: str) -> None:
     """Check that the state is a result of a `state_dict()` of this kind.
 
     Raises:
-        MisuseError: the state has another kind, or a newer format.
+        MisuseError: the state has another kind or another format.
     """
     if state.get("kind") != kind or state.get("format") != FORMAT:
         raise MisuseError(
@@ -113,10 +113,10 @@ class Origin:
         return Origin, (self.rank, self.world_size)
 
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
-        """Note this process's rank in the group, and the group's size. Called whenever the state is used.
+        """Note this process's rank in the group, and the group's size. A hook calls `settle` whenever it uses the state.
 
-        A state in use belongs to this process, even if the group changes because a rank was lost or has joined. The first call
-        drops errors that another rank saved (in a job with the same number of ranks), with a warning. For example, all ranks
+        The first call drops errors that another rank saved (in a job with the same number of ranks), with a warning. Later
+        calls drop nothing, even if the group changes because a rank was lost or has joined. For example, all ranks
         may load the state that rank 0 saved, as torch's documentation shows. Then rank 0 keeps its errors, and the other ranks
         begin their error feedback at zero.
 

@@ -32,17 +32,17 @@ class Phase:
 
 
 class ScheduleState:
-    """The phases of a training, and the present step. They are the same on every rank.
+    """The phases of a training run, and the present step. Both are the same on every rank.
 
     An example averages plainly for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0, allreduce_hook),
-    Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. A phase's state counts only the steps of
-    its phase. So a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
+    Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. The state of a phase counts only
+    the steps of this phase. So a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
 
     Args:
         phases: the phases, in the order of their first steps. First steps rise from 0.
 
     Raises:
-        InvalidArgumentError: there is no phase, the first one does not begin at step 0, first steps do not rise, or a hook
+        InvalidArgumentError: there is no phase, the first phase does not begin at step 0, first steps do not rise, or a hook
             cannot be called.
     """
 
@@ -65,7 +65,7 @@ class ScheduleState:
         return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
 
     def enter(self, bucket: Bucket) -> Phase:
-        """The phase of this bucket's step. The hook calls it with every bucket."""
+        """The phase of this bucket's step. `schedule_hook` calls `enter` with every bucket."""
         phase = self.current
         for other in self.phases:
             # Parameters without names get numbers in the first step of a run. So every phase's state numbers them now, even
@@ -81,19 +81,19 @@ class ScheduleState:
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
         """Use another hook from the next step on, and drop all later phases.
 
-        Every rank must call it between the same two steps.
+        Every rank must call `switch` between the same two steps.
 
         Raises:
             MisuseError: a step is under way.
         """
         if not self._is_between_steps:
             raise MisuseError(f"expected switch() between steps, found step {self.iter} under way: call it after backward")
-        # A phase that would begin at the next step is dropped, too: the new hook takes its place.
+        # A phase that begins at the next step is dropped, too: the new hook takes its place.
         self.phases = [phase for phase in self.phases if phase.first_step < self.iter]
         self.phases.append(Phase(self.iter, hook, state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and the states of phases if they can be saved. See `saved_state`."""
+        """The step, and the state of every phase whose state can be saved. See `saved_state`."""
         saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
@@ -101,7 +101,7 @@ class ScheduleState:
         """Continue from a saved state.
 
         Raises:
-            MisuseError: the phases are not the saved phases, or a phase's state refuses its saved state.
+            MisuseError: the saved phases have other first steps, or a phase's state refuses its saved state.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():

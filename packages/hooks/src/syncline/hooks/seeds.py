@@ -13,7 +13,7 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Check a seed. `name` is the argument's name for the error.
+    """Check a seed. An error's text names the seed's argument: `name`.
 
     Raises:
         InvalidArgumentError: the seed is out of range.
@@ -25,8 +25,8 @@ def check_seed(name: str, seed: int) -> None:
 class SharedSeeds:
     """The numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`; torch's PowerSGD uses such seeds.
 
-    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but it makes its first state from the seed
-    in another way.
+    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but it makes its first state
+    from the seed in another way. So this class makes the first state itself.
 
     Args:
         seed: the seed, 0 to 2**32 - 1. It is the same on every rank.
@@ -42,7 +42,7 @@ class SharedSeeds:
     def next(self) -> int:
         """The next seed, 0 to 999,999,999."""
         while True:
-            # As numpy does: draw 30 bits, and draw again if the number is too large.
+            # Like numpy, draw 30 bits, and draw again if the number is too large.
             value = self._random.getrandbits(32) & 0x3FFFFFFF
             if value < _LIMIT:
                 return value

@@ -1,4 +1,4 @@
-"""Ranks with fast links between them, and the slow links between such sites."""
+"""Sites: sets of ranks with fast links inside a set, and slow links between the sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from syncline.collectives import MisuseError, ProcessGroup, exchange_objects
 
 
 class Sites:
-    """A group divided by site: a node, a rack, a data centre.
+    """A group that is divided into sites, such as nodes, racks or data centres.
 
         site "a":  rank 0   rank 1   rank 2          inside: every step, over fast links
                      │
@@ -21,11 +21,11 @@ class Sites:
         ranks: how many ranks the group has.
 
     Args:
-        group: the group to divide. It must be one of Syncline. The constructor is a collective of the group.
+        group: the group to divide, which must be a group of Syncline. The constructor is a collective of the group.
         site: the name of this rank's site.
 
     Raises:
-        MisuseError: the group is one of torch, which cannot split.
+        MisuseError: the group is a group of torch, which cannot be split here.
     """
 
     def __init__(self, group: ProcessGroup, site: str) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - every compressor gets a seed, even if it does not use one
-"""Sparsification: a few numbers of each gradient, unchanged."""
+"""Sparsification: only a few numbers of each gradient are sent, unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TopK(Compressor):
         fraction: the fraction of each tensor's numbers that are sent, above 0 and up to 1. At least one number is sent.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
-    of its dtype. It receives as many from each rank.
+    of the number's dtype. A rank receives as many from each rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -56,7 +56,7 @@ class TopK(Compressor):
 
 
 class RandomK(LinearCompressor):
-    """Sends numbers at random places of each tensor. All ranks choose the same places, so an all_reduce needs no indices.
+    """Sends numbers at random places of each tensor. All ranks choose the same places, so no indices are sent.
 
     Source: Stich et al., "Sparsified SGD with memory", 2018. This compressor needs error feedback.
 

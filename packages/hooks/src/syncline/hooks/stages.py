@@ -1,9 +1,9 @@
-"""Hooks with several collectives, written as one generator. All ranks issue them in one order.
+"""Hooks with several collectives, written as one generator. All ranks issue the collectives in the same order.
 
 Note [Stages]
 ~~~~~~~~~~~~~
 A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this
-work has finished, and at last returns the reduced bucket. Every rank must issue the same collectives in the same order, even
+work has finished, and returns the reduced bucket at the end. Every rank must issue the same collectives in the same order, even
 if several buckets are in flight and ranks are scheduled differently. So the group decides who resumes a generator:
 
 1. Most groups of Syncline have one total order (`has_total_order`): a collective that a callback issues comes before every
@@ -55,7 +55,7 @@ class Pipeline:
         if group.has_total_order:
             _chained(stages, next(stages), future)
             return future
-        # Indices rise within a backward. If not, a new backward has begun, and the old one did not reach its last bucket.
+        # Indices rise within a backward. If an index does not rise, an earlier backward ended before its last bucket.
         if bucket.index() <= self._latest:
             self._drop_stale()
         self._latest = bucket.index()
@@ -73,7 +73,7 @@ class Pipeline:
         return future
 
     def _drop_stale(self) -> None:
-        """Fail buckets that are left from an earlier backward, which has raised an error."""
+        """Set an error on the futures that are left from an earlier backward, which ended before its last bucket."""
         for entry in self._pending:
             _fail(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
         self._pending = []

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """Sums of this rank over all buckets since the state was made.
+    """Sums over all buckets of this rank since the state was made.
 
     Attributes:
         bytes_before: the bytes of the gradients that the hook got.
         bytes_sent: the bytes of the tensors that the hook gave to collectives.
-        seconds_by_stage: for each stage, the seconds that it computed, without waiting.
+        seconds_by_stage: for each stage of the hook, the seconds of computing, without waiting.
     """
 
     bytes_before: int = 0
@@ -24,7 +24,7 @@ class HookStatistics:
 
     @property
     def ratio(self) -> float:
-        """The bytes before compression divided by the bytes sent. 1 before anything was sent."""
+        """The bytes before compression divided by the bytes sent. It is 1 before anything is sent."""
         return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
 
     def sends(self, bytes_before: int, bytes_sent: int) -> None:
@@ -34,7 +34,7 @@ class HookStatistics:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A context. Add the time inside it to a stage."""
+        """A context manager that adds the time of its body to the stage `name`."""
         began = time.perf_counter()
         try:
             yield
