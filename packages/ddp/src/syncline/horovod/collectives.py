@@ -1,11 +1,12 @@
-"""All operations on tensors: blocking, asynchronous, in place, grouped. Blocking ones that return a new tensor have gradients.
+"""All operations on tensors: blocking, asynchronous, in place, grouped.
 
 Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, even if there is
 a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
-Gradients are the same as Horovod's, which differ from the derivative. `allgather` and `broadcast` average over the ranks, where
-the derivative is a sum. `reducescatter` multiplies by the number of ranks. (The functions of `syncline.collectives` that
-return tensors follow the derivative.)
+Blocking functions that return a new tensor have gradients. The gradients are those of Horovod, which differ from the
+derivative. The gradients of `allgather` and `broadcast` are averages over the ranks, where the derivative is a sum. The
+gradient of `reducescatter` is the derivative times the number of ranks. (The functions of `syncline.collectives` that return
+tensors follow the derivative.)
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks into a new one. This is an average, unless `op` or `average` says otherwise.
+    """Combine the tensors of all ranks into a new tensor: their average, unless `op` or `average` says otherwise.
 
     Args:
         tensor: the tensor, with the same shape and dtype on every rank.
@@ -169,7 +170,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks in place, as `allreduce`. Returns the tensor."""
+    """Combine the tensors of all ranks like `allreduce`, but in place. Returns the tensor."""
     return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
 
 
@@ -182,7 +183,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `allreduce_`. Do not touch the tensor before `synchronize(handle)`, which returns it."""
+    """Begin an `allreduce_`. Do not touch the tensor before `synchronize(handle)`, which returns the tensor."""
     return _first(grouped_allreduce_async_([tensor], average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -196,7 +197,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine several tensors, as `allreduce`. They are sent together. Returns a list."""
+    """Combine several tensors like `allreduce`. All are sent together. Returns a list."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _check("allreduce", tensors)
     compressed, contexts = _compressed(tensors, compression)
@@ -240,7 +241,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine several tensors in place, as `grouped_allreduce`. Returns the tensors."""
+    """Combine several tensors like `grouped_allreduce`, but in place. Returns the tensors."""
     results: list[torch.Tensor] = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -285,7 +286,7 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average a sparse tensor, or to add it up with `op=Sum`. Each rank may have other elements.
+    """Begin to average a sparse tensor, or to add it up with `op=Sum`. The ranks may have different elements.
 
     Returns:
         A function that waits and returns the new sparse tensor, coalesced. `synchronize` accepts this function, too.
@@ -295,14 +296,14 @@ def sparse_allreduce_async(
         raise InvalidArgumentError(f"sparse_allreduce_async: expected Average or Sum as op, found {chosen.name}")
     _check("sparse_allreduce_async", [tensor])
     _announce_complete(process_set, "sparse_allreduce_async")
-    # A copy, because the collective works in place.
+    # Reduce a copy, because the collective works in place.
     copy = tensor.detach().clone()
     work = process_set.group().all_reduce(copy, REDUCTIONS[chosen], async_op=True)
     return PendingResult([work], lambda: copy).wait
 
 
 def _compressed(tensors: Iterable[torch.Tensor], compression: type[Compressor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The compressed tensors, and what `decompress` needs for each."""
+    """The compressed tensors, and for each tensor the context that `decompress` needs."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     return [compressed for compressed, _ in pairs], [context for _, context in pairs]
 
@@ -367,7 +368,7 @@ def grouped_allgather(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Concatenate the rows of several tensors, as `allgather`. They are sent together. Returns a list."""
+    """Concatenate the rows of several tensors like `allgather`. All are sent together. Returns a list."""
     _check("allgather", tensors)
     _announce_complete(process_set, "allgather")
     group = process_set.group()
@@ -467,11 +468,11 @@ def alltoall(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each rank. Only the sender has to know how many.
+    """Send rows to each rank. The receivers need not know the numbers of rows.
 
     Args:
         tensor: the rows to send. All dimensions except the first are the same on every rank.
-        splits: how many rows go to each rank. None: the same number to each.
+        splits: how many rows go to each rank. None: the same number to each rank.
         name: ignored.
         process_set: the ranks that take part.
 
@@ -533,7 +534,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks, and return this rank's share of the rows. The first ranks may get one row more."""
+    """Combine the tensors of all ranks, and return this rank's share of the rows.
+
+    If the rows cannot be divided evenly, the first ranks get one row more.
+    """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
@@ -558,7 +562,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Combine and scatter several tensors, as `reducescatter`. They are sent together. Returns a list."""
+    """Combine and scatter several tensors like `reducescatter`. All are sent together. Returns a list."""
     reduction, group = _scattering(op), process_set.group()
     _check("reducescatter", tensors)
     _announce_complete(process_set, "reducescatter")
@@ -595,7 +599,7 @@ def _scattering(op: Op) -> ReduceOp:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether `synchronize(handle)` would return at once."""
+    """Whether `synchronize(handle)` returns at once."""
     return handle.is_completed()
 
 
@@ -607,17 +611,17 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """Take part in the other ranks' `allreduce` and optimizers with zeros, until all ranks have joined.
 
-    Call it on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run.
+    Call `join` on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run.
     Collectives of process sets, and all other collectives, raise an error.
 
     Returns:
-        A rank that joined last. It is the same on every rank.
+        A rank that joined last, the same on every rank.
     """
     return world().calls.join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks have called it."""
+    """Wait until all ranks have called `barrier`."""
     _announce_complete(process_set, "barrier")
     process_set.group().barrier()
 
@@ -663,7 +667,7 @@ def _then(pending: Handle, finish: Callable[[], Any]) -> Handle:
 
 
 class _Then(PendingResult[Any]):
-    """A pending result that is computed from another one."""
+    """A pending result that is computed from another pending result."""
 
     def __init__(self, pending: Handle, finish: Callable[[], Any]) -> None:
         super().__init__((), finish)
@@ -685,7 +689,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, whose gradients are multiplied by the factor. See the module's docstring."""
+    """The same tensors, but backward multiplies their gradients by the factor. See the module's docstring."""
     return [
         _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
         for tensor in tensors

@@ -4,7 +4,7 @@
 
     run(train)(state)    sync ──► train(state): ... commit ... commit ...
     a rank is lost       shrink ──► restore the last commit ──► reset callbacks ──► sync ──► train(state)
-    a rank waits         commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
+    a process waits      commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
 
 The remaining ranks make a new group (`ProcessGroup.shrink`), in the same processes. A new process is started with
 SYNCLINE_JOIN=1, and runs the same script. As in Horovod, steps after the last commit are lost. `syncline.ddp.Elastic` is
@@ -55,7 +55,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
-        # This process joins a training that is under way.
+        # If this process joins a training that is under way, wait until the group lets it in.
         if world().group.is_waiting:
             _go_on(world().group.admit(silence_timeout_s=_GIVE_UP_S))
             state.on_reset()
@@ -69,7 +69,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 state.sync()
                 return func(state, *args, **kwargs)
             except TransportError as error:
-                # The group cannot go on without the lost rank, so the error ends the training as without the decorator.
+                # The group cannot go on without the lost rank, so the error ends the training.
                 if lack is not None:
                     raise
                 logger.info("rank lost or out of reach: %s", error)
@@ -111,38 +111,40 @@ def _go_on(group: ProcessGroup) -> None:
 
 
 class State:
-    """The state of a training. Derived classes define how to save and restore it, and how all ranks get the same."""
+    """The state of a training. Derived classes define how to save, restore and synchronise the state."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Call these functions after a change of ranks, before the state is synchronised. They may set learning rates."""
+        """Call these functions after a change of ranks, before the state is synchronised. A function may set learning rates."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Reset the state and call the callbacks. `run` calls it after a change of ranks."""
+        """Reset the state and call the callbacks. `run` calls `on_reset` after a change of ranks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save the state. If processes wait to be let in, raise. Every rank calls it at the same place of the training.
+        """Save the state. If processes wait to be let in, raise HostsUpdatedInterrupt.
+
+        Every rank calls `commit` at the same place of the training.
 
         Raises:
-            HostsUpdatedInterrupt: on all ranks, if a process waits; `run` then lets it in.
+            HostsUpdatedInterrupt: on all ranks, if a process waits. `run` then lets the process in.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """As `commit`, but without saving."""
+        """If processes wait to be let in, raise HostsUpdatedInterrupt like `commit`, but do not save."""
         group = world().group
         # The answer depends only on how the group was made. So it is the same on all ranks: either all return here, or all
         # take part in the broadcast below.
         if group.missing_for_admit() is not None:
             return
-        # Only rank 0 looks, and tells the others. So all ranks raise at the same commit.
+        # Only rank 0 looks whether processes wait, and broadcasts the answer. So all ranks raise at the same commit.
         if broadcast_object(group.newcomers() if group.rank == 0 else 0):
             raise HostsUpdatedInterrupt
 
@@ -159,7 +161,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do nothing. A derived class may do more. `on_reset` calls it before the callbacks."""
+        """Do nothing. A derived class may override `reset`, which `on_reset` calls before the callbacks."""
 
 
 class ObjectState(State):
@@ -220,7 +222,7 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Go back to the last saved state."""
         for name in self._kept:
-            # A copy: an optimizer may keep the loaded tensors, and would then change the snapshot.
+            # Load a copy of the snapshot, because an optimizer may keep the loaded tensors and change them later.
             getattr(self, name).load_state_dict(copy.deepcopy(self._snapshots[name]))
         super().restore()
 
@@ -235,7 +237,7 @@ class TorchState(ObjectState):
             else:
                 thing.load_state_dict(broadcast_object(thing.state_dict()))
         super().sync()
-        # After this, `restore` goes back to what all ranks have now, not to a state from before.
+        # Save, so that `restore` goes back to the state that all ranks have now.
         self._save_kept()
 
     def _save_kept(self) -> None:
@@ -249,10 +251,10 @@ def _has_state(thing: object) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """This rank's share of the samples that this epoch has not used yet. When the ranks change, the rest is divided anew.
+    """This rank's share of the samples that this epoch has not used yet. A change of ranks divides these samples again.
 
     Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
-    gets equally many samples. If they cannot be divided evenly, some are used again.
+    gets equally many samples. If the samples cannot be divided evenly, some are used again.
 
     Args:
         dataset: the data set. Its size must not change.
@@ -273,11 +275,11 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
-        """Note that each rank has used this many more samples."""
+        """Note that each rank has used `batch_size` more samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its samples are used."""
+        """The epoch, and how many samples of the epoch are used."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -295,9 +297,9 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices. With n ranks, rank r gets the remaining indices at r, r + n, r + 2 n, and so on."""
+        """This rank's indices. With n ranks, rank r gets the remaining samples number r, r + n, r + 2 n, ..."""
         total = self.num_samples * self.num_replicas
-        # Near the end of an epoch there may be fewer samples than ranks, so that a sample is used more than twice.
+        # Near the end of an epoch there may be fewer samples than ranks. Then `cycle` repeats samples as often as needed.
         padded = itertools.islice(itertools.cycle(self.remaining_indices), total)
         return itertools.islice(padded, self.rank, None, self.num_replicas)
 
