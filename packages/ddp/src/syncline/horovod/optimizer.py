@@ -2,12 +2,12 @@
 
 ::
 
-    step 1     backward adds to this rank's gradients; `synchronize` finds the sparse ones, makes a `Reducer`, reduces
+    step 1     backward adds to this rank's gradients; `synchronize` finds sparse gradients, makes a `Reducer`, reduces
     later      backward ──► Reducer: buckets are reduced while backward goes on
-    a rank without a backward (or with too few)     `synchronize` runs one that adds zeros, so that it takes part
-    a rank that has joined                          shadows the others' backward
+    a rank without a backward (or with too few)     `synchronize` runs a backward that adds zeros, so the rank takes part
+    a rank that has joined                          shadows the backward of the other ranks
 
-The reducer asks autograd which parameters a backward will not reach. So each rank may reach other parameters. See
+The reducer asks autograd which parameters a backward will not reach. So the ranks may reach different parameters. See
 `DynamicUsage`.
 """
 
@@ -58,26 +58,26 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make an optimizer that steps with the gradients of all ranks. Its class is derived from the given optimizer's class.
 
-    Gradients are combined while backward runs. If a rank did not reach a parameter, its gradient counts as zeros there.
-    Parameters that no rank reached get zeros. To read or clip gradients before the step, call `optimizer.synchronize()`, then
-    step within `with optimizer.skip_synchronize():`. The new optimizer shares options and state with the given one. The given
-    optimizer must not step any more.
+    Gradients are combined while backward runs. If a rank did not reach a parameter, the rank's gradient of this parameter
+    counts as zeros. Parameters that no rank reached get zeros. To read or clip gradients before the step, call
+    `optimizer.synchronize()`, then step within `with optimizer.skip_synchronize():`. The new optimizer shares options and state
+    with the given optimizer, which must not step any more.
 
     Args:
         optimizer: an optimizer of torch. It is the same on every rank.
-        named_parameters: names for errors, usually `model.named_parameters()`. They must name all of the optimizer's
-            parameters.
+        named_parameters: names for error messages, usually `model.named_parameters()`. All parameters of the optimizer must
+            have names here.
         compression: the compressor for the gradients that are sent.
-        backward_passes_per_step: the number of backwards before a step. All add to this rank's gradients. Only the last one is
-            reduced.
+        backward_passes_per_step: the number of backwards before a step. Every backward adds to this rank's gradients. Only the
+            last backward reduces the gradients over the ranks.
         op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum` each rank first steps with its own
             gradients, and then the changes of the parameters are combined.
-        gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum, and by the rest after
-            the sum.
+        gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum over the ranks, and
+            by (number of ranks / factor) after the sum.
         num_groups: deprecated; the same as `groups`.
         groups: how gradients share buckets: a number of buckets, or a list of parameters for each bucket. None: buckets of
             HOROVOD_FUSION_THRESHOLD bytes. If this variable is not set, the first bucket has 1 MiB, and all others have 25 MiB.
-        sparse_as_dense: reduce sparse gradients as dense ones. Afterwards they are sparse again.
+        sparse_as_dense: reduce sparse gradients as dense gradients. After the reduction they are sparse again.
         process_set: the ranks that combine gradients. On a rank outside of the set, the optimizer steps alone.
 
     Raises:
@@ -107,27 +107,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {"__module__": __name__}))
-    # Take over all attributes: state, options, hooks. But not `step`: a scheduler may have replaced it, and would bypass ours.
+    # Take over all attributes: state, options, hooks. Leave out `step`: a scheduler's replacement would bypass our `step`.
     made.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     made._combining = combining
     return made
 
 
 class _Distributed:
-    """The additional methods of a `DistributedOptimizer`. It is the first base class, before the optimizer's class."""
+    """The additional methods of a `DistributedOptimizer`. This class is the first base, before the optimizer's class."""
 
     _combining: _GradientCombining | _StepCombining
     _should_synchronize = True
     _is_synchronized = False
 
     def synchronize(self) -> None:
-        """Combine the gradients. They are in place on return. Every rank calls this method, or `step`."""
+        """Combine the gradients in place, and wait for the result. Every rank calls this method, or `step`."""
         self._combining.synchronize()
         self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A context in which `step` does not call `synchronize`, because the script has called `synchronize` before."""
+        """A context in which `step` does not call `synchronize`. The script has called `synchronize` before."""
         self._combining.check_can_skip()
         self._should_synchronize = False
         try:
@@ -136,7 +136,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `synchronize`, unless the script has called it, and step."""
+        """Call `synchronize` unless the script has called it. Then step."""
         if self._should_synchronize:
             if self._is_synchronized:
                 warnings.warn(
@@ -150,14 +150,14 @@ class _Distributed:
         return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call the optimizer's `zero_grad`, and forget backwards since the last step."""
+        """Call the optimizer's `zero_grad`, and forget the backwards since the last step."""
         self._combining.forget()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # the optimizer's
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Call the optimizer's `add_param_group`, and combine the new parameters, too.
+        """Call the optimizer's `add_param_group`. From the next step on, the new parameters are combined, too.
 
-        New parameters are combined from the next step on. Every rank must add the same ones.
+        Every rank must add the same parameters.
         """
         super().add_param_group(param_group)  # type: ignore[misc]  # the optimizer's
         index = len(self.param_groups) - 1  # type: ignore[attr-defined]  # the optimizer's
@@ -165,7 +165,7 @@ class _Distributed:
         self._combining.add([(f"group{index}.{number}", parameter) for number, parameter in enumerate(added)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Call the optimizer's `load_state_dict`, and forget backwards since the last step."""
+        """Call the optimizer's `load_state_dict`, and forget the backwards since the last step."""
         self._combining.forget()
         self._is_synchronized = False
         super().load_state_dict(state_dict)  # type: ignore[misc]  # the optimizer's
@@ -187,7 +187,7 @@ _living: list[weakref.ref[_GradientCombining]] = []
 
 
 def regroup() -> None:
-    """Let all optimizers use the new group, after `replace_world`. On every rank the order is the order of creation."""
+    """Let all optimizers use the new group, after `replace_world`. All ranks do this in the order of creation."""
     for reference in list(_living):
         combining = reference()
         if combining is None:
@@ -232,7 +232,7 @@ class _GradientCombining:
                 parameter.grad = None
         self._drop_reducer()
         self._world = world()
-        # Ranks join only in collectives of all ranks, so a process set has no steps to shadow.
+        # A joined rank takes part only in collectives of all ranks, so it has no steps of a process set to shadow.
         if self._process_set.process_set_id == 0:
             self._first_step = self._world.calls.add_step(self._shadow_first)
             self._backward_step = self._world.calls.add_step(self._shadow_backward)
@@ -280,7 +280,7 @@ class _GradientCombining:
         if group.size > 1:
             if self._reducer is None:
                 if self._process_set.process_set_id == 0:
-                    # To make a reducer is a collective, so joined ranks make one, too.
+                    # Making a reducer is a collective, so joined ranks must make a reducer, too.
                     world().calls.announce_step(self._first_step).wait()
                 self._make_reducer(self._layouts_here())
             # The other ranks reduce, so a rank without a reduced backward has to take part, too.
@@ -289,7 +289,7 @@ class _GradientCombining:
             self._fill()
         self.forget()
 
-    # ---- what backward tells ----
+    # ---- during backward ----
 
     def _hook_parameters(self) -> None:
         for handle in self._handles:
@@ -303,13 +303,13 @@ class _GradientCombining:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient. Called before it is added to `parameter.grad`."""
-        # The zeros of `_reduce_what_is_there` are no gradients of the script.
+        """Count a gradient. Autograd calls this method before it adds the gradient to `parameter.grad`."""
+        # Do not count the zeros of `_reduce_what_is_there`, which are not gradients of the script.
         if not self._is_filling:
             self._count(index)
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        """Make a sparse sum of gradients dense, before the reducer looks at it. Called after a gradient was added."""
+        """Make a sparse `parameter.grad` dense, before the reducer reads it. Autograd calls this method after each addition."""
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(index)
             parameter.grad = parameter.grad.to_dense()
@@ -324,31 +324,31 @@ class _GradientCombining:
         self._uncombined.add(index)
         backward = current_backward()
         if backward != self._backward:
-            # The first gradient of a backward decides whether this backward is reduced while it runs. If another parameter is
-            # due, `synchronize` reduces its gradients.
+            # The first gradient of a backward decides whether this backward is reduced while it runs. `synchronize` reduces the
+            # gradients that no backward has reduced.
             self._backward = backward
             if self._reducer is not None:
                 self._reducer.keep_local(self._counts[index] < self.passes)
 
     def _began(self) -> None:
-        """Announce a reduced backward to ranks that have joined. Called when the backward begins."""
+        """Tell joined ranks that a backward is reduced. The reducer calls this method when the backward begins."""
         if self._process_set.process_set_id == 0:
             self._roll = world().calls.announce_step(self._backward_step)
 
     def _ended(self, _: object) -> None:
-        """Note which parameters are combined. Called when a backward was reduced."""
-        # The roll call went on beside the backward. Its error, if there is one, is due now.
+        """Note which parameters are combined. The reducer calls this method after it has reduced a backward."""
+        # The roll call ran beside the backward. If it failed, raise its error now.
         if self._roll is not None:
             self._roll.wait()
             self._roll = None
         assert self._reducer is not None
         self._reductions += 1
-        # No hook counts gradients then, but the reducer knows which parameters this backward has reached.
+        # With one backward in a step, no hook counts gradients. But the reducer knows which parameters the backward reached.
         if self.passes == 1 and not self._is_filling:
             absent = self._reducer.absent
             reached = set(range(len(self._named))).difference(absent)
             again = reached & self._reduced
-            # A second backward before the step has added gradients to averaged ones.
+            # A second backward before the step has added gradients to combined gradients.
             if again:
                 raise self._too_many(min(again))
             self._reduced |= reached
@@ -375,7 +375,7 @@ class _GradientCombining:
         return [2 if index in self._densified else int(is_sparse) for index, is_sparse in enumerate(sparse)]
 
     def _make_reducer(self, layouts: Sequence[int]) -> None:
-        """Make the reducer. A gradient counts as sparse if it is sparse on any rank. A collective."""
+        """Make the reducer. A gradient counts as sparse if it is sparse on any rank. This is a collective."""
         group = self._process_set.group()
         device = message_device(group, self._named[0][1].device)
         agreed = torch.tensor(layouts, dtype=torch.uint8, device=device)
@@ -408,10 +408,10 @@ class _GradientCombining:
         self._reducer.keep_local(self.passes > 1)
 
     def _choose_reduction(self, reducer: Reducer) -> None:
-        """Choose a plain all_reduce of the bucket if it is enough, because a communication hook needs one more copy."""
+        """Use a communication hook only if a plain all_reduce is not enough, because the hook needs one more copy."""
         is_plain = self._compression is Compression.none and self._predivide == 1.0
         if is_plain and self._op is Average:
-            # The reducer itself averages.
+            # The reducer averages by default.
             return
         if is_plain and self._op is Sum:
             reducer.divide_by(1)
@@ -457,7 +457,7 @@ class _GradientCombining:
 
 
 def _weakly(method: Callable[[int, torch.Tensor], None], index: int) -> Callable[[torch.Tensor], None]:
-    """A hook on a parameter that does not keep the method's object alive."""
+    """A hook for a parameter. The hook does not keep the method's object alive."""
     weak = weakref.WeakMethod(method)
 
     def hook(tensor: torch.Tensor) -> None:
@@ -476,7 +476,7 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
     # A sparse gradient is reduced as it is, without compression.
     if buffer.layout is torch.sparse_coo:
         return group.all_reduce(buffer, REDUCTIONS[op], async_op=True).get_future().then(lambda done: done.value()[0])
-    # An elementwise compressor takes the whole bucket at once, any other one gradient after gradient.
+    # An elementwise compressor takes the whole bucket at once. Any other compressor takes each gradient separately.
     pieces = [buffer] if compression.is_elementwise else bucket.gradients()
     is_split = predivide != 1.0
     if is_split:
@@ -526,7 +526,7 @@ class _StepCombining:
         self._parameters += [parameter for _, parameter in named if parameter.requires_grad]
 
     def set_passes(self, passes: int) -> None:
-        """Note the number. It has no effect, because any number of backwards may add to this rank's gradients."""
+        """Note the number. The number has no effect, because any number of backwards may add to this rank's gradients."""
         self.passes = passes
 
     def check_can_skip(self) -> None:
@@ -541,7 +541,7 @@ class _StepCombining:
 
     @torch.no_grad()
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Step, then combine the changes. A collective."""
+        """Step, then combine the changes. This is a collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -610,7 +610,7 @@ def _checked_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> in
 
 
 def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]] | None) -> tuple[list[int], list[int] | None]:
-    """An order of the parameters' indices, and bucket sizes, with which each bucket holds exactly one of the groups.
+    """Choose an order of the parameters' indices, and bucket sizes, so that each bucket holds exactly one group.
 
     The reducer fills buckets from the end of this order, separately for each dtype.
     """
@@ -622,7 +622,7 @@ def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]]
         members = [everything[begin:end] for begin, end in itertools.pairwise(bounds)]
     else:
         index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
-        # A group may name parameters that are not the optimizer's. They have no gradients here.
+        # A group may name parameters that the optimizer does not have. Leave them out.
         members = [sorted(index_of[id(each)] for each in group if id(each) in index_of) for group in groups]
         grouped = {index for group in members for index in group}
         # A parameter without a group gets a bucket of its own.
@@ -643,7 +643,7 @@ def _caps_bytes() -> list[int]:
 
 
 def _nothing_of(parameter: torch.Tensor, *, is_sparse: bool) -> torch.Tensor:
-    """The sum of no elements of a parameter. Its gradient is zeros, whatever the parameter's values are."""
+    """The sum of no elements of a parameter. The gradient of this sum is zeros, whatever the parameter's values are."""
     if is_sparse:
         nowhere = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return torch.nn.functional.embedding(nowhere, parameter, sparse=True).sum()

@@ -21,12 +21,12 @@ def broadcast_parameters(
     """Give every rank the root's tensors, in place. They are sent in buffers of 250 MiB, with two buffers in flight.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()`, or tensors. They are the same on every rank.
+        params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank.
         root_rank: the root's rank among all ranks.
         process_set: the ranks that take part.
     """
     if isinstance(params, Mapping):
-        # By name, because dictionaries may have another order on each rank.
+        # Sort by name, because the order of a dictionary may differ between ranks.
         tensors = [value for _, value in sorted(params.items())]
     elif not isinstance(params, torch.Tensor) and hasattr(params, "__iter__"):
         tensors = [each[1] if isinstance(each, tuple) else each for each in params]
@@ -62,7 +62,7 @@ def broadcast_optimizer_state(
     outline = _outlined(optimizer.state_dict(), tensors) if is_root else None
     outline = object_of(outline, root_rank, group)
     if not is_root:
-        # The outline came first, so that this rank could make a tensor for each value that follows.
+        # The outline says which tensors follow, so this rank can make an empty tensor for each.
         tensors = []
         state = _filled(outline, tensors)
     if tensors:
@@ -87,7 +87,7 @@ def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
         return _Hole(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, Mapping):
         return {key: _outlined(each, tensors) for key, each in value.items()}
-    # Not classes derived from these, such as a namedtuple: their constructors take other arguments.
+    # Do not look into classes derived from list or tuple, such as a namedtuple: their constructors take other arguments.
     if type(value) in (list, tuple):
         return type(value)(_outlined(each, tensors) for each in value)
     return value
@@ -112,11 +112,11 @@ def broadcast_object(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object on every rank. It is sent as a pickle."""
+    """Return the root's object on every rank. The object is sent as a pickle."""
     _announce_complete(process_set, "broadcast_object")
     group = process_set.group()
     received = object_of(obj, None, group, root_in(group, root_rank))
-    # The root keeps its own object, and not a copy of it.
+    # The root gets its own object, not a copy.
     return obj if group.ranks[group.rank] == root_rank else received
 
 
@@ -125,6 +125,6 @@ def allgather_object(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return the objects of all ranks, by rank. They are sent as pickles."""
+    """Return the objects of all ranks, in the order of the ranks. The objects are sent as pickles."""
     _announce_complete(process_set, "allgather_object")
     return exchange_objects(obj, group=process_set.group())

@@ -32,7 +32,7 @@ HorovodInternalError = TransportError
 
 
 class World:
-    """The result of `init`. After a loss, `elastic` makes a new one.
+    """The result of `init`. After a change of ranks, `elastic` makes a new world.
 
     Attributes:
         group: all ranks.
@@ -70,7 +70,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     compares all calls before they run (`check_calls=True`).
 
     Args:
-        comm: a communicator of mpi4py. Only its ranks call `init`. None: all ranks of the job.
+        comm: a communicator of mpi4py. Only the communicator's ranks call `init`. None: all ranks of the job.
         process_sets: sets to add at once, the same on every rank. "dynamic" adds none, because sets can be added at any time.
         options: further arguments of `init_process_group`, such as an `init_method`. Horovod's `init` does not have them.
 
@@ -99,16 +99,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Finish all collectives, and close the group if `init` made it. Every rank calls it. Without `init` it does nothing.
+    """Finish all collectives, and close the group if `init` made it. Every rank calls this function.
 
-    All process sets are removed, too.
+    All process sets are removed, too. Without `init` this function does nothing.
     """
     global _world
     if _world is None:
         return
     old, _world = _world, None
     global_process_set.ranks = []
-    # If a set cannot be closed, the others still are, and the error is raised at the end.
+    # If a set cannot be closed, close the other sets anyway, and raise the error at the end.
     with ExitStack() as closing:
         if old.is_ours:
             closing.callback(destroy_process_group)
@@ -119,7 +119,8 @@ def shutdown() -> None:
 def replace_world(group: ProcessGroup) -> None:
     """Use the ranks of another group from now on. Every rank of the new group calls this function.
 
-    All process sets are removed, because ranks have other numbers in the new group. `elastic` calls this after a loss.
+    All process sets are removed, because ranks have other numbers in the new group. `elastic` calls this function after a
+    change of ranks.
     """
     old = world()
     for process_set in old.process_sets:
@@ -154,7 +155,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks on its node. It is known since `init`, so a single rank may call this function."""
+    """This process's number among the ranks on its node. This is not a collective, so a single rank may call it."""
     return world().placement.local_rank
 
 
@@ -200,7 +201,7 @@ class ProcessSet:
         self._group: ProcessGroup | NonMember | None = None
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
-            # A collective of the communicator: each member gives its rank.
+            # This is a collective of the communicator: each member gives its rank.
             self.ranks: list[int] = sorted(ranks_or_comm.allgather(rank()))
             return
         if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(each, int) for each in ranks_or_comm):
@@ -230,7 +231,7 @@ class ProcessSet:
             InvalidArgumentError: the set was not added, or was removed.
             MisuseError: this process is not in the set.
         """
-        # The set of all ranks follows a change of the world, such as after a loss.
+        # The set of all ranks always uses the group of the present world.
         if self.process_set_id == 0:
             return world().group
         if self._group is None:
@@ -273,7 +274,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close the group of a set. Every rank calls it. Returns False for the set of all ranks, which stays, and unknown sets."""
+    """Close the group of a set. Every rank calls this function.
+
+    Returns:
+        False if the set is unknown, or is the set of all ranks, which stays. Otherwise True.
+    """
     if process_set not in world().process_sets:
         return False
     world().process_sets.remove(process_set)
@@ -287,7 +292,7 @@ def _close(process_set: ProcessSet) -> None:
     # A rank outside of the set has no group to close.
     if not isinstance(group, ProcessGroup):
         return
-    # While an exception is handled, the other ranks may wait in a collective that this rank will never start.
+    # While an exception is handled, abort: the other ranks may wait in a collective that this rank will never start.
     if sys.exc_info()[0] is None:
         group.close()
     else:
@@ -348,7 +353,7 @@ def ccl_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # noqa: ARG001 - Horovod's
-    """Raise an error, because traces are started from outside.
+    """Raise an error, because the variable SYNCLINE_TRACE starts traces.
 
     Raises:
         MisuseError: always. The text says how to record a trace.
