@@ -20,14 +20,14 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """Return the group that the arguments name. If the script passed a group, return this object.
+    """Return the group that the arguments name. If the script passed a group, return the same object.
 
     Args:
         process_group: a group of Syncline or of torch.distributed; None: the default group.
         device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, in place of `process_group`.
 
     Raises:
-        InvalidArgumentError: both were given, the mesh has more than one dimension, or the group is something else.
+        InvalidArgumentError: both were given, the mesh has more than one dimension, or `process_group` is not a group.
         MisuseError: this rank is not in the group.
     """
     if device_mesh is not None:
@@ -53,7 +53,7 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 def as_ours(group: AnyGroup) -> ProcessGroup:
     """Turn a group into a group of Syncline.
 
-    A group of torch.distributed is wrapped, or is unwrapped if it contains Syncline's.
+    A group of torch.distributed is wrapped. If it contains a group of Syncline, this inner group is returned.
     """
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 
@@ -64,7 +64,7 @@ def resolve_group(process_group: object) -> ProcessGroup:
 
 
 def choose_default_group() -> AnyGroup:
-    """Return Syncline's default group, else torch's default group. If there is no default group, make Syncline's."""
+    """Return Syncline's default group, or else torch's default group. If there is neither, make Syncline's default group."""
     if is_initialized():
         return get_default_group()
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""ReplicaCheck compares the parameters of all ranks after a given number of steps, again and again."""
+"""ReplicaCheck compares the parameters of all ranks every so many steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ HASH_BYTES = 16
 _CHUNK_LANES = {"cpu": 1 << 15}
 _DEVICE_CHUNK_LANES = 1 << 20
 _SEED = 20_240_229
-_MULTIPLIER = 6364136223846793005  # Knuth's, of a generator of 64 bits
+_MULTIPLIER = 6364136223846793005  # the multiplier of Knuth's 64-bit generator
 
 
 class ReplicaHash:
     """Hashes the bits of tensors of any dtype and device.
 
-    Each half of a hash is a sum of products of the tensor's 32-bit lanes with odd random weights of 64 bits, modulo 2**64,
-    chunk by chunk. If one lane differs, both halves differ. If several lanes differ, both halves agree with a probability of at
-    most 2**-64. The hash does not protect against somebody who makes different replicas look equal on purpose.
+    A lane is 32 bits of a tensor. To make half of a hash, each lane is multiplied by an odd random 64-bit weight, and the
+    products are added up, modulo 2**64, chunk by chunk. If one lane differs, both halves differ. If several lanes differ, both
+    halves agree with a probability of at most 2**-64. The hash does not protect against an attacker.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ReplicaHash:
             count = _CHUNK_LANES.get(device.type, _DEVICE_CHUNK_LANES)
             generator = torch.Generator().manual_seed(_SEED)
             weights = torch.randint(-(2**62), 2**62, (2, count), generator=generator)
-            # Odd weights: modulo 2**64, a product with an odd number keeps every difference.
+            # The weights are odd: modulo 2**64, different lanes stay different after a product with an odd number.
             self._weights[device] = (2 * weights + 1).to(device)
         return self._weights[device]
 
@@ -94,14 +94,14 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """Count a reduced backward, and check the replicas if a check is due. One of `every` calls is a collective."""
+        """Count a reduced backward, and check the replicas if a check is due. One call in `every` is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()
             self._same_at = self._steps
 
     def check(self) -> None:
-        """Compare the parameters now. A collective.
+        """Compare the parameters now. This is a collective.
 
         Raises:
             DisagreementError: on all ranks, if parameters differ. The text names the first parameter that differs.
@@ -125,7 +125,7 @@ def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
         names: the parameters' names.
         hashes: for each rank the hashes of all parameters, one after the other.
     """
-    # The hashes cannot be matched to names then.
+    # With different numbers of parameters, the hashes cannot be matched to names.
     if len({len(found) for found in hashes}) > 1:
         counts = ", ".join(str(len(found) // HASH_BYTES) for found in hashes)
         return f"the ranks have different numbers of parameters: {counts}"

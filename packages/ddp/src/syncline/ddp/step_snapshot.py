@@ -1,4 +1,4 @@
-"""StepSnapshot keeps the values that a step changes before it is applied, so that the step can be repeated."""
+"""StepSnapshot keeps the values that a step changes before its end. With these values the step can be repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
 class StepSnapshot:
     """The buffers of a module and the random state of the CPU at the beginning of a step.
 
-    Parameters and the optimizer's state need no copy, because they change only when the step is applied.
+    Parameters and the optimizer's state need no copy, because they change only at the end, when the step is applied.
 
     Args:
         module: the module with the buffers.
@@ -38,7 +38,7 @@ class StepSnapshot:
     def restore(self) -> None:
         """Give the buffers and the random state their earlier values, and drop the gradients."""
         for holder, name, buffer, value in self._buffers:
-            # The old buffer gets its old values, also if the step has put another tensor in its place.
+            # Put the old buffer back, too, because the step may have put another tensor in the buffer's place.
             writable([buffer])[0].copy_(value[first_of_each(buffer)])
             setattr(holder, name, buffer)
         torch.set_rng_state(self._random_state)

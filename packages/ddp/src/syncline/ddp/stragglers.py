@@ -1,4 +1,4 @@
-"""Stragglers: report, after a given number of steps, for which rank the other ranks wait."""
+"""Stragglers: report, every so many steps, for which rank the other ranks wait."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """Return the rank that came last most often. If several ranks were last equally often, the later one counts.
+    """Return the rank that came last most often. If several ranks were, the rank with the longer delay counts.
 
     A pure function.
 
@@ -66,14 +66,15 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 class StragglerWatch:
     """Lets rank 0 log, after every `every` steps, which rank was last most often. The logger is `syncline.ddp`.
 
-    The ranks need not compare their clocks, because all measure from the same moment: the end of the previous step. A reduction
-    ends on no rank before all ranks have contributed. The time since this moment includes reading data, forward and backward.
+    The ranks need not compare their clocks, because all ranks measure from the same moment: the end of the previous step. (A
+    reduction ends only after all ranks have contributed.) The time since this moment includes reading data, forward and
+    backward.
 
     Args:
         group: the group whose ranks average their gradients.
         every: the number of steps from one line of the log to the next.
 
-    Cost: every `every` steps an all-gather of 8 * `every` bytes from each rank. The watch does not read the clock itself.
+    Cost: every `every` steps an all-gather of 8 * `every` bytes from each rank. The reducer measures the times anyway.
     """
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
@@ -83,7 +84,7 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Note the times of a reduced backward. One of `every` calls is a collective."""
+        """Note the times of a reduced backward. One call in `every` is a collective."""
         # The first step has no step before it, so its start is not common to all ranks.
         if self._common is not None:
             self._times.append(seen.last_gradient - self._common)
@@ -97,7 +98,7 @@ class StragglerWatch:
         times = [torch.empty_like(own) for _ in range(self._group.size)]
         self._group.all_gather(times, own)
         if self._group.rank == 0 and self._group.size > 1:
-            # A warning, so that it is shown without setting up a logger: the user has asked for the line.
+            # Log a warning, because a warning is shown even if the script sets up no logger. The user has asked for the line.
             logger.warning("%s", find_straggler(torch.stack(times, dim=1).tolist()))
 
 

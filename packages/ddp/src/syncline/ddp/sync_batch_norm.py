@@ -37,7 +37,7 @@ _PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 class SyncBatchNorm(BatchNorm):
     """Batch normalisation with the mean and variance of all ranks' batches.
 
-    The result is as in one process with the whole batch.
+    The result is that of one process with the whole batch.
 
     In training, forward and backward are collectives. The ranks' batches may have different sizes, or be empty. In evaluation,
     and in a group of one rank, the layer is plain batch normalisation. The layer's gradient cannot be differentiated again.
@@ -86,7 +86,7 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
     ) -> torch.nn.Module:
-        """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by this class. No collective.
+        """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by this class. This is no collective.
 
         Args:
             module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other
@@ -117,7 +117,7 @@ class SyncBatchNorm(BatchNorm):
         problem = _not_convertible(layer)
         if problem is not None:
             raise MisuseError(f"cannot convert layer '{name}' ({type(layer).__name__}): {problem}")
-        # The new layer takes over the old one's attributes: parameters and hooks are the same objects.
+        # The new layer takes over the old layer's attributes: parameters and hooks are the same objects.
         converted = cls.__new__(cls)
         converted.__dict__.update(layer.__dict__)
         converted.process_group = getattr(layer, "process_group", None) if process_group is None else process_group
@@ -152,7 +152,7 @@ class SyncBatchNorm(BatchNorm):
     @disable_dynamo  # a compiler cannot look into a collective
     def _normalize_together(self, inputs: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         self._check_input_dim(inputs)
-        # Once in each group, because a comparison waits for all ranks.
+        # Compare only once in each group, because a comparison waits for all ranks.
         if self not in _compared_layers.get(group, ()):
             self._compare_layers(inputs, group)
         statistics = gather_statistics(statistics_of(inputs.detach()), group)
@@ -193,7 +193,7 @@ class SyncBatchNorm(BatchNorm):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, if the group is the default group. The process that loads them has a default group, too."""
+        """Return all attributes. A layer in the default group can be pickled, because the loading process has one, too."""
         if self.process_group is not None:
             raise MisuseError(
                 "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "
@@ -205,7 +205,7 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. No collective.
+    """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. This is no collective.
 
     Args:
         module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
@@ -216,13 +216,13 @@ def convert_sync_batchnorm(
         The module. If the module itself is a batch normalisation, the layer that replaces it.
 
     Raises:
-        MisuseError: a layer is not initialised yet (lazy), is parametrised, or has a forward of its own.
+        MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
 def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Refuse torch's SyncBatchNorm if it would normalise each rank's batch alone, without a warning.
+    """Refuse torch's SyncBatchNorm if the layer would silently normalise each rank's batch separately.
 
     torch's layer asks torch.distributed for the other ranks. If torch.distributed is not initialised, the layer sees no other
     rank.

@@ -5,7 +5,7 @@ private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    ``mixed_precision`` is an error
 ``_cast_forward_inputs``                ``mixed_precision`` is an error
-``Module._parameters``                  ``mixed_precision`` is an error; a parameter that was put there is noticed late
+``Module._parameters``                  ``mixed_precision`` is an error; ``ModelWatch`` notices some new parameters late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
 ``Tensor._version``                     ``mixed_precision`` compares all casts after each forward
 ``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
@@ -13,9 +13,9 @@ private to torch                        without it
 ``_to_kwargs``                          inputs are not moved: move them to a module's GPU before its call
 ``_unsafe_preserve_version_counter``    a broadcast of buffers between a forward and its backward is an error of autograd
 ``_BatchNorm``, ``_InstanceNorm``       importing the package is an error
-``_BufferCommHookLocation``             the same
-``_MixedPrecision``                     the same
-``_in_backward_optimizers``             no optimizers of ``_apply_optimizer_in_backward`` are found: torch has none then
+``_BufferCommHookLocation``             importing the package is an error
+``_MixedPrecision``                     importing the package is an error
+``_in_backward_optimizers``             no optimizers of ``_apply_optimizer_in_backward`` are found
 ======================================  ==============================================================================
 """
 
@@ -90,7 +90,7 @@ def gloo_threads(group: object) -> int | None:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Let autograd call back when the running backward ends. Call `check_low_precision` first."""
+    """Let autograd call `callback` when the running backward ends. Call `check_low_precision` first."""
     assert _queue_callback is not None
     _queue_callback(callback)
 

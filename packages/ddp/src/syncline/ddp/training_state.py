@@ -75,7 +75,7 @@ class TrainingState:
 
 
 class HookState:
-    """The state of a communication hook. Ranks can share it if it has `state_dict` and `load_state_dict`.
+    """The state of a communication hook. Ranks can share a state that has `state_dict` and `load_state_dict`.
 
     A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback. A failed step may have
     changed the state on some ranks only. So after a recovery all ranks take the state of one rank. (To undo the change, each
@@ -103,7 +103,7 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state of `syncline.hooks` with the errors of `own`. A rank can load it in a group of any size."""
+    """Return a saved state of `syncline.hooks` with the errors of `own`. The result fits a group of any size."""
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

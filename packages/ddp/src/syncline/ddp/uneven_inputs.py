@@ -19,7 +19,7 @@ from .sync_batch_norm import SyncBatchNorm
 
 @dataclass(frozen=True)
 class Replica:
-    """Those objects of one `DistributedDataParallel` that communicate in an iteration.
+    """The objects of one `DistributedDataParallel` that communicate in an iteration.
 
     Attributes:
         module: the wrapped module.
@@ -46,7 +46,7 @@ class UnevenInputs(JoinHook):
         with inputs       announce ──► buffers ──► rebuild, once ──► backward: buckets, used-map
         without           announce ──► buffers ──► Reducer.shadow_backward: the same with zeros
 
-    Buffers come from the last rank that has inputs. A communication hook is called on all ranks.
+    Buffers come from the highest rank that has inputs. A communication hook is called on all ranks.
 
     Args:
         replica: the objects that communicate.
@@ -99,14 +99,14 @@ class UnevenInputs(JoinHook):
         buffers = self._replica.buffers
         if sends_buffers:
             buffers.broadcast(self._replica.process_group, present[-1])
-        # As after a forward on the ranks with inputs.
+        # The flag has the same value after a forward on the ranks with inputs.
         buffers.are_stale = will_reduce
         if will_reduce:
             self._adjust(present)
             self._replica.reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the parameters of `last_rank`. If forwards broadcast buffers, also give them its buffers."""
+        """Give all ranks the parameters of `last_rank`, and its buffers if forwards broadcast buffers."""
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=self._replica.buffers.enabled)
 
     def leave(self) -> None:
@@ -118,7 +118,7 @@ class UnevenInputs(JoinHook):
         group = self._replica.process_group
         device = message_device(group, self._replica.device)
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
-        # Ranks without inputs add zeros, so the maximum is what the other ranks announce.
+        # Ranks without inputs pass zeros, so the maximum is what the other ranks announce.
         group.all_reduce(plans, ReduceOp.MAX)
         first, second = plans.tolist()
         return bool(first), bool(second)

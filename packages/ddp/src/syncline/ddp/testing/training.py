@@ -20,10 +20,11 @@ _RTOL, _ATOL = 1e-8, 1e-10
 
 
 def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
-    """Train one of `MODELS` for 20 steps, each rank on its own four rows, and check the result. Every rank calls it.
+    """Train one of `MODELS` for 20 steps, each rank on its own four rows, and check the result.
 
-    All numbers are float64. Each rank starts with different weights, so that only the broadcast at construction makes the
-    weights equal. Rank 0 also trains alone on the rows of all ranks. Both results must be equal except for rounding.
+    Every rank calls this function. All numbers are float64. Each rank starts with different weights, so that only the broadcast
+    at construction makes the weights equal. Rank 0 also trains alone on the rows of all ranks. Both results must be equal
+    except for rounding.
 
     Args:
         group: the group, with any number of ranks.
@@ -57,7 +58,7 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
 
 
 def _build(model: Model, *, seed: int) -> torch.nn.Module:
-    """Build a model, and set its parameters by a generator of this call. Ranks that are threads share torch's own generator."""
+    """Build a model, and set its parameters. Ranks may be threads that share torch's global generator, so make a generator."""
     module = model.build().double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
