@@ -15,7 +15,7 @@ class CallLog:
     """Notes calls from its construction until `stop`.
 
     Args:
-        group: the group whose rank is ours. If ranks are threads of one process, only calls of this rank count.
+        group: the group, which knows this process's rank. If ranks are threads of one process, only calls of this rank count.
         reducer: the reducer. The all-reduces of its buckets do not count. Calls of a communication hook on other tensors count.
     """
 
@@ -43,7 +43,7 @@ class CallLog:
         # Ranks as threads share the observers, so calls of other ranks come here, too.
         if call.group.ranks[call.group.rank] != self._rank:
             return
-        # The trace shows buckets by themselves.
+        # The trace shows buckets separately, so leave their all-reduces out.
         if call.name == "all_reduce" and self._is_bucket(tensor):
             return
         # The end of an asynchronous call is not known yet, so the call itself is kept until `take`.

@@ -1,6 +1,6 @@
 """Write a timeline in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open. Pure functions.
 
-A rank is a process of the format. Its threads are `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
+In this format a rank is a process. Its threads are `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
 backward, waiting and optimizers inside each step. If several buckets are in flight at once, there are also threads `buckets, 2`
 and so on. An arrow goes from a bucket's start on each rank to the bucket's start on the rank that started it last.
 """
@@ -20,7 +20,7 @@ _STEPS, _BUCKETS, _CALLS = 1, 100, 1000
 _MOST_NAMES = 20
 
 _Starts: TypeAlias = dict[tuple[int, int], list[tuple[float, int, int]]]
-"""For each step and bucket, its start on each rank: the time, the process and the thread of the format."""
+"""For each bucket of each step, the bucket's start on each rank: the time, and the process and the thread of the format."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

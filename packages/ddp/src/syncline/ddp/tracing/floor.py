@@ -15,14 +15,18 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """Pairs of a size in bytes and the seconds of one rank's share of adds and copies. One or more pairs; sizes ascend."""
+    """Pairs of a size in bytes, and the seconds of one rank's share of the adds and copies.
+
+    There is at least one pair. Sizes ascend.
+    """
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of an all-reduce.
 
-        The seconds are linear between two sizes. Outside, they are proportional to the size, from the nearest pair.
+        The seconds are linear between two sizes. Outside of all sizes, the nearest pair counts, and the seconds are
+        proportional to the size.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -33,9 +37,9 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """Return the floor of tensors of these sizes, one after the other, divided by the seconds that they took.
+        """Return the sum of the floors of tensors of these sizes, divided by the measured seconds.
 
-        The best is 1.
+        The best possible result is 1.
         """
         return sum(map(self.seconds, sizes)) / seconds
 

@@ -16,7 +16,7 @@ class OptimizerSteps:
     """Notes when optimizers of some parameters step, from the construction until `stop`.
 
     Args:
-        parameters: the parameters. An optimizer counts if its first parameter is one of them.
+        parameters: the parameters. An optimizer counts if its first parameter is among them.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:
@@ -36,7 +36,7 @@ class OptimizerSteps:
             handle.remove()
 
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # A group may be empty, such as that of a part of the model that has no parameters.
+        # A parameter group may be empty, for example if a part of the model has no parameters.
         first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
         if id(first) in self._ids:
             self._began[id(optimizer)] = time.perf_counter()

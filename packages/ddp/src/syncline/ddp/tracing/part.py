@@ -52,7 +52,7 @@ class Part:
         clocks: the offsets to rank 0's clock, in the order of measurement.
         layouts: the layouts of the buckets.
         steps: the steps, in their order.
-        is_complete: whether the trace has its last line, so it is complete.
+        is_complete: whether the file has the last line of a complete trace.
     """
 
     header: Header
@@ -128,7 +128,7 @@ def parse_part(text: str) -> Part:
     Raises:
         ValueError, KeyError, TypeError: the text is no part, or has another version.
     """
-    # Each complete line ends in a newline, so `rest` is empty or was cut off.
+    # Each complete line ends in a newline, so `rest` is empty or a line that was cut off.
     *whole, rest = text.split("\n")
     contents = [json.loads(line) for line in whole]
     if not contents or contents[0].pop("kind", None) != "header":

@@ -74,7 +74,7 @@ class StepRecorder:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = part_path(folder, header.rank).open("w", encoding="utf-8")
-        # Functions: the text of a line is made when it is written, not within a step.
+        # The lines are functions: the text of a line is made when the line is written, not within a step.
         self._lines: list[Callable[[], str]] = [lambda: header_line(header)]
         self._write()
         self._reducer: Reducer = weakref.proxy(reducer)
@@ -89,7 +89,7 @@ class StepRecorder:
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """Note a step, because its backward was reduced. All events until the next step's forward belong to this step."""
+        """Note a step after its backward was reduced. All events until the next step's forward belong to this step."""
         # Events before this step's forward belong to the step before.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started
@@ -106,7 +106,7 @@ class StepRecorder:
             self._write()
 
     def note_end_of_steps(self, statistics: IterationStatistics) -> None:
-        """Close the last traced step, because the first backward after the traced steps was reduced."""
+        """Close the last traced step. Call this method after the first reduced backward that is not traced."""
         began = statistics.forward_started
         self._close_step(
             [one for one in self._optimizers.take() if one.started < began],

@@ -84,7 +84,7 @@ class TraceRecording:
         if self._is_over:
             return
         first, last = self.settings.first, self.settings.last
-        # After the step before: everything from here on belongs to step `first`.
+        # The step before step `first` has ended, so everything from here on belongs to step `first`.
         if self._steps == first - 1:
             self._start()
         elif last is not None and self._steps > last:
@@ -106,18 +106,18 @@ class TraceRecording:
             return
         if self._recorder is not None:
             self._recorder.close_step()
-        # The step is closed first: the messages of this measurement belong to no step.
+        # The last step is closed already, because the messages of this measurement belong to no step.
         clock = measure_offset(self._group)
         if self._recorder is not None:
             self._recorder.note_clock(clock)
         self._close(is_complete=True)
-        # After it, the files of all ranks are complete.
+        # After the barrier, the files of all ranks are complete.
         self._group.barrier()
         if self._group.rank == 0:
             self._merge()
 
     def abandon(self) -> None:
-        """End the trace on this rank alone. Write the noted events, but merge nothing."""
+        """End the trace only on this rank. Write the noted events, but merge nothing."""
         self._is_over = True
         self._close(is_complete=False)
 
@@ -136,7 +136,7 @@ class TraceRecording:
             self._warn(error)
             return
         self._recorder.note_clock(self._clock)
-        # Also writes the file if the program ends, or the model is dropped, before the last step.
+        # If the program ends, or the model is dropped, before the last step, write the file then.
         self._end_at_exit = weakref.finalize(self, self._recorder.end, is_complete=False)
 
     def _close(self, *, is_complete: bool) -> None:
@@ -152,7 +152,7 @@ class TraceRecording:
         try:
             action(self._recorder)
         except OSError as error:
-            with suppress(OSError):  # the same error, while it closes the file; in any case it stops observing
+            with suppress(OSError):  # closing the file may fail again, but `end` has stopped observing by then
                 self._recorder.end(is_complete=False)
             self._recorder = None
             self._warn(error)
@@ -178,7 +178,7 @@ class TraceRecording:
 
 
 def _agree_on_run(group: ProcessGroup) -> str:
-    """Agree on a name that no other run has. A collective."""
+    """Agree on a name that no other run has. This is a collective."""
     number = torch.tensor([time.time_ns()], dtype=torch.int64, device=message_device(group))
     group.broadcast(number, 0)
     return f"{int(number):x}"

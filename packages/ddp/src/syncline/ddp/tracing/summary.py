@@ -20,8 +20,8 @@ class StepSummary:
         compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
         exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
         last_rank: the rank whose last gradient came last.
-        late_s: how many seconds after the median of the other ranks' last gradients the last gradient of `last_rank` came. 0
-            with one rank.
+        late_s: how many seconds later the last gradient of `last_rank` came than the last gradients of the other ranks, in the
+            median. 0 with one rank.
         caused_s: the sum of the times that the other ranks waited for `last_rank`.
         bucket_bytes: the bytes of each bucket on one rank.
         reducing_s: the seconds in which at least one bucket was being reduced. A reduction begins when the last rank starts it.

@@ -80,7 +80,7 @@ def _by_rank_0(part: Part) -> RankTimeline:
 
 
 def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
-    """Make a function that converts a rank's clock to rank 0's. It is linear, through the first and the last measurement."""
+    """Make a linear function through the first and the last measurement, which converts a rank's clock to rank 0's clock."""
     if not clocks:
         # The clock was never measured: leave the times as they are.
         return lambda time: time
