@@ -43,7 +43,7 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """Return all known compressions. The first one does not compress. If a speed is not given, it is measured here, on the CPU.
+    """Return all known compressions. The first does not compress. Speeds that are not given are measured here, on the CPU.
 
     Args:
         speeds: for some names of compressions, the speed in bytes of gradients per second.
@@ -64,7 +64,7 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Return two numbers of bytes: gradients that are sent whole (vectors, small matrices), and factors of all others."""
+    """Return the bytes of gradients that are sent whole (vectors, small matrices), of left factors and of right factors."""
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1
@@ -81,7 +81,7 @@ def _cast(gradients: torch.Tensor) -> None:
 
 
 def _factorize(gradients: torch.Tensor) -> None:
-    """Compute as PowerSGD does for a square matrix, but without the orthogonalisation of its small factors."""
+    """Compute like PowerSGD for a square matrix, but do not orthogonalise the small factors."""
     matrix = gradients.view(math.isqrt(_NUMEL), -1)
     left = matrix @ matrix[:, :_RANK]
     right = matrix.t() @ left
@@ -92,7 +92,7 @@ def _speed(compress: Callable[[torch.Tensor], None]) -> float:
     """Return how many bytes of float32 a function compresses in a second. The fastest of some trials counts."""
     gradients = torch.ones(_NUMEL)
     compress(gradients)
-    # The first call above is not measured: it is slower than later ones.
+    # The first call above is not measured, because it is slower than later calls.
     least = math.inf
     for _ in range(_TRIALS):
         began = time.perf_counter()

@@ -96,7 +96,7 @@ def advice(found: Forecast) -> str:
     for compression in dict.fromkeys(choice.compression for choice in found.steps[most]):
         choice = found.best(most, compression)
         gain = found.gain(most, choice)
-        # A further compression is only named if it gains more than those before.
+        # A further compression is named only if it gains more than the compressions that are named before.
         if choice != AS_TRACED and gain >= before:
             said.append(f"{choice} give {gain:.1f} times that{_from(found, compression, most)}")
             before = gain * _WORTH
@@ -109,7 +109,7 @@ def advice(found: Forecast) -> str:
 def _from(found: Forecast, compression: str, most: int) -> str:
     """Say from how many ranks on a compression makes a step faster.
 
-    Empty if this holds only for the largest number of ranks.
+    The text is empty if this holds only for the largest number of ranks.
     """
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

@@ -1,4 +1,4 @@
-"""The network of a prediction, read from a text or fitted to figures of `syncline bench --json`. Only reading has effects."""
+"""The network of a prediction, read from a text or fitted to figures of `syncline bench --json`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def link_in_words(text: str) -> Link:
     """Return the link that a text such as "latency_us=50,bandwidth_gbps=10" describes.
 
     Raises:
-        InvalidArgumentError: the text is something else.
+        InvalidArgumentError: the text has another form.
     """
     match = _WORDS.fullmatch(text)
     try:
@@ -116,8 +116,8 @@ def _is_of(row: Mapping[str, Any], backend: str) -> bool:
 def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
     """Find the latency and the bandwidth with the smallest sum of squared relative errors.
 
-    Let an all-reduce with a messages and b bytes take t seconds. The fit looks for x and y such that (a x + b y) / t is close
-    to 1 for all of them.
+    Let an all-reduce with a messages and b bytes take t seconds. The fit looks for the latency x and the seconds per byte y,
+    such that (a x + b y) / t is close to 1 for all all-reduces.
 
     Raises:
         InvalidArgumentError: there are fewer than two sizes, or larger tensors do not take longer. The error's text contains
@@ -136,7 +136,7 @@ def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str
     a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
     determinant = aa * bb - ab * ab
     latency_s, per_byte_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    # The fit may give a negative latency: then the bandwidth alone is fitted.
+    # If the fit gives a negative latency, set the latency to 0 and fit only the bandwidth.
     if latency_s < 0:
         latency_s, per_byte_s = 0.0, b / bb
     if per_byte_s <= 0:

@@ -89,7 +89,7 @@ def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: 
 
 
 def rebucket(workload: Workload, caps_bytes: Sequence[int]) -> Workload:
-    """Put the same gradients into buckets of other sizes, as the reducer would.
+    """Put the same gradients into buckets of other sizes, like the reducer.
 
     Args:
         workload: the traced workload.

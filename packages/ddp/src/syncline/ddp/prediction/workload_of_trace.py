@@ -1,4 +1,4 @@
-"""Find the workload of a step in a trace. It is the median step of the rank that computes longest. Pure functions."""
+"""Find the workload of a step in a trace: the median step of the rank that computes longest. Pure functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _of_rank(rank: RankTimeline) -> Workload | None:
 
     Only steps with the last layout of buckets count.
     """
-    # A step ends where the next one begins, so both must be traced.
+    # A step ends where the next step begins, so both steps must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]
     layout = max((step.layout for step, _ in pairs if step.buckets), default=0)
     count = max((len(step.buckets) for step, _ in pairs if step.layout == layout), default=0)
@@ -65,6 +65,6 @@ def _buckets(steps: Sequence[StepEvent], layout: Sequence[BucketLayout]) -> tupl
 def _communicated(step: StepEvent) -> float:
     """Return the time when backward had ended and the last bucket was reduced.
 
-    The copy back and the optimizer follow after it.
+    The copy back and the optimizer come after this time.
     """
     return min(step.finished, max([step.finalize_started, *(bucket.finished for bucket in step.buckets)]))
