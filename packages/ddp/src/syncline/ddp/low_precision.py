@@ -40,10 +40,11 @@ class LowPrecision:
 
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forward may write to a parameter: a momentum encoder, an initialisation from the first batch, an embedding with
-    `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are copied to its parameter.
-    The other elements of the parameter stay unchanged, because a cast has fewer bits. Most casts need no check. A cast is
-    checked only if its version has changed, or if code has read `cast.data`, a tensor with a version of its own.
+    A forward may write to a parameter, for example in a momentum encoder, in an initialisation from the first batch, or in
+    an embedding with `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are
+    copied to its parameter. The other elements of the parameter stay unchanged, because a cast has fewer bits. Most casts
+    need no check. A cast is checked only if its version has changed, or if code has read `cast.data`, a tensor with another
+    version counter.
 
     Args:
         module: the module.
@@ -82,7 +83,7 @@ class LowPrecision:
         """Run the module in the lower dtype and return its outputs.
 
         Raises:
-            MisuseError: the forward has replaced a parameter by another one.
+            MisuseError: the forward has replaced a parameter by another tensor.
         """
         inputs, kwargs = cast_inputs(self._dtype, inputs, kwargs)
         casts = self._casts()
@@ -99,7 +100,7 @@ class LowPrecision:
         return outputs
 
     def _casts(self) -> list[_Cast]:
-        if torch.is_inference_mode_enabled():  # a tensor made in this mode would have no version
+        if torch.is_inference_mode_enabled():  # a tensor made in this mode has no version
             with torch.inference_mode(False), torch.no_grad():
                 return [_cast(parameter, self._dtype) for parameter in self._parameters]
         return [_cast(parameter, self._dtype) for parameter in self._parameters]
@@ -123,7 +124,7 @@ class LowPrecision:
                 self._warn_of_rounding(name)
 
     def _warn_of_rounding(self, name: str) -> None:
-        # Once is enough: each step would warn again.
+        # Warn only once, not in each step.
         if self._has_warned:
             return
         self._has_warned = True
@@ -165,7 +166,7 @@ class LowPrecision:
 class _Cast(torch.nn.Parameter):
     """A cast that the module has in place of a parameter.
 
-    It notes whether code has read its `data`, and so may have changed it.
+    A cast notes whether code has read or set `data`, because this code may have changed the cast.
     """
 
     was_data_asked_for = False
@@ -190,7 +191,7 @@ def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
-    """Copy those elements of a cast to the parameter that differ from a new cast of the parameter.
+    """Copy the elements of a cast that differ from a new cast of the parameter to the parameter.
 
     Return whether any bit differs.
     """

@@ -53,7 +53,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
     """Convert the constructor's argument, which is Syncline's class, torch's class, or None.
 
     Raises:
-        InvalidArgumentError: the argument is something else.
+        InvalidArgumentError: the argument is none of these.
     """
     if isinstance(given, TorchMixedPrecision):
         return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
@@ -63,7 +63,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return a communication hook that averages in another dtype. Complex buckets are averaged in their own dtype.
+    """A communication hook that averages in another dtype, its state. Complex buckets are averaged in their own dtype.
 
     Extra memory: a copy of the bucket in this dtype.
     """

@@ -37,8 +37,8 @@ class ModelWatch:
     - Each forward looks whether frozen parameters are still frozen. This costs 0.03 us for each frozen parameter.
     - Some changes give no sign, such as `ddp.module.double()` with
       `torch.__future__.set_overwrite_module_params_on_conversion`. To find these changes, the watch looks at all attributes
-      that hold parameters, which costs 0.05 us for each attribute. It looks after every 32 reduced backwards, which all ranks
-      count in the same way, and at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`).
+      that hold parameters, which costs 0.05 us for each attribute. The watch does this after every 32 reduced backwards, and
+      at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`). All ranks count reduced backwards in the same way.
 
     Deleting or freezing a parameter gives no sign, because freezing for a while (the two players of a GAN) must cost nothing.
     This parameter then gets no gradient. So the end of backward raises an error that names the parameter, unless unused
@@ -73,7 +73,7 @@ class ModelWatch:
         self._places = [
             (place, name, parameter)
             for place in places
-            if isinstance(place, dict)  # in a ScriptModule it is something else
+            if isinstance(place, dict)  # a ScriptModule has another type of object here
             for name, parameter in place.items()
             if id(parameter) in self._known
         ]
@@ -123,7 +123,7 @@ def _kind(name: str, parameter: Any) -> Sequence[object]:
     return name, id(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
-_lock = threading.RLock()  # reentrant: the garbage collector may run while it is held, and may call into this module
+_lock = threading.RLock()  # reentrant: the garbage collector may run while the lock is held, and may call into this module
 _watches: weakref.WeakSet[ModelWatch] = weakref.WeakSet()
 _handles: list[Any] = []
 

@@ -62,7 +62,7 @@ class ModuleState:
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
-            # A frozen parameter may be expanded: each of its elements is written once. An optimizer would write all.
+            # A frozen parameter may be expanded: a broadcast writes each element once. An optimizer would write it repeatedly.
             if problem is None and parameter.requires_grad and _overlaps(parameter):
                 problem = (
                     "has elements that share memory (such as `expand` makes), so no optimizer can write it; make it of "
@@ -79,7 +79,7 @@ class ModuleState:
         """Return the parameters that need a gradient.
 
         Raises:
-            MisuseError: no parameter needs one.
+            MisuseError: no parameter needs a gradient.
         """
         trainable = [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         if not trainable:
@@ -95,25 +95,25 @@ class ModuleState:
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Compare the tensors that will be broadcast. If a parameter or buffer differs, raise on every rank. A collective."""
+        """Compare the tensors that will be broadcast. This is a collective. If a tensor differs, all ranks raise an error."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
-        """Give every rank the root's parameters, and optionally its buffers, in place. A collective."""
+        """Give every rank the root's parameters, and optionally its buffers, in place. This is a collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         broadcast_tensors(named, group, root)
 
 
 def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessGroup, root: int) -> None:
-    """Give every rank the root's tensors, in place. A collective."""
+    """Give every rank the root's tensors, in place. This is a collective."""
     broadcast_coalesced(writable(tensor for _, tensor in named), group=group, root=root)
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return detached views of the tensors.
 
-    In the view of an expanded tensor, each element is there only once, so it can be written.
+    The view of an expanded tensor has each element only once, so code can write to the view.
     """
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 

@@ -14,7 +14,7 @@ from syncline.collectives.internal import disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
     """Return all tensors in nested lists, tuples, sets, mappings and dataclasses."""
     tensors: list[torch.Tensor] = []
-    seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed one
+    seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed object
     waiting = [outputs]
     while waiting:
         value = waiting.pop()
