@@ -191,7 +191,7 @@ def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
-    """Copy the elements of a cast that differ from a new cast of the parameter to the parameter.
+    """If elements of a cast differ from a new cast of the parameter, copy these elements to the parameter.
 
     Return whether any bit differs.
     """

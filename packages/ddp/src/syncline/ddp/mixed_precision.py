@@ -63,7 +63,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that averages in another dtype, its state. Complex buckets are averaged in their own dtype.
+    """A communication hook. Its state is the dtype in which it averages. Complex buckets are averaged in their own dtype.
 
     Extra memory: a copy of the bucket in this dtype.
     """

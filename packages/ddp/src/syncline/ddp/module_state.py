@@ -62,7 +62,7 @@ class ModuleState:
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
-            # A frozen parameter may be expanded: a broadcast writes each element once. An optimizer would write it repeatedly.
+            # A frozen parameter may be expanded: a broadcast writes each element once. An optimizer writes it several times.
             if problem is None and parameter.requires_grad and _overlaps(parameter):
                 problem = (
                     "has elements that share memory (such as `expand` makes), so no optimizer can write it; make it of "

@@ -1,4 +1,4 @@
-"""StepSnapshot keeps the values that a step changes before its end. With these values the step can be repeated."""
+"""StepSnapshot keeps what a step changes before the end of the step, so that the step can be repeated."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """Return the rank that came last most often. If several ranks were, the rank with the longer delay counts.
+    """Return the rank that was last most often. If several ranks were last equally often, the longer delay decides.
 
     A pure function.
 

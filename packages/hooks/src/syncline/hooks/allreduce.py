@@ -34,7 +34,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 def noop_hook(state: Any, bucket: Bucket) -> TensorFuture:
     """Return the bucket unchanged, without communicating. Use this hook only to measure the cost of communication.
 
-    With it, the replicas drift apart.
+    With this hook, the replicas drift apart.
     """
     future: TensorFuture = torch.futures.Future()
     future.set_result(bucket.buffer())

@@ -114,7 +114,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         self.sync_every = sync_every
         self.overlap_steps = overlap_steps
         self.steps = 0
-        # Broadcast first between sites, then inside each, so that all ranks get the values of the first site's first rank.
+        # Broadcast first between sites, then inside each site. So all ranks get the values of the first site's first rank.
         for ranks in (group,) if sites is None else (sites.between, sites.inside):
             if ranks is not None:
                 broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
@@ -157,8 +157,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         """Finish the averages under way. Then take an outer step of every fragment now, without mixing.
 
         This is a collective. Call it at the end of training. Afterwards the replicas are equal. (With one fragment and no
-        overlap, replicas are equal after every outer step. Then do not call it right after an outer step: a second outer step
-        would only follow the momentum.)
+        overlap, replicas are equal after every outer step. Do not call `synchronize` right after such an outer step, because a
+        second outer step would only follow the momentum.)
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)

@@ -22,8 +22,8 @@ class PostLocalSGDState:
         process_group: the group that averages all gradients until `start_localSGD_iter`. None means the group of the DDP that
             runs the hook.
         subgroup: the group that averages the gradients afterwards, for example the ranks of a node. It is a group of Syncline
-            or of torch. You must give a subgroup unless `post_local_gradient_allreduce` is False. (torch instead makes a
-            subgroup for each node.)
+            or of torch. You must give a subgroup unless `post_local_gradient_allreduce` is False. (If torch's class gets None,
+            it makes a subgroup for each node.)
         start_localSGD_iter: the number of first steps that average over all ranks, 0 or above.
         post_local_gradient_allreduce: if False, no gradient is averaged after these steps.
 

@@ -115,10 +115,10 @@ class Origin:
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
         """Note this process's rank in the group, and the group's size. A hook calls `settle` whenever it uses the state.
 
-        The first call drops errors that another rank saved (in a job with the same number of ranks), with a warning. Later
-        calls drop nothing, even if the group changes because a rank was lost or has joined. For example, all ranks
-        may load the state that rank 0 saved, as torch's documentation shows. Then rank 0 keeps its errors, and the other ranks
-        begin their error feedback at zero.
+        The first call drops errors that another rank saved (in a job with the same number of ranks), with a warning. For
+        example, all ranks may load the state that rank 0 saved, as torch's documentation shows. Then rank 0 keeps its errors,
+        and the other ranks begin their error feedback at zero. Later calls drop nothing, even if the group changes because a
+        rank was lost or has joined.
 
         Raises:
             MisuseError: the loaded errors belong to another number of ranks.

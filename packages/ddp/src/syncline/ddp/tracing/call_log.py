@@ -15,7 +15,7 @@ class CallLog:
     """Notes calls from its construction until `stop`.
 
     Args:
-        group: the group, which knows this process's rank. If ranks are threads of one process, only calls of this rank count.
+        group: the group, which says which rank this is. If ranks are threads of one process, only calls of this rank count.
         reducer: the reducer. The all-reduces of its buckets do not count. Calls of a communication hook on other tensors count.
     """
 
