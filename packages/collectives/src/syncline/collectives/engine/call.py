@@ -52,7 +52,8 @@ class Signature(NamedTuple):
         """Return the signature of a call whose main tensor is `tensor`."""
         return cls(name, op, root, tensor.dtype, tensor.shape, device_type_of(tensor), detail)
 
-    # Use the next three only for a collective that has a reduction, a root, or a tensor.
+    # Read `reduction` only if the collective has a reduction, `root_rank` only if it has a root, `element_dtype` only if it has
+    # a tensor.
 
     @property
     def reduction(self) -> Reduction:
@@ -83,9 +84,7 @@ class Signature(NamedTuple):
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     def digest(self) -> int:
-        """Return a checksum of 32 bits.
-
-        If two ranks have different checksums for one call, the results of this call would be wrong.
+        """Return a checksum of 32 bits. If two ranks have different checksums for one call, the ranks make different calls.
 
         The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
         The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. Only
@@ -183,7 +182,7 @@ class Call:
         self.number = number
         self.reads = reads
         self.writes = writes
-        self.scope: CancelScope = scope  # type: ignore[assignment]  # the code that runs the call sets it before
+        self.scope: CancelScope = scope  # type: ignore[assignment]  # it is set before the call runs
         self.position: int | None = None
         self.state = QUEUED
         self.issued_at = time.time()
@@ -212,7 +211,7 @@ class Call:
         words = str(self.signature)
         if self.mark is None:
             return words
-        # The mark goes inside the signature's closing bracket, behind a comma unless the brackets are empty.
+        # Insert the mark before the closing bracket. If there is something in the brackets, a comma comes before the mark.
         return f"{words[:-1]}{'' if words.endswith('()') else ', '}{self.mark})"
 
     def __str__(self) -> str:
@@ -237,10 +236,10 @@ class Call:
     def where(self) -> str:
         """The line of the user's program that issued the call, such as "train.py:88". "?" if all frames belong to libraries."""
         code = self._code
-        # No frame of the stack was the user's, as in a thread that a library started.
+        # No frame of the stack belongs to the user's program, for example in a thread that a library started.
         if code is None:
             return "?"
-        # Most calls are never asked, so the line number is worked out here and not when the call is made.
+        # Nobody reads the line of most calls, so the line number is computed here and not when the call is made.
         spans = code.co_lines()
         line = next((line for start, stop, line in spans if start <= self._instruction < stop and line is not None), None)
         return f"{Path(code.co_filename).name}:{code.co_firstlineno if line is None else line}"  # paths differ between hosts
@@ -294,9 +293,9 @@ class CallRecord:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CallRecord:
-        """Return the record whose `as_dict` went through JSON.
+        """Return the record from which `as_dict` made `content`. `content` may have gone through JSON.
 
         Raises:
-            KeyError, TypeError: `content` is something else.
+            KeyError, TypeError: `as_dict` did not make `content`.
         """
         return cls(**{name: content[name] for name in cls.__dataclass_fields__})

@@ -59,7 +59,7 @@ class CancelScope:
         was_noticed: whether `check` has raised. The monitor then gives the call more time to end by itself.
     """
 
-    # Every call makes a scope, and most calls end before any check. Defaults in the class make this cheap.
+    # Every call makes a scope, and most calls end before any check. Defaults are in the class, so that a scope costs little.
     __slots__ = ("__dict__", "_end_s", "ask", "timeout_s")
     reason: BaseException | None = None
     was_noticed = False
@@ -99,7 +99,7 @@ class CancelScope:
         # The first check: a wait that ends within `_PATIENCE_S` never asks.
         if self._next_ask_s is None:
             self._next_ask_s = now_s + _PATIENCE_S
-        # A scope that has a reason needs no other. `ask` may cost a system call, so it is not called at every check.
+        # A scope that has a reason needs no second reason. `ask` may cost a system call, so it is not called at every check.
         if self.reason is None and self.ask is not None and now_s >= self._next_ask_s:
             self._next_ask_s = now_s + _ASK_S
             reason = self.ask()
@@ -140,7 +140,7 @@ class DetachedCall(Generic[T]):
         thread.start()
 
     def wait(self, scope: CancelScope, look_s: float = 0.1, what: str = "the library did not return") -> T:
-        """Block until the function has returned, and return its result. If the scope ends before that, raise its error.
+        """Block until the function has returned, and return its result. If the scope ends first, raise the scope's error.
 
         Args:
             scope: checked every `look_s` seconds.
@@ -150,7 +150,7 @@ class DetachedCall(Generic[T]):
         Raises:
             BaseException: the function's error, or the error that `CancelScope.check` raises.
         """
-        # At least 1 ms, so that a scope that is over does not make this a busy loop before `check` raises.
+        # Wait at least 1 ms, so that this never becomes a busy loop.
         while not self.done.wait(min(look_s, max(scope.remaining_s(), 1e-3))):
             scope.check(what)
         return self.result()

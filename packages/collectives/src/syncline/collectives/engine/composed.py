@@ -181,7 +181,7 @@ class PerDeviceGroup(DelegatingGroup):
     def _issue(
         self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
     ) -> Work:
-        if signature.name == "barrier":  # it has no tensor, so no device that would choose the group
+        if signature.name == "barrier":  # it has no tensor whose device could choose the group
             return self._all[0].barrier(async_op=async_op)
         return super()._issue(signature, reads, writes, async_op)
 

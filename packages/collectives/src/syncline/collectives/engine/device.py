@@ -46,7 +46,7 @@ class Stream(ABC):
     def current(self) -> AbstractContextManager[object]:
         """A context in which this stream is the calling thread's current stream.
 
-        It runs the thread's operations, and owns their memory.
+        The thread's operations run on this stream, and the memory that they allocate belongs to it.
         """
 
     @abstractmethod
@@ -119,7 +119,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the tensor's memory from reuse until this stream has finished the operations that it holds now."""
+        """Let nobody reuse the tensor's memory until this stream has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
         """Return an object that orders a collective on the host with the devices of its tensors.
@@ -145,7 +145,7 @@ class DeviceRuntime(ABC):
 
         It makes `device` the current device, and does not break captures of other threads.
 
-        Without a current device, calls of the driver by this thread would take memory on device 0.
+        Without a current device, the thread's calls of the driver would take memory on device 0.
         """
 
     @abstractmethod
@@ -209,7 +209,7 @@ class StreamOrder:
         """Steps 2 and 3: the collective runs inside this context."""
         for stream, event in zip(self._streams, self._issued, strict=True):
             stream.wait_for(event)
-        # The tensors belong to the program's streams. If it drops one, its memory must not be reused before ours are done.
+        # If the program drops a tensor, the tensor's memory must not be reused before the group's streams are done.
         for tensor, stream in self._tensors:
             self._device.keep(tensor, stream)
         with self.resumed():

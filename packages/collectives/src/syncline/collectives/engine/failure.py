@@ -33,7 +33,7 @@ class FailureWords:
         if isinstance(error, SynclineError):
             explained = self._with_lost_ranks(error)
             failure = explained.reworded(f"{call} on {self._place}: {explained}")
-            # No chain between our own errors: the new text contains all of the old one.
+            # Leave `error` itself out of the chain, because the new text contains its whole text.
             failure.__cause__ = error.__cause__
             return failure
         # Ctrl-C and bugs keep their type and text, so that the program can catch them.
@@ -58,7 +58,7 @@ class FailureWords:
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
-        """Return the lost or stopped ranks in words, as far as known."""
+        """Return a sentence: a collective of this group did not end, and waits for these lost or stopped ranks, if known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"

@@ -53,15 +53,15 @@ MOST_PLANS = 256
 
 # How long a rank that closes a group waits for the others, to compare their calls.
 _CLOSE_S = 60.0
-# How long the end of a process waits for its report.
+# How long the monitor waits for a report before it ends the process.
 _REPORT_S = 2.0
 
 # After a call was given up, a library may still write to its tensors, so their memory must not be freed at once. So we keep the
 # call's error: its traceback holds the frames, and the frames hold the tensors and their contiguous copies.
 #
 # Only the latest errors are kept, because a job that makes a new group after each failure must not need more memory each time.
-# A group fails only once: after its first failure it starts no other call, and its transport gives up. So the oldest error here
-# belongs to a group after which `GIVEN_UP_KEPT` other groups have failed.
+# A group fails only once: after its first failure it starts no other call, and its transport gives up. So an error is dropped
+# only after `GIVEN_UP_KEPT` other groups have failed.
 GIVEN_UP_KEPT = 16
 _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
@@ -120,7 +120,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @override
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        # The last plan first: signatures with another reduction or root may have been planned for such tensors, too.
+        # Look at the last plan first, because such tensors may have several plans, with different reductions or roots.
         wanted = (name, tensor.dtype, tensor.shape)
         for signature, plan in reversed(self._plans.items()):
             if (signature.name, signature.dtype, signature.shape) == wanted:
@@ -214,7 +214,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
         If the failure is a `SynclineError`, its text then names the report's folder.
         """
-        # An elastic training handles this loss itself; a report for each one would hide the real failures.
+        # An elastic training handles this loss itself. A report for each such loss would hide the real failures.
         if self._losses_are_expected and isinstance(failure, TransportError):
             return failure
         return reported(self._reporter, failure)
@@ -248,7 +248,7 @@ class EngineGroup(ProcessGroup, Inherited):
             ending.callback(self._close)
             for companion in self._companions:
                 ending.callback(self._end, companion)
-            # After a failure the other ranks are in no common place, so a comparison could only time out.
+            # After a failure, other ranks may not come to this comparison, so it could only time out.
             if self.first_failure is None and self._compares_later:
                 self._compare_before_close()
 
@@ -487,7 +487,7 @@ class HostGroup(EngineGroup):
         # `abort` sets the first failure, then cancels the running call. Here the order is the other way round: set the running
         # call, then look at the failure. So either `abort` finds the call, or the call finds the failure.
         self._running = call
-        # The group failed after this call was issued. Its tensors must not be touched.
+        # The group failed after this call was issued. The call's tensors must not be touched.
         if self._first_failure is not None:
             self._running = call.scope.ask = None
             call.is_over(FAILED)
@@ -500,7 +500,7 @@ class HostGroup(EngineGroup):
                 self._agreed.add(call.digest())
             elif self._checks_calls and call.number is not None:
                 self._check_same_call(call)
-            # The usual case: host tensors that need no context. Entering contexts would cost more than the two questions.
+            # Usually the tensors are on the host and need no context. These tests cost less than entering contexts.
             if order is None and not is_tracked(call.reads) and not is_tracked(call.writes):
                 body(call)
             else:
@@ -522,7 +522,7 @@ class HostGroup(EngineGroup):
         signature = call.signature
         # Not `setdefault`: it would make a plan at every call.
         plan = self._plans.get(signature) or self._make_plan(signature)
-        # Only an all-to-all has splits, and no rank can see from its own whether they match.
+        # Only an all-to-all has splits, and no rank can see from its own splits whether the splits of all ranks match.
         if signature.splits is not None and self.size > 1:
             self._check_same_splits(call)
         part, whole = pack(signature.name, call.reads, call.writes, self.size)
@@ -541,7 +541,7 @@ class HostGroup(EngineGroup):
             raise different_calls(said)
 
     def _check_same_splits(self, call: Call) -> None:
-        """Check that each rank sends what the others expect. The ranks gather two numbers for each pair of ranks."""
+        """Check that each rank sends as many elements as the others expect. Cost: two numbers for each pair of ranks."""
         expected, sent = call.signature.splits or ((), ())
         # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
@@ -554,7 +554,7 @@ class HostGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        # A group of one has nobody to compare with. Other groups without histories compare each call before it runs.
+        # A group of one has nobody to compare with. Every other group without a history compares each call before it runs.
         if not self._compares_later:
             return None
         return self._start(
@@ -754,12 +754,12 @@ class HostGroup(EngineGroup):
             _given_up.append(error)
             raise error
         if isinstance(error, TimeoutError) or not isinstance(error, SynclineError) or error is call.scope.reason:
-            _given_up.append(error)  # the call did not end in the library, which may still write to its tensors
+            _given_up.append(error)  # the library may still run the call, and write to the call's tensors
         failure = self._reported(self._words.of(error, call, self.timeout_s))
         self._first_failure = failure
         logger.debug("%s on %s failed; the group runs no other call", call.signature.name, self.place())
         self._transport.give_up()
-        # End the waits of other ranks, if the library can. On a thread, because `interrupt` may block.
+        # End the waits of other ranks, if the library can. Use another thread, because `interrupt` may block.
         if isinstance(failure, TransportError):
             with suppress(RuntimeError):  # no thread can start; the group's error matters more
                 threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
@@ -797,7 +797,7 @@ class HostGroup(EngineGroup):
         return self._running
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Return the loss of a rank, or None if no rank is lost."""
+        """Return the error that names the lost ranks, or None if no rank is lost."""
         return None if self._liveness is None else self._liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
@@ -805,7 +805,7 @@ class HostGroup(EngineGroup):
         self._transport.interrupt()
 
     def missing_in_words(self) -> str:
-        """Return the lost or stopped ranks in words, as far as known."""
+        """As `FailureWords.missing`."""
         return self._words.missing()
 
     def report(self, reason: str) -> None:
@@ -847,7 +847,7 @@ class GroupWork(PendingWork):
         self._was_waited_for = True
         if isinstance(self._future, GuardedFuture):
             self._future.was_waited_for = True
-        # The caller's streams must wait for the group's, although the host is done.
+        # The host is done, but the caller's streams must still wait for the group's streams.
         if self._order is not None:
             self._order.join()
         return True
@@ -860,7 +860,7 @@ class GroupWork(PendingWork):
 
     def _settle(self, future: TensorsFuture) -> None:
         """Complete the future. This runs the future's callbacks. See point 5 of Note [One total order] in `queue`."""
-        # False: no helper runs this call, or the queue has stopped. Then the callbacks run on this thread.
+        # If `help` does not run this call, or the queue has stopped, run the callbacks on this thread.
         if not self._queue.hand_over(lambda: self._settle_here(future)):
             self._settle_here(future)
 

@@ -34,7 +34,7 @@ class LivingSet(Generic[T]):
         self._references.clear()
 
     def __iter__(self) -> Iterator[T]:
-        """Go through the objects that are there now, in the order in which they came. Objects added meanwhile are left out."""
+        """Go through the objects that are there now, in the order in which they were added. Leave out objects added later."""
         things = [reference() for reference in list(self._references.values())]
         return iter([thing for thing in things if thing is not None])
 
@@ -44,6 +44,7 @@ class LivingSet(Generic[T]):
 
 
 def _remove(references: dict[int, weakref.ref[T]], key: int, gone: weakref.ref[T]) -> None:
-    # A thread that goes through the set still holds references. After `discard`, another object may have got the key meanwhile.
+    # After `discard`, a thread that goes through the set may still hold the reference `gone`. When its object is freed then,
+    # another object may already have the same key (`id`). So remove the key only if it still belongs to `gone`.
     if references.get(key) is gone:
         del references[key]

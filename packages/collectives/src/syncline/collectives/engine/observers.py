@@ -90,7 +90,7 @@ _here = _Here()
 
 
 def observe_calls(observer: Observer) -> Callable[[], None]:
-    """Tell `observer` of each call on any group of this process. The thread that issues a call tells of it right afterwards.
+    """Tell `observer` of each call on any group of this process. The thread that issues a call runs `observer` afterwards.
 
     If a call makes other calls, the observer gets the outermost call only. The observer must be quick, and must not
     communicate.
@@ -123,7 +123,7 @@ def recorded(method: Method) -> Method:
             # A compiler or a shape check only traces the program: there is no memory to send.
             if has_fakes((*args, *kwargs.values())):
                 return FinishedWork(list(_tensors((*args, *kwargs.values()))))
-        if not (profiler_runs() or observers):  # the usual case: nobody looks
+        if not (profiler_runs() or observers):  # the usual case
             return method(group, *args, **kwargs)
         values = (*args, *kwargs.values())
         issue = functools.partial(method, group, *args, **kwargs)
@@ -145,7 +145,7 @@ def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[
         issue: issues the call.
         is_async: whether the call may go on after `issue` has returned.
     """
-    # No profiler runs, or the groups inside this one show the call.
+    # Open no range if no profiler runs, or if the groups inside this group show the call.
     if not profiler_runs() or group.profiled_as is None:
         return issue()
     return profiled(f"{group.profiled_as}:{_TITLES.get(name, name)}", tensors, issue, is_async=is_async)
@@ -173,7 +173,7 @@ def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work],
         raise
     finally:
         _here.is_profiled = False
-    # The call may go on after `issue`. Its range ends before a thread returns from `wait`, and may then stop the profiler.
+    # The call may go on after `issue`. End its range before any thread returns from `wait`: that thread may stop the profiler.
     if is_async and not work.is_completed():
         work.before_end(span.end_elsewhere())
     else:
@@ -182,7 +182,7 @@ def profiled(title: str, tensors: list[torch.Tensor], issue: Callable[[], Work],
 
 
 def _observed(name: str, group: Group, values: tuple[object, ...], issue: Callable[[], Work]) -> Work:
-    # A call that an observed call makes, such as the all-reduces of a coalesced call.
+    # Observers get only the outermost call: a coalesced call, for example, but not its all-reduces.
     if _here.is_observed:
         return issue()
     tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)

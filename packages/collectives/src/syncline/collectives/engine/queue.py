@@ -26,14 +26,14 @@ Callback = Callable[[Any], Any]
 
 # How long `drain` sleeps before it looks again whether the queue is empty.
 _LOOK_S = 0.001
-# The number of a call that a callback issues. It is above all others, so a callback attached to such a call is never late.
+# The number of a call that a callback issues. It is above all other numbers, so a callback of such a call is never late.
 _IN_CALLBACK = sys.maxsize
 
 
 class Queue:
     """Runs tasks in the order of issue, one at a time.
 
-    If no task is in flight, the caller's thread runs a task, else the queue's thread.
+    The caller's thread runs a task if no other task is in flight. Otherwise the queue's thread runs the task.
 
     Note [One total order]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -106,11 +106,11 @@ class Queue:
             Whether the task was run. If not, call `enqueue`.
         """
         me = get_ident()  # before the turn is taken; see the comment below
-        # A callback of the running task: this thread has the turn already, and the call comes before all queued ones.
+        # This is a callback of the running task. Its thread already has the turn, and the new task comes before queued tasks.
         if self._running_on == me:
             task(*arguments)
             return True
-        # Queued tasks come first, and another thread may have the turn. Then this task must be queued.
+        # If tasks are queued, or if another thread has the turn, this task must be queued, too.
         if self._tasks or not self._turn.acquire(False):
             return False
         # A signal's handler, such as Ctrl-C, may raise between any two lines. Nothing may stand between `acquire` and `try`,
@@ -124,12 +124,12 @@ class Queue:
         return True
 
     def run_in_turn(self, task: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Run a task on this thread. If another thread runs a task now, wait for its end first. All other tasks wait meanwhile.
+        """Run a task on this thread. First wait until no other thread runs a task. Other tasks wait until this task has ended.
 
         Returns:
             The task's result. An error of the task reaches the caller.
         """
-        # Inside a task, the turn is this thread's already; the lock would block for ever.
+        # Inside a task, this thread already has the turn, so taking the lock would block for ever.
         if self._running_on == get_ident():
             return task(*arguments, **options)
         with self._turn:
@@ -154,7 +154,7 @@ class Queue:
         with self._changed:
             if self._stopping:
                 return False
-            # The first queued task starts the thread. Many groups never queue one.
+            # The first queued task starts the thread, because many groups never queue a task.
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 # Start it before the task is queued: if no thread can start, the queue stays empty for later calls.
@@ -167,7 +167,7 @@ class Queue:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run queued tasks, in order, until `is_done` or the queue is empty. Call it inside a callback."""
-        # No turn is taken: the callback's thread holds it.
+        # The thread of a callback already has the turn.
         while self._tasks and not is_done():
             self._tasks.popleft()()
 
@@ -294,7 +294,7 @@ class Queue:
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
         """Wrap a callback, so that the queue knows when the callback runs.
 
-        The callback is now attached to the work of call `number`.
+        Call this when a callback is attached to the work of call `number`.
         """
         is_late = self.issued > number and not was_waited_for and not self.is_in_callback()
         return functools.partial(self._run_callback, callback, is_late)
@@ -306,7 +306,7 @@ class Queue:
         try:
             return callback(future)
         finally:
-            # Callbacks nest, if a callback waits for a work whose own callbacks then run here.
+            # A callback may wait for a work, whose callbacks then run on this thread, inside the first callback.
             if outer is None:
                 del self._callbacks[me]
             else:
@@ -368,7 +368,7 @@ class GuardedFuture(GroupFuture):
 
 
 # A daemon thread that is inside torch when the interpreter shuts down crashes the process. So every thread gets a little time
-# to finish its tasks before that.
+# to finish its tasks before the shut-down.
 _EXIT_S = 5.0
 _started: LivingSet[Queue] = LivingSet()
 
@@ -379,7 +379,7 @@ def a_queue_runs_here() -> bool:
 
 
 def all_idle() -> bool:
-    """Whether no queue of this process that has a thread runs a task or has a task queued."""
+    """Whether all queues of this process that have a thread are idle: they run no task, and have no task queued."""
     return all(queue.is_idle() for queue in _started)
 
 

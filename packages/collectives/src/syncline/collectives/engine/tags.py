@@ -17,8 +17,8 @@ class ReservedTag(int):
     """A reserved tag. `send` and `recv` accept this type, but refuse an int with the value of a reserved tag."""
 
 
-#: The first tag, and the number of tags, by which the ranks of an NCCL group agree over a host group. A message's topic gives
-#: its tag. Two topics may have the same tag.
+#: The first tag and the number of tags for messages over a host group by which the ranks of an NCCL group agree. A message's
+#: topic gives its tag. Two topics may have the same tag.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
 CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)
@@ -40,7 +40,7 @@ _DTYPES = (
 )
 _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_DTYPES) if hasattr(torch, name)}
 _BITS = 5
-# A library must take wire tags up to this one, so that every tag up to 32,767 (the least that MPI guarantees) can be coded.
+# If a library takes wire tags up to this value, every tag up to 32,767 can be coded. (MPI guarantees tags up to 32,767.)
 _LEAST = 2 ** (15 + _BITS) - 1
 #: How many codes there are for a tensor's number of elements. It is a prime, because differences between sizes are often
 #: multiples of powers of 2.
@@ -61,7 +61,7 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     Raises:
         InvalidArgumentError: the tag is too large.
     """
-    # Without room for the dtype, a receive may match a send of another dtype. The program's tags must still work.
+    # There is no room for the dtype, so a receive may match a send of another dtype. But all tags of the program still work.
     if largest < _LEAST:
         return tag
     coded: int = tag << _BITS | _CODES.get(dtype, _OTHER_DTYPE)

@@ -30,7 +30,7 @@ class TransferWork(Work):
         describe: returns the transfer's name for messages.
         timeout_s: the time limit of `wait` without an argument: the group's time limit, in seconds.
         ask: returns the reason why waiting is useless, or None.
-        explain: returns the loss of a rank that caused an error of the transport, or None.
+        explain: returns the error for a lost rank, if this loss caused the given error of the transport; else None.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TransferWork(Work):
         self._driving = threading.Lock()
         self._generation = generation()
         self._outcome = PendingWork(tensors, describe)
-        self._starting = threading.Lock()  # held while a thread starts, so that only one does
+        self._starting = threading.Lock()  # held while a thread starts, so that only one thread starts
         self._thread: threading.Thread | None = None  # waits for the transfer, so that its future is completed
 
     @override
@@ -105,12 +105,12 @@ class TransferWork(Work):
         try:
             self.wait()
         except BaseException as error:  # noqa: BLE001 - the future's waiters must get it
-            # `wait` raises a time limit without ending the transfer. But nobody would ever complete the future then.
+            # At its time limit, `wait` does not end the transfer. But no other code would then complete the future.
             self._outcome.fail(error)
 
     def _drive_within(self, timeout_s: float) -> None:
         scope = CancelScope(timeout_s, self._ask)
-        # Another thread waits for the request. This thread waits for it, but only as long as its own limit allows.
+        # If another thread waits for the request, wait for that thread, but not longer than this thread's time limit.
         if not self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise self._timed_out(timeout_s)
         try:
@@ -135,16 +135,16 @@ class TransferWork(Work):
     def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
         """Finish the transfer if the request is over. If the request fails, finish the transfer with the request's error."""
         try:
-            # The thread of the future may have given up meanwhile. The program knows that, and may use its tensor again.
+            # If the future's thread has given up meanwhile, do not deliver: the program may use its tensor again.
             if is_over() and not self._outcome.is_completed():
                 # Before `succeed`: only a tensor that has been delivered may be read.
                 with untracked():
                     self._deliver()
                 self._outcome.succeed()
-        except TimeoutError:  # this waiter's time limit; another may wait for longer
+        except TimeoutError:  # this thread's time limit; another thread may wait for longer
             raise
         except BaseException as error:
-            if scope is not None and error is scope.reason:  # this waiter was cancelled; the request did not fail
+            if scope is not None and error is scope.reason:  # this thread's wait was cancelled; the request did not fail
                 raise
             self._outcome.fail(self._explained(error))
 

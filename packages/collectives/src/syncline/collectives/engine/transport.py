@@ -151,7 +151,7 @@ class Transport(ABC):
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """Tell the ranks that wait for this rank, if the library can, that its call has failed and that it makes no more calls.
+        """If the library can, tell the ranks that wait for this rank that its call failed, and that it makes no more calls.
 
         Must not block.
         """
@@ -168,7 +168,7 @@ class Transport(ABC):
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Make the library end the call that runs on another thread, with an error. No other call comes later.
+        """Make the library end the call that runs on another thread. That call raises an error. The group starts no later call.
 
         This may block.
         """
@@ -238,7 +238,7 @@ class LibraryTransport(Transport):
     ) -> None:
         """Send `input_counts[r]` elements to rank r, and receive `output_counts[r]` elements from it.
 
-        The parts follow one another.
+        In each tensor, the parts of the ranks lie one after the other, in the order of ranks.
         """
 
 
@@ -269,7 +269,7 @@ class LibraryPlan(Plan):
                 transport.gather(part, block, signature.root_rank, call)
             case "scatter":
                 transport.scatter(part, block, signature.root_rank, call)
-            case name:  # in all others, every rank has a block
+            case name:  # in all other collectives, every rank has a block
                 assert block is not None
                 self._run_on_block(name, part, block, call)
 
