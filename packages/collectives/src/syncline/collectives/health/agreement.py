@@ -1,6 +1,6 @@
 """Agreement: check that all ranks of a group make the same calls.
 
-Ranks that make different calls may all succeed, with wrong results. So the ranks compare their calls, in two ways:
+If ranks make different calls, all these calls may succeed, with wrong results. So the ranks compare their calls, in two ways:
 
 - *before a call*, with `Agreement.same`. Over shared memory the transport compares calls itself, at no cost
   (`transports.mpi.node.shared_sync`);
@@ -40,7 +40,7 @@ COMPARE_EVERY_CALLS = 1000
 # How many of its last calls, and how many bytes, a rank sends to the others when the calls differ.
 _LAST_CALLS = 12
 _MOST_BYTES = 8192
-# An odd multiplier with well mixed bits (the golden ratio's), and results that fit the 63 bits that ranks exchange.
+# The multiplier is odd, with the well mixed bits of the golden ratio. The mask makes results fit the numbers that ranks send.
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 62) - 1
 
@@ -48,7 +48,7 @@ _MASK = (1 << 62) - 1
 class Carrier(ABC):
     """Exchanges numbers and texts between the ranks of a group, without the group's collectives.
 
-    All ranks call in the same order.
+    All ranks call its methods in the same order.
 
     If ranks make different calls, two different collectives may match each other and mix their data. So a carrier's messages
     match only messages of a carrier.
@@ -56,7 +56,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """Return for each index the largest number of all ranks. A rank returns only after all ranks have called.
+        """For each index, return the largest number of all ranks. A rank returns only after all ranks have called.
 
         Raises:
             TimeoutError: another rank did not come.
@@ -169,7 +169,7 @@ class Agreement:
         Raises:
             TimeoutError: another rank did not come.
         """
-        # The largest of the negatives is the negative of the smallest, so one exchange finds both.
+        # The smallest number is the negative of the largest negated number, so one exchange finds the smallest and the largest.
         mine = crc32(text.encode())
         largest, negative_smallest = self._carrier.maximum((mine, -mine), scope)
         return None if largest == -negative_smallest else self._statements(text, scope)
@@ -190,7 +190,7 @@ class Agreement:
             largest, negative_smallest, started_ns = self._carrier.maximum((mine, -mine, time.time_ns()), scope)
             if largest != -negative_smallest:
                 raise DisagreementError(different_options(self._statements(text, scope)))
-        # A `CollectiveTimeout` here, because no call exists yet from which the group could make one.
+        # Raise a `CollectiveTimeout` here, because the group does so only for a call, and this is not a call.
         except TimeoutError as error:
             raise CollectiveTimeout(
                 f"rank {self._rank} has connected, but not all ranks compared their options: {error}"
@@ -208,7 +208,7 @@ class Agreement:
     @property
     def is_due(self) -> bool:
         """Whether the ranks must compare their histories after the call that `add` got last."""
-        # All ranks count the same calls, so all compare after the same one.
+        # All ranks count the same calls, so all ranks compare after the same call.
         return self._history.calls % COMPARE_EVERY_CALLS == 0
 
     @property
@@ -252,14 +252,14 @@ class Agreement:
     def _who_did_what(self, calls: int, fewest: int, most: int, scope: CancelScope) -> str:
         records = self._recorder.records()
         last = [record for record in records if record.position is not None and record.position < calls][-_LAST_CALLS:]
-        # The oldest calls go first: the ranks diverged not long ago, because they compare often.
+        # Leave out the oldest calls first: the ranks compare often, so they diverged not long ago.
         while len(_as_text(last).encode()) > _MOST_BYTES:
             last = last[1:]
         histories: dict[int, Sequence[CallRecord]] = {self._rank: last}
         untold: Collection[int] = ()
         with suppress(TimeoutError, TransportError):  # without the others, the error has this rank's calls only
             said = self._statements(_as_text(last), scope)
-            # Each distinct text is parsed once, because most ranks have the same one.
+            # Each distinct text is parsed once, because most ranks have the same text.
             histories = {rank: told for text, ranks in said.ranks.items() for told in [_from_text(text)] for rank in ranks}
             untold = said.untold
         return different_histories(histories, untold, fewest, most)

@@ -62,7 +62,7 @@ class Connecting:
     def set_place(self, rank: int, size: int | None) -> None:
         """Set this rank, and the number of ranks if it is known."""
         self.who = f"rank {rank}" if size is None else f"rank {rank} of {size}"
-        # Before the size is known nobody can tell who speaks, so this rank does.
+        # Before the size is known, nobody knows which ranks warn, so this rank warns.
         self._speaks = size is None or rank in speakers(size)
 
     @contextmanager
@@ -95,7 +95,7 @@ class Connecting:
         return None if self.is_over else self
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Return the loss of a rank after it had connected, or None if no rank is lost."""
+        """Return the error for ranks that were lost after they had connected, or None if no rank is lost."""
         return None if self.liveness is None else self.liveness.reason_to_give_up()
 
     def interrupt(self) -> None:

@@ -82,7 +82,7 @@ class ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity | None) -> bool:
-    """Whether a process has certainly ended. False if this process cannot know this, and for a process that is only stopped."""
+    """Whether a process has certainly ended. False if this is not known, or if the process is only stopped."""
     return process is not None and process.state() is ProcessState.GONE
 
 
@@ -214,12 +214,12 @@ class Liveness:
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
-        """Return the loss of a rank that caused an error of the transport, or None if there is none.
+        """If a lost rank caused this error of the transport, return the error that names the rank. If not, return None.
 
         Block for at most one second.
 
-        This method waits, because a connection breaks, or a library reports an error, a little before the lost process has
-        ended.
+        This method waits, because a connection may break, or a library may report an error, a little before the lost process
+        has ended.
         """
         # The transport has already found the lost rank.
         if isinstance(error, RankLostError):
@@ -254,6 +254,6 @@ class Liveness:
         for rank, process in self._others.items():
             if rank not in self._losses and process.state() is ProcessState.GONE:
                 self._losses[rank] = now
-        # The library may know ranks on other nodes, whose processes this one cannot see.
+        # The library may know of lost ranks on other nodes. This process cannot see the processes of other nodes.
         for rank in self._lost_ranks():
             self._losses.setdefault(rank, now)

@@ -14,7 +14,7 @@ A call runs on one thread: the caller's, or the thread of the group's queue. It 
 3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), no error
    can be raised in it, and the monitor ends the process. A thread that has noticed asks the other ranks for the reason, and may
    get stuck in the library again. So the monitor interrupts this thread, as in 2, after 100 looks since it noticed, and ends
-   the process after 200 (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report, prints the call, the
+   the process after 200 (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report, prints the group, the
    ranks that the call waits for and the stacks of all threads, and exits with status 70. The launcher then ends the job.
 
 The monitor counts looks, not seconds. So if a process was stopped as a whole and goes on, its threads still get their time.
@@ -82,7 +82,7 @@ class Monitored(Protocol):
         """Make the library end the call, if the library can. This may block."""
 
     def missing_in_words(self) -> str:
-        """Return in words the group, the running call and the ranks that the call waits for."""
+        """Return a sentence for the end of the process: where this rank waits, and for which ranks, as far as known."""
 
     def report(self, reason: str) -> None:
         """Write a report to a file, unless this takes more than a few seconds."""
@@ -136,7 +136,7 @@ class Escalation:
             if self._looks_noticed == NOTICED_LOOKS // 2:
                 return Step.INTERRUPT
             return Step.END if self._looks_noticed == NOTICED_LOOKS else Step.NOTHING
-        # The usual case: the time limit was not reached, and nobody has cancelled the scope.
+        # Usually the time limit was not reached, and nobody has cancelled the scope.
         if scope.remaining_s() > 0.0:
             return Step.NOTHING
         self._looks_over += 1
@@ -214,7 +214,7 @@ class Monitor:
         try:
             look(group, escalation)
         except Exception:
-            # Only once: the same error would come ten times a second.
+            # Warn only once, because the same error may come ten times a second.
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("the monitor goes on after an error", exc_info=True)
@@ -225,7 +225,7 @@ class Monitor:
 
     def _end_if_in_vain(self, group: Monitored, escalation: Escalation) -> None:
         call = group.running
-        # A call that has a reason ends already; a call that began since the last look is not in trouble yet.
+        # A call whose scope has a reason is already ending. A call that began after the last look is still too new to ask.
         if call is not None and escalation.is_same_call(call) and call.scope.reason is None:
             reason = group.reason_to_give_up()
             if reason is not None:
@@ -243,7 +243,7 @@ class Monitor:
             try:
                 words = group.missing_in_words()
                 group.report(words)
-            # Even if the report fails: a process that hangs for ever is worse.
+            # End the process even if the report fails, because a process that hangs for ever is worse.
             finally:
                 self._end_process(words)
 
@@ -263,7 +263,7 @@ class _Turn:
     def look(self, looked: Looked, now_s: float) -> None:
         """Call the object's `look`, if the time has come and the last look has ended."""
         is_looking = self._running is not None and not self._running.done.is_set()
-        # Not due yet, still looking, or nothing to see.
+        # Do nothing if no look is due, if a look still runs, or if there is nothing to look at.
         if now_s < self._next_s or is_looking or looked.is_idle:
             return
         self._next_s = now_s + looked.period_s
@@ -292,7 +292,7 @@ def end_process(words: str) -> None:
         stream.write(f"[syncline] {words}. The library does not return from that call; this process ends here. Stacks:\n")
         stream.flush()
         faulthandler.dump_traceback(file=stream, all_threads=True)
-    # Also if the stream is closed, or its reader is gone.
+    # End the process also if the stream is closed, or its reader is gone.
     finally:
         os._exit(END_STATUS)
 

@@ -109,7 +109,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}
-    # Ranks that have begun nothing say nothing about where to start, but are compared below.
+    # A rank that has begun no call is not in `known`: it does not change where the comparison starts, but is compared below.
     if not known:
         return None
     # Only positions that every rank may remember can be compared.
@@ -117,7 +117,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
     last = max(max(calls) for calls in known.values())
     for position in range(first, last + 1):
         calls = {rank: mine.get(position) for rank, mine in placed.items()}
-        # None stands for a rank that has not come so far; so such a rank diverges, too.
+        # None stands for a rank that has not reached this position. So this rank diverges, too.
         if len({None if call is None else call.digest for call in calls.values()}) > 1:
             return Divergence(position, calls, _sentence(position, placed))
     return None
@@ -141,7 +141,7 @@ def _sentence(position: int, placed: Mapping[int, Calls]) -> str:
 
 
 def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
-    """Return the call that most ranks made. Of equally frequent calls, return the call of the lowest rank."""
+    """Return the call that most ranks made. If several calls are equally frequent, return the call of the lowest rank."""
     present = [calls[position] for _, calls in sorted(placed.items()) if position in calls]
     most = Counter(call.digest for call in present).most_common(1)[0][0]
     return next(call for call in present if call.digest == most)
@@ -155,10 +155,10 @@ def _deviation(
     # The rank waits somewhere before, or still computes.
     if mine is None:
         return f"has not come to {place}", f"have not come to {place}"
-    # The rank's call here is the one that the others make next.
+    # The rank's call at this position is the call that the others make next.
     if following is not None and mine.digest == following.digest and mine.digest != usual.digest:
         return f"skipped {place} (it called {mine})", f"skipped {place} (they called {mine})"
-    # The rank's next call is the one that the others make here.
+    # The rank's next call is the call that the others make at this position.
     if my_next is not None and my_next.digest == usual.digest:
         return (f"made a call that the others did not, {mine}",) * 2
     return (f"called {mine}",) * 2

@@ -150,7 +150,7 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
     all_who = f"all that reported ({ranks_in_words(sorted(calls))})" if missing else "all"
     rest = f"; what {ranks_in_words(missing)} called is not known" if missing else ""
     waiting = {rank: current for rank, mine in calls.items() if (current := current_call(mine)) and current.state != DONE}
-    # All ranks made the same calls, but some did not finish one: a rank that they need did not report, or the library hangs.
+    # All ranks made the same calls, but some ranks are still in a call: a rank did not come to it, or the library hangs.
     if waiting:
         unfinished = f"{ranks_in_words(sorted(waiting))} did not finish {next(iter(waiting.values()))}"
         return f"{all_who} made the same calls; {unfinished}{rest}"
@@ -160,11 +160,11 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
     """Return the first call that has begun but not succeeded.
 
-    If there is none, return the last call that has begun, else the last call.
+    If all calls that have begun have succeeded, return the last of them. If no call has begun, return the last call.
     """
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
-    # The rank stands in its first call that failed or still runs.
+    # The rank is in its first call that failed or still runs.
     if unfinished:
         return unfinished[0]
     return next(reversed(begun or calls), None)
@@ -241,7 +241,7 @@ def set_report_folder(folder: str | None) -> None:
 def report_folder() -> str:
     """Return the folder for reports: `SYNCLINE_REPORT_DIR`, else the site's folder, else the working directory.
 
-    It is "" for no reports.
+    An empty text means: no reports.
     """
     return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
 

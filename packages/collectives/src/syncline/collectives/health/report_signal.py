@@ -14,7 +14,8 @@ from typing import Any
 
 from .report import Reporter
 
-# Each signal comes twice: to the thread below, and to the main thread when it runs Python code. Reports are this far apart.
+# Each signal comes twice: to the thread below, and to the main thread when it runs Python code. So within this time after a
+# report, no second report is written.
 _ONCE_S = 1.0
 
 # The byte that ends the thread at exit. No signal has this number.
@@ -25,14 +26,14 @@ _STOP_S = 5.0
 def report_on_signal(reporter: Reporter) -> bool:
     """Write a report on every SIGUSR1 from now on.
 
-    If there is already a Python handler, the signal still calls this handler, too.
+    If the program has already set a Python handler, the signal calls that handler, too.
 
     If the program sets its own handler after the first call, the program's handler replaces ours, and there are no more
     reports. A later call, for another group, does not set our handler again.
 
     Python runs handlers between two instructions of the main thread, but the main thread may be inside a library for long. So
-    another thread waits for the signal, too. Python's own C handler tells that thread through a pipe (`signal.set_wakeup_fd`),
-    unless the program uses this pipe.
+    another thread waits for the signal, too. Python's own C handler tells that thread through a pipe (`signal.set_wakeup_fd`).
+    If the program has set such a pipe itself, there is no other thread.
 
     Returns:
         Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the
@@ -43,11 +44,11 @@ def report_on_signal(reporter: Reporter) -> bool:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return False
     earlier = signal.getsignal(signal.SIGUSR1)
-    # Our handler is still set, so a new group only changes who reports.
+    # Our handler is still set, so only the reporter changes.
     if isinstance(earlier, _OnSignal):
         earlier.reporter = reporter
         return True
-    # C code's handler cannot be called from here. If the program replaced ours, it wants its own.
+    # Do nothing if C code has set the handler, because Python cannot call it, or if the program has replaced our handler.
     if earlier is None or _ours is not None:
         return False
     _ours = handler = _OnSignal(reporter, earlier)
@@ -100,7 +101,7 @@ def _listen(handler: _OnSignal) -> None:
     heard, told = os.pipe()
     os.set_blocking(told, False)
     others = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    # The program or another library uses the pipe, so leave it as it was. Reports then come from Python's handler only.
+    # The program or another library has set its own pipe, so set that pipe again. Then only Python's handler writes reports.
     if others != -1:
         signal.set_wakeup_fd(others)
         os.close(heard)

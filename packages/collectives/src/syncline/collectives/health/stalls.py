@@ -51,7 +51,7 @@ class StatusPost(ABC):
         """
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
-        """On ranks other than 0, forward the lines of other ranks that have arrived here to rank 0."""
+        """On ranks other than 0, forward to rank 0 the lines of other ranks that have arrived here."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int
         group_name: the group's name in messages.
         ranks: for each rank of the group its rank in the job.
         waiting: for each waiting rank of the group its call.
-        limit_s: how long one of the ranks has waited at least, in seconds.
+        limit_s: at least one rank has waited for this long, in seconds.
     """
     calls: dict[tuple[int, str], list[int]] = {}
     for rank, one in sorted(waiting.items()):

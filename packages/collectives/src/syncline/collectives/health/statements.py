@@ -12,7 +12,7 @@ _LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
 class Statements:
-    """The texts of ranks. The first text of a rank counts.
+    """The texts of ranks. Only the first text of each rank counts.
 
     Attributes:
         ranks: for each text its ranks.
@@ -105,7 +105,7 @@ def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def ranks_of(found: Iterable[Sequence[int]]) -> Iterator[int]:
-    """Return the ranks of runs, as `runs` returns them."""
+    """Return the ranks in the runs, which have the form of the result of `runs`."""
     for first, last in found:
         yield from range(first, last + 1)
 
