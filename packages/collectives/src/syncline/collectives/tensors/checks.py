@@ -108,7 +108,7 @@ def no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def is_integer(value: object) -> bool:
-    """Whether `value` is an integer of Python or of another library. A float such as 1.0 is not."""
+    """Whether `value` is an integer of Python or of another library. A float such as 1.0 is not an integer."""
     # Tensors and arrays have `__index__`, too, but it fails for floats and for more than one element.
     try:
         operator.index(value)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def is_list_of_integers(value: object) -> bool:
 
 
 def is_list(value: object, kind: type = object) -> bool:
-    """Whether `value` has entries with numbers, all of one kind. A tensor or a text is not a list here."""
+    """Whether `value` has a length and indexed entries, all of type `kind`. A tensor or a text is not a list here."""
     if isinstance(value, torch.Tensor | str | bytes | Mapping):
         return False
     # Not `Sequence`: torch's ParameterList and numpy's arrays are lists, too, but are not derived from it.
@@ -133,7 +133,7 @@ def is_list(value: object, kind: type = object) -> bool:
 
 
 def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None = None) -> str | None:
-    """The problem if an argument is not a tensor or, if its name ends in "s", not a list of tensors.
+    """The problem if an argument is not a tensor. An argument whose name ends in "s" must be a list of tensors.
 
     Args:
         call_arguments: the arguments by name.
@@ -210,7 +210,7 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
-    """The problem unless a list has one tensor for each rank: all with the dtype of `mine`, number `rank` with its shape."""
+    """The problem unless a list has one tensor for each rank, all with the dtype of `mine`, and number `rank` like `mine`."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -253,7 +253,7 @@ def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, si
 
 def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> str | None:
     """The problem if two outputs, or an output and an input, share memory."""
-    # In the order of their first bytes, a tensor can only overlap one that began before it. Two inputs may overlap.
+    # Go through the tensors in the order of their first bytes: each can only overlap earlier tensors. Two inputs may overlap.
     extents = sorted((*_extent(tensor), is_output) for tensor, is_output in _marked(outputs, inputs) if tensor.numel())
     written_to = read_to = -1
     for start, end, is_output in extents:
@@ -269,7 +269,7 @@ def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] 
 def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | None:
     """The problem if a tensor shares memory with a block, unless it is exactly the block's part number `rank`."""
     if not part.is_contiguous() or not block.is_contiguous():
-        return None  # the one with gaps is copied before the call, so the two no longer share memory
+        return None  # a tensor with gaps is copied before the call, and the copy shares no memory
     start, end = _extent(part)
     first, last = _extent(block)
     # In this order: an empty part, a part before the block, a part behind it, and this rank's own part.
@@ -288,7 +288,7 @@ def _marked(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first byte and of the byte after the last one.
 
-    For a tensor with gaps, only the extent of its first element: another tensor may lie in the gaps.
+    For a tensor with gaps, return the extent of its first element only, because another tensor may lie in the gaps.
     """
     elements = tensor.numel() if tensor.is_contiguous() else 1
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 def untracked() -> torch.inference_mode:
     """A context in which any tensor may be written, also if it requires a gradient or was made in inference mode.
 
-    `torch.no_grad()` is not enough: outside of inference mode torch refuses to write a tensor that was made in it, and the mode
-    belongs to a thread. A collective may run on another thread than the caller's.
+    `torch.no_grad()` is not enough: torch refuses to write a tensor that was made in inference mode on a thread that is not in
+    inference mode. A collective may run on another thread than the caller's.
     """
     return torch.inference_mode()
 
@@ -44,7 +44,7 @@ def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two different indices mean the same place in memory. A pure function.
 
-    Cost: sorts the dimensions. If they interleave in a way that only `as_strided` makes, looks at every element.
+    Cost: a sort of the dimensions. If the dimensions interleave, as only `as_strided` makes them, a look at every element.
     """
     # Without an element, no two elements can meet.
     if 0 in shape:
@@ -97,8 +97,8 @@ def _has_duplicates(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return len(set(places.tolist())) < places.numel()
 
 
-# A collective moves a part (one rank's data), and most also a whole (the data of all ranks). These sets say which argument is
-# which: whether the part is read or written, and whether the program passes the whole as a list of tensors.
+# A collective moves a part (one rank's data), and most collectives also move a whole (the data of all ranks). These sets say
+# whether the part is read or written, and whether the program passes the whole as a list of tensors.
 _ONE_TENSOR = frozenset({"all_reduce", "reduce", "broadcast"})
 _PART_IS_READ = frozenset({"all_gather", "all_gather_into_tensor", "gather"})
 _WHOLE_IS_LIST = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})

@@ -20,8 +20,8 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 
-# Halves (float16, bfloat16) are widened in pieces of this many elements, which stay in a core's cache. Several times faster
-# than widening all at once.
+# Halves (float16, bfloat16) are widened in pieces of this many elements, which stay in a core's cache. This is several times
+# faster than widening all elements at once.
 _PIECE_NUMEL = 64 * 1024
 
 
@@ -74,9 +74,9 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
 
 
 def always_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
-    """Make a function that does `reduce_into` on these terms; it takes the keyword `out`. For terms at fixed addresses.
+    """Make a function that does `reduce_into` on these terms. The function takes the keyword `out`.
 
-    It decides once which arithmetic the terms need.
+    Use it if the same terms are reduced often, because the arithmetic is chosen only once.
     """
     if _is_one_addition(op, terms, dtype):
         return functools.partial(torch.add, *terms)
@@ -104,7 +104,7 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
         return total
     if len(terms) == 1:
         return out if out is terms[0] else out.copy_(terms[0])
-    # The last operation alone writes `out`, which may be one of the terms.
+    # Only the last operation writes `out`, because `out` may be one of the terms.
     total = terms[0] if len(terms) == 2 else function(terms[0], terms[1])
     for term in terms[2:-1]:
         function(total, term, out=total)

@@ -1,4 +1,4 @@
-"""Reductions of sparse tensors. They gather all elements, because each rank has elements at other indices."""
+"""Reductions of sparse tensors. They gather all elements, because each rank may have elements at different indices."""
 
 from __future__ import annotations
 

@@ -49,13 +49,13 @@ def reduce_scatter(
 
     Cost: one `reduce` for each rank.
     """
-    # `reduce` overwrites the root's tensor, and inputs are only read: on its own root, each rank reduces the output instead.
+    # `reduce` overwrites the root's tensor, but inputs must not change. So where this rank is the root, it passes the output.
     with untracked():
         output.copy_(inputs[group.rank])
     terms = [output if rank == group.rank else entry for rank, entry in enumerate(inputs)]
     works = []
     for root, term in enumerate(terms):
-        with group.marked("in reduce_scatter"):  # the program has written reduce_scatter, and errors say so
+        with group.marked("in reduce_scatter"):  # the program called reduce_scatter, so errors must name it, too
             works.append(group.reduce(term, root, op, async_op=async_op))
     if not async_op:
         return FinishedWork([output])
