@@ -189,7 +189,7 @@ class Service(Generic[Client]):
         self._waiting.pop(client, None)
 
     def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
-        """The answers to those of `clients` whose keys all exist now."""
+        """The answers to each client in `clients` whose keys all exist now."""
         served = [client for client in clients if not table.missing(self._waiting[client].keys, self._values)]
         return [(client, self._served(self._waiting.pop(client))) for client in served]
 

@@ -106,7 +106,7 @@ class LinkLock:
 
 
 def _take(folder: int, ticket: str) -> bool:
-    # See point 3 of the note: the link may be there although the server says that the name exists.
+    # If the server says that the name exists, the name may be our own link: see point 3 of the note.
     try:
         os.link(ticket, _LOCK, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:

@@ -85,7 +85,7 @@ class Log:
             pass
 
     def refresh(self) -> None:
-        """Read the records that others have appended into `values`.
+        """Read new records, which others have appended, and change `values` accordingly.
 
         Raises:
             StoreError: the file has a record that this version of Syncline cannot have written.
