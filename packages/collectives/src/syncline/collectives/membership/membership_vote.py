@@ -72,7 +72,7 @@ class MembershipVote:
 
         Args:
             silence_timeout_s: how long to wait for a silent member, in seconds.
-            newcomers: returns the newcomers to propose. Survivors may propose different ones, because only one proposal wins.
+            newcomers: returns the newcomers to propose. Survivors may propose different newcomers: only one proposal wins.
 
         Raises:
             RankGivenUpError: the others have gone on without this member, or more members are silent but run than have come.
