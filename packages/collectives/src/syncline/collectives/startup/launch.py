@@ -222,7 +222,7 @@ def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) ->
     if launch is None:
         return None
     parent = parent_rank(environ)
-    # No rank is above this process, so the place is free. From now on its children see that it is taken.
+    # No rank is above this process, so the place is free. From now on, children of this process see that it is taken.
     if parent is None:
         environ[PLACE_VARIABLE] = _place(os.getpid(), environ)
         return launch

@@ -220,7 +220,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
     """
     if len(set(exchange_objects(loopback_domain(), group=group))) == 1:
         return LOOPBACK
-    # Check on all ranks at once: if a rank raised alone, the others would wait for it in the next exchange.
+    # All ranks exchange their errors here: if a rank raised alone, the others would wait for it in the next exchange.
     mine = _on_all(lambda: addresses_for_others(interfaces), group)
     with Doors(mine if group.rank == 0 else []) as doors:
         places, word = exchange_objects((doors.places, doors.word), group=group)[0]

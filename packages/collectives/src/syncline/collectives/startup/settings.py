@@ -52,7 +52,7 @@ class AlgorithmThresholds:
     ring_bytes: int = 128 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
-        """These sizes, replaced by environment variables that are set: SYNCLINE_ and an attribute's name in capitals.
+        """These sizes. Environment variables replace them, such as SYNCLINE_RING_BYTES for `ring_bytes`.
 
         Raises:
             InvalidArgumentError: a variable is not a positive integer.
