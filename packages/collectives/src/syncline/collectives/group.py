@@ -30,10 +30,10 @@ DEFAULT_SILENCE_TIMEOUT_S = 30.0
 class ProcessGroup(ABC):
     """A set of ranks that issue the same collectives in the same order.
 
-    **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. Only `send` and
-    `recv` concern two ranks. Any thread may call. If two threads of one rank call without a lock, their calls have no order, on
-    this rank or across ranks. If a future's callback issues a collective, the collective runs inside the callback, before all
-    queued calls of the group.
+    **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. But `send` and
+    `recv` concern only two ranks. Any thread may call. If two threads of one rank call without a lock, their calls have no
+    order, on this rank or across ranks. If a future's callback issues a collective, the collective runs inside the callback,
+    before all queued calls of the group.
 
     **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished. With
     `async_op=True` the collective may be in flight, and the tensors belong to it until `wait()` returns.
@@ -42,7 +42,7 @@ class ProcessGroup(ABC):
     strides. Tensors without elements or without dimensions are allowed. `device_types` says which devices a group serves. If
     this rank can see that an argument is wrong, the method raises before the call is issued, and the group stays usable.
 
-    **Ranks** are those of this group, 0 to size - 1; `ranks` maps them to the ranks of the default group.
+    **Ranks** in arguments and results are ranks in this group, 0 to size - 1. `ranks` maps them to ranks in the default group.
 
     **Errors of all methods**, besides the errors that each method lists: `InvalidArgumentError` (a tensor on a device that the
     group does not serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, `CollectiveTimeout`,

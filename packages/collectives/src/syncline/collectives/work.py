@@ -362,7 +362,7 @@ class PendingWork(Work):
 
     def _wait_until_done(self, timeout_s: float | None) -> bool:
         with self._lock:
-            if self._is_done:  # finished after the caller looked: nobody would set the event now
+            if self._is_done:  # the work has just finished, so nobody would set the event
                 return True
             if self._waiting is None:
                 self._waiting = threading.Event()
