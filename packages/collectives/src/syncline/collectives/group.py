@@ -558,9 +558,9 @@ class ProcessGroup(ABC):
 
         Every surviving rank must call this.
 
-        All survivors get the same members, in the order of their ranks here, even if another rank dies meanwhile. Do not use
-        this group, its sub-groups or its memory again. Calls that were in flight have finished on some ranks and are lost on
-        others: agree in the new group on where to go on.
+        All survivors get the same members, in the order of their ranks in this group, even if another rank dies meanwhile. Do
+        not use this group, its sub-groups or its memory again. Calls that were in flight have finished on some ranks and are
+        lost on others: agree in the new group on where to go on.
 
         Args:
             silence_timeout_s: how long, in seconds, to wait for a rank that does not call and is not known to have ended.

@@ -72,7 +72,7 @@ class CancelScope:
 
     def cancel(self, reason: BaseException) -> None:
         """End the scope now, for this reason. If the scope already has a reason, keep the earlier reason."""
-        # The first reason is the cause; later ones are mostly its consequences.
+        # The first reason is the cause. Later reasons are mostly its consequences.
         if self.reason is None:
             self.reason = reason
         self._end_s = -math.inf

@@ -111,7 +111,7 @@ class Transport(ABC):
     def barrier(self, call: Call) -> None:
         """Return when all ranks have called this method."""
 
-    def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for those who share memory
+    def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for transports that share memory
         """Allocate a flat tensor in memory from which the transport communicates fastest. Its content is undefined.
 
         Default: plain memory.

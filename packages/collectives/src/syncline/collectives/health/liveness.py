@@ -157,7 +157,7 @@ def current_run() -> Run | None:
 LOOK_S = 0.2
 """The shortest time between two questions to the system, in seconds."""
 GRACE_S = 0.5
-"""Seconds that a collective gets to end after a member is gone, because the member may have done its part before."""
+"""Seconds that a collective gets to end after a member is gone, because the member may have done its part before its end."""
 CAUSE_S = 1.0
 """How long to look for a loss that would explain an error, in seconds."""
 

@@ -52,7 +52,7 @@ logger = logging.getLogger("syncline.collectives")
 PERIOD_S = 0.1
 INTERRUPT_LOOKS = 6
 END_LOOKS = 22
-# Asking the others takes 1.5 s, and writing a report at most 11 s.
+# To ask the other ranks takes 1.5 s, and to write a report at most 11 s. Together this is less than 20 s.
 NOTICED_LOOKS = 200
 END_STATUS = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 5.0
