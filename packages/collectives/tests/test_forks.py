@@ -121,6 +121,7 @@ def test_a_fork_may_make_a_group_of_its_own(tmp_path: Path) -> None:
 
 
 def test_mpi_is_not_started_in_the_name_of_a_rank() -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     groups = create_groups(1)
     said = in_fork(lambda: sc.init_process_group("mpi"))
     assert said.startswith("LaunchError: backend 'mpi': this process is a fork of a rank, and MPI is that rank's alone")

@@ -140,6 +140,7 @@ def test_a_trace_of_one_step_is_too_short(folder: Path, capsys: pytest.CaptureFi
 
 
 def test_a_cell_of_a_wide_table_is_one_line() -> None:
+    pytest.importorskip("rich", reason="rich is not installed: syncline-ddp[report]")
     wide = rendering.table("Wide", [f"best, {number}:\nMiB, ms, times" for number in range(8)])
     wide.add_row(*["traced, 12345.67, 1.00"] * 8)
     (row,) = [line for line in rendering.printed(wide).splitlines() if "traced" in line]

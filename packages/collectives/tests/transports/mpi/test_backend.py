@@ -36,6 +36,8 @@ def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_library(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
     class Loader:
         """Fails as mpi4py does where the library cannot be loaded."""
 

@@ -249,12 +249,20 @@ class EngineGroup(ProcessGroup, Inherited):
             for companion in self._companions:
                 ending.callback(self._end, companion)
             # After a failure, other ranks may not come to this comparison, so it could only time out.
-            if self.first_failure is None and self._compares_later:
-                self._compare_before_close()
+            if self.first_failure is None and self._meets_at_close:
+                self._meet_before_close()
+
+    @property
+    def _meets_at_close(self) -> bool:
+        """Whether `close` waits for the other ranks."""
+        return self._compares_later
 
     @abstractmethod
-    def _compare_before_close(self) -> None:
-        """Compare all calls with the other ranks, which also close the group. It is no error if a rank does not come."""
+    def _meet_before_close(self) -> None:
+        """Wait for the other ranks, which also close the group, and compare all calls with them.
+
+        It is no error if a rank does not come.
+        """
 
     @abstractmethod
     def _close(self) -> None:
@@ -354,6 +362,7 @@ class HostGroup(EngineGroup):
         self._checks_calls = check_calls and size > 1
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
+        self._all_close = True  # False if a rank did not come when this rank closed the group
         # Only a group that knows its processes can say which rank is lost, so only such a group is watched.
         if liveness is not None:
             watch(self)
@@ -693,21 +702,30 @@ class HostGroup(EngineGroup):
             work.leave_to_parent(not_the_rank("wait", self.place()))
         self._transport.leave_to_parent()
 
+    @property
     @override
-    def _compare_before_close(self) -> None:
-        self._start(Signature("close"), (), (), self._compare_at_close, is_numbered=False)
+    def _meets_at_close(self) -> bool:
+        return self.size > 1 and (self._compares_later or self._transport.closes_together)
 
-    def _compare_at_close(self, call: Call) -> None:
-        """Compare the calls.
+    @override
+    def _meet_before_close(self) -> None:
+        self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
+
+    def _meet_at_close(self, call: Call) -> None:
+        """Wait until all ranks close the group. Compare the calls, unless each call was compared before it ran.
 
         It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
         """
         scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._why_sender_will_not_send)
         try:
-            self._agreed.same_history(scope)
+            if self._compares_later:
+                self._agreed.same_history(scope)
+            else:
+                self._carrier.maximum([0], scope)
         # Only a disagreement is an error here. The group closes in any case.
         except (TimeoutError, TransportError) as error:
-            logger.info("close on %s: calls were not compared with those of the other ranks: %s", self.place(), error)
+            self._all_close = False
+            logger.info("close on %s: not all ranks of the group have closed it: %s", self.place(), error)
 
     @override
     def _close(self) -> None:
@@ -716,13 +734,14 @@ class HostGroup(EngineGroup):
         drained = self._queue.drain(self.timeout_s)
         self._plans.clear()
         self._queue.stop()
+        is_in_order = drained and self._first_failure is None
         # After a failure, or with calls still in flight, closing the library in order might wait for ever.
-        if drained and self._first_failure is None:
+        if is_in_order and (self._all_close or not self._transport.closes_together):
             self._close_transport()
-            if self._leavers is not None:
-                self._leavers.is_closed = True
         else:
             self._transport.abort()
+        if is_in_order and self._leavers is not None:
+            self._leavers.is_closed = True
 
     def _close_transport(self) -> None:
         self._transport.close()

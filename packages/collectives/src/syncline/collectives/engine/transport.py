@@ -82,6 +82,9 @@ class Transport(ABC):
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
+    #: Whether the library may be closed only after all ranks have closed the group. If they have not, the group calls `abort`.
+    closes_together: bool = False
+
     #: Finds out which ranks are lost; None if the transport does not know their processes.
     liveness: Liveness | None = None
 

@@ -33,6 +33,7 @@ class DeviceTransport(Transport):
     def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
         self.backend_name = host.backend_name
         self._host = host
+        self.closes_together = host.closes_together
         self._rank = rank
         self._device = device
         self._direct = direct

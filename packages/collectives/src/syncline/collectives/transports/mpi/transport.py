@@ -61,6 +61,10 @@ class MPITransport(LibraryTransport):
 
     backend_name = "mpi"
 
+    # A rank that has not closed the group may still send messages. If this rank freed its communicator, Open MPI would keep the
+    # messages, and give them to its next communicator with the same number.
+    closes_together = True
+
     def __init__(
         self,
         communicator: MPI.Intracomm,

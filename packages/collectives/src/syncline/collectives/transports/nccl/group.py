@@ -537,7 +537,7 @@ class NcclGroup(EngineGroup):
     # ---- the end ----
 
     @override
-    def _compare_before_close(self) -> None:
+    def _meet_before_close(self) -> None:
         self._is_closing = True
         # A group that was never used closes without waiting for the other ranks.
         if self._agreed.history.calls:
