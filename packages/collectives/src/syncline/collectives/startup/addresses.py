@@ -235,7 +235,7 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
     """For each rank the address at which the others reach it. A pure function.
 
     Args:
-        places: the doors of rank 0.
+        places: the addresses and ports at which rank 0 listens, its doors.
         tried: the results of each other rank.
 
     Raises:

@@ -296,7 +296,7 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
     process's run is ignored: it belongs to an earlier run.
 
     Args:
-        name: identifies the text and the parent of the processes.
+        name: the key in the file. It is different for other texts, and for processes with another parent.
         began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
         folder: the folder of the file that lists who has spoken.
     """

@@ -1,4 +1,4 @@
-"""The trace file is `trace.json`. It merges the parts of all ranks in its folder."""
+"""Write the trace file `trace.json`: it has the parts of all ranks in one folder, merged."""
 
 from __future__ import annotations
 

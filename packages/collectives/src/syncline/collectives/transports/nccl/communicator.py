@@ -165,7 +165,7 @@ class Communicator:
             self._call("broadcast", address, address, count, datatype, root)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Gather all tensors in `block`, which is as long as `size` tensors. `tensor` may be this rank's part of the block."""
+        """Gather the `tensor` of each rank into `block`, which is `size` times as long. `tensor` may be a part of `block`."""
         if tensor.numel():
             address, count, datatype = self._wire(as_moved(tensor))
             self._call("allGather", address, self._wire(as_moved(block))[0], count, datatype)
