@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from mpi4py import MPI
 
-from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
+from syncline.collectives import CollectiveTimeout, DisagreementError, ProcessGroup, ReduceOp
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.statements import ranks_in_words
@@ -58,6 +59,27 @@ def test_large_calls_that_differ_are_told_apart_on_every_rank() -> None:
     with pytest.raises(DisagreementError, match=calls):
         group.all_reduce(torch.ones(numel if group.rank == 0 else numel + 1))
     group.abort()
+
+
+@pytest.mark.parametrize("check_calls", [False, True])
+def test_a_rank_that_closes_while_another_calls_frees_no_communicator(check_calls: bool) -> None:
+    """If it did, Open MPI would keep the other rank's messages for the next communicator with the same number."""
+    world = MPI.COMM_WORLD
+    if world.Get_size() == 1:
+        return
+    transport = MPITransport(world.Dup())
+    group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=1.0, check_calls=check_calls)
+    # Only with `check_calls` do the two calls meet.
+    told = pytest.raises(DisagreementError, match=r"rank.*: close\(\)") if check_calls else nullcontext()
+    if group.rank == 1:
+        with told if check_calls else pytest.raises(CollectiveTimeout):
+            group.all_reduce(torch.ones(1))
+        group.abort()
+    else:
+        with told:
+            group.close()
+    assert transport._communicator != MPI.COMM_NULL
+    world.Barrier()
 
 
 def test_reproducible_reductions_are_in_rank_order() -> None:

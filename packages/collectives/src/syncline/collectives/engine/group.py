@@ -508,7 +508,7 @@ class HostGroup(EngineGroup):
             if compares:
                 self._agreed.add(call.digest())
             elif self._checks_calls and call.number is not None:
-                self._check_same_call(call)
+                self._check_same_call(call, call.scope)
             # Usually the tensors are on the host and need no context. These tests cost less than entering contexts.
             if order is None and not is_tracked(call.reads) and not is_tracked(call.writes):
                 body(call)
@@ -544,8 +544,8 @@ class HostGroup(EngineGroup):
 
     # ---- agreement ----
 
-    def _check_same_call(self, call: Call) -> None:
-        said = self._agreed.same(call.words, call.scope)
+    def _check_same_call(self, call: Call, scope: CancelScope) -> None:
+        said = self._agreed.same(call.words, scope)
         if said is not None:
             raise different_calls(said)
 
@@ -721,7 +721,7 @@ class HostGroup(EngineGroup):
             if self._compares_later:
                 self._agreed.same_history(scope)
             else:
-                self._carrier.maximum([0], scope)
+                self._check_same_call(call, scope)
         # Only a disagreement is an error here. The group closes in any case.
         except (TimeoutError, TransportError) as error:
             self._all_close = False
