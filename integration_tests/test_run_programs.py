@@ -146,7 +146,7 @@ def test_every_program_is_in_the_list() -> None:
 def test_like_torchrun(loaded: PreloadedPython | None, program: str, way: str) -> None:
     if not is_installed(NEEDS.get(program, "torch")):
         pytest.skip(f"{NEEDS[program]} is not installed")
-    if RESULTS[program][way].startswith("not: "):
+    if RESULTS[program][way].startswith("no: "):
         pytest.skip(RESULTS[program][way])
     mpi, ranks = WAYS[way]
     try:
