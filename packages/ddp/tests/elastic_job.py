@@ -143,7 +143,7 @@ def instrument(model: DistributedDataParallel, elastic: Elastic, kill: Killer) -
     around(elastic, "_sum_over_ranks", "before the sum", "after the sum")
     if model.join_process_group.backend_name == "mpi":
         connecting = import_module("syncline.collectives.transports.mpi.node.hierarchy")  # asks between two collectives
-        around(connecting, "has_total_store_order", "shrink, while connecting", "shrink, while connecting", at_any_step=True)
+        around(connecting, "find_fence", "shrink, while connecting", "shrink, while connecting", at_any_step=True)
     each_group(model.join_process_group)
     update = model.update_process_group
 

@@ -76,7 +76,9 @@ def test_whatever_keeps_a_rank_from_connecting_the_others_are_told() -> None:
 
 def test_a_group_that_is_closed_gives_its_communicator_back() -> None:
     reconnector = a_reconnector(Connecting())
-    group = ShrinkableGroup(MagicMock(liveness=None, compares_every_call=True), reconnector, timeout_s=1.0)
+    group = ShrinkableGroup(
+        MagicMock(liveness=None, compares_every_call=True, closes_together=False), reconnector, timeout_s=1.0
+    )
     group.close()
     assert reconnector._communicator.is_free  # type: ignore[attr-defined]
 

@@ -53,6 +53,8 @@ MOST_PLANS = 256
 
 # How long a rank that closes a group waits for the others, to compare their calls.
 _CLOSE_S = 60.0
+# How long it waits if only the library needs to know that all ranks close. It must not delay a rank that ends for long.
+_FREE_S = 2.0
 # How long the monitor waits for a report before it ends the process.
 _REPORT_S = 2.0
 
@@ -716,7 +718,8 @@ class HostGroup(EngineGroup):
 
         It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
         """
-        scope = CancelScope(min(call.scope.remaining_s(), _CLOSE_S), self._why_sender_will_not_send)
+        longest_s = _CLOSE_S if self._compares_later else _FREE_S
+        scope = CancelScope(min(call.scope.remaining_s(), longest_s), self._why_sender_will_not_send)
         try:
             if self._compares_later:
                 self._agreed.same_history(scope)
@@ -736,10 +739,11 @@ class HostGroup(EngineGroup):
         self._queue.stop()
         is_in_order = drained and self._first_failure is None
         # After a failure, or with calls still in flight, closing the library in order might wait for ever.
-        if is_in_order and (self._all_close or not self._transport.closes_together):
-            self._close_transport()
-        else:
+        if not is_in_order:
             self._transport.abort()
+        # If a rank has not closed the group, it may still use the library's objects. Then they stay until the process ends.
+        elif self._all_close or not self._transport.closes_together:
+            self._close_transport()
         if is_in_order and self._leavers is not None:
             self._leavers.is_closed = True
 

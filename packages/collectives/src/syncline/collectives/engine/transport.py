@@ -82,7 +82,7 @@ class Transport(ABC):
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
-    #: Whether the library may be closed only after all ranks have closed the group. If they have not, the group calls `abort`.
+    #: Whether the library may be closed only after all ranks have closed the group. If they have not, the group leaves it open.
     closes_together: bool = False
 
     #: Finds out which ranks are lost; None if the transport does not know their processes.
