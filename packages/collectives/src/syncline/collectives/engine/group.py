@@ -251,17 +251,12 @@ class EngineGroup(ProcessGroup, Inherited):
             for companion in self._companions:
                 ending.callback(self._end, companion)
             # After a failure, other ranks may not come to this comparison, so it could only time out.
-            if self.first_failure is None and self._meets_at_close:
+            if self.first_failure is None:
                 self._meet_before_close()
-
-    @property
-    def _meets_at_close(self) -> bool:
-        """Whether `close` waits for the other ranks."""
-        return self._compares_later
 
     @abstractmethod
     def _meet_before_close(self) -> None:
-        """Wait for the other ranks, which also close the group, and compare all calls with them.
+        """Wait for the other ranks, which also close the group, and compare all calls with them, if the group needs this.
 
         It is no error if a rank does not come.
         """
@@ -704,14 +699,10 @@ class HostGroup(EngineGroup):
             work.leave_to_parent(not_the_rank("wait", self.place()))
         self._transport.leave_to_parent()
 
-    @property
-    @override
-    def _meets_at_close(self) -> bool:
-        return self.size > 1 and (self._compares_later or self._transport.closes_together)
-
     @override
     def _meet_before_close(self) -> None:
-        self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
+        if self.size > 1 and (self._compares_later or self._transport.closes_together):
+            self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
 
     def _meet_at_close(self, call: Call) -> None:
         """Wait until all ranks close the group. Compare the calls, unless each call was compared before it ran.

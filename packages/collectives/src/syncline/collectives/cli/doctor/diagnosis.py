@@ -351,17 +351,15 @@ def _sharing(result: str | None, has_fences: bool) -> Finding:
     name = "shared memory"
     if result is None:
         return ok(name, "not tried: the ranks are not connected by MPI")
-    if not result.startswith("no:") and not has_fences:
-        return Finding(
-            name,
-            Status.WARN,
-            f"{result}, but libatomic.so.1 is missing on a node",
-            "ranks then meet by MPI, which is slower for small tensors: install libatomic (Debian's libatomic1) on all nodes",
+    if result.startswith("no:"):
+        remedy = f"gradients travel by plain MPI, which is slower: start the ranks of a node in one container, or {_MORE}"
+        return Finding(name, Status.WARN, result, remedy)
+    if not has_fences:
+        remedy = (
+            "ranks then meet by MPI, which is slower for small tensors: install libatomic (Debian's libatomic1) on all nodes"
         )
-    if not result.startswith("no:"):
-        return ok(name, result)
-    remedy = f"gradients travel by plain MPI, which is slower: start the ranks of a node in one container, or {_MORE}"
-    return Finding(name, Status.WARN, result, remedy)
+        return Finding(name, Status.WARN, f"{result}, but libatomic.so.1 is missing on a node", remedy)
+    return ok(name, result)
 
 
 def _left(ranks: Sequence[Observation]) -> Finding:

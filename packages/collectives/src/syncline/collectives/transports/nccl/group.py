@@ -540,7 +540,7 @@ class NcclGroup(EngineGroup):
     def _meet_before_close(self) -> None:
         self._is_closing = True
         # A group that was never used closes without waiting for the other ranks.
-        if self._agreed.history.calls:
+        if self._compares_later and self._agreed.history.calls:
             with suppress(SynclineError):  # a difference has ended the group already; a missing rank is not a failure here
                 self._queue.run_in_turn(self._compare).wait()
 
