@@ -97,13 +97,13 @@ class Bucket:
                 unchanged.
 
         Raises:
-            MisuseError: a gradient has another dtype or layout than its parameter had.
+            MisuseError: a gradient has another dtype, layout or shape than its parameter had when the bucket was built.
         """
         self._choose_memory()
         self._has_graph = False
         gradients = list(map(_grad_of, self.parameters))
         in_place = self._positions_in_place(gradients)
-        # The reduction overwrites the buffer, so keep gradients that must stay if no rank uses their parameter.
+        # The reduction overwrites the buffer, so keep a copy of each gradient that must stay if no rank uses its parameter.
         for position in in_place:
             if self.indices[position] in unused:
                 self._keep(position)
@@ -117,9 +117,9 @@ class Bucket:
             self._set_views(gradients, {*unused, *self._differentiable(gradients)} if self._has_graph else unused)
 
     def collect_nothing(self) -> None:
-        """Fill the buffer with zeros, on a rank that has no gradients.
+        """Fill the buffer with zeros, on a rank that takes part without gradients.
 
-        `deliver` must leave all gradients of this rank unchanged.
+        Call `deliver` with all indices as `untouched` later, so that this rank's gradients stay unchanged.
         """
         self._choose_memory()
         for position in self._positions_in_place(list(map(_grad_of, self.parameters))):
@@ -201,7 +201,7 @@ class Bucket:
             warn_of_graph()
         with torch.inference_mode():  # skips autograd, and is a sixth faster than `no_grad` for small gradients
             if self._holds_vectors and sum(map(torch.Tensor.numel, sources)) == self.buffer.numel():
-                with suppress(RuntimeError):  # raised if a gradient lies in the buffer and is not the view itself
+                with suppress(RuntimeError):  # raised if a gradient lies in the buffer
                     torch.cat(sources, out=self.buffer)
                     return
             try:
@@ -247,7 +247,7 @@ class Bucket:
 
         Args:
             untouched: indices of parameters whose gradients stay unchanged.
-            may_alias: whether large gradients may lie in the bucket's memory. They may if no other code knows this memory.
+            may_alias: whether large gradients may lie in the bucket's memory. True only if no other code knows this memory.
         """
         gradients = list(map(_grad_of, self.parameters))
         done = {*untouched, *self._deliver_into_graph(gradients, untouched)} if self._has_graph else untouched
@@ -265,7 +265,7 @@ class Bucket:
     def _deliver_into_graph(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
         """Replace each gradient that is part of a graph by its reduced gradient, which is also part of the graph.
 
-        Return the indices of the parameters with such a gradient.
+        Return the indices of the parameters whose gradients were replaced.
         """
         chosen = self._differentiable(gradients).difference(untouched)
         for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
@@ -300,7 +300,7 @@ class Bucket:
                     return
         targets, sources = [], []
         for position, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
-            # A parameter that another rank uses gets a gradient here, too.
+            # A parameter that only other ranks use gets a gradient here, too.
             if position not in done:
                 targets.append(_new_gradient(parameter) if gradient is None else gradient)
                 sources.append(view)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 else:
     CommunicationHook = Callable
 
-# If a collective of the hook times out, its error says more than the error of our wait for the hook. So our wait is longer, by
-# at most this many seconds.
+# If a collective of the hook times out, the collective's error says more than the error of `HookReduction`. So `HookReduction`
+# waits longer than the group's timeout, by at most this many seconds.
 _REPORT_S = 2.5
 
 
@@ -79,9 +79,8 @@ class BucketReduction:
 class PendingReduction(ABC):
     """A bucket whose reduction was issued. When the reduction ends, the time goes into `times`.
 
-    Callbacks at the end of the reduction hold no reference to the group. A callback may run on the group's own thread, and its
-    reference could be the last reference to the group. If a group of torch is dropped on its own thread, the group waits for
-    this thread for ever.
+    Callbacks at the end of the reduction hold no reference to the group. A callback may run on the group's own thread. If the
+    callback dropped the last reference to a group of torch there, the group would wait for its own thread for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may keep it.
@@ -114,8 +113,8 @@ class CollectiveReduction(PendingReduction):
     def __init__(self, bucket: AnyBucket, times: BucketTimes, work: Work) -> None:
         super().__init__(bucket, times)
         self._work = work
-        # On CUDA a callback needs a stream, an event and a pickle. The callback also runs too early: when the call is issued,
-        # not when the call is over. So on CUDA `_wait` notes the end.
+        # On CUDA, `_wait` notes the end. A callback on CUDA needs a stream, an event and a pickle, and runs too early: when the
+        # call is issued, not when the call is over.
         if bucket.buffer.is_cuda:
             return
         if work.is_completed():
@@ -174,7 +173,7 @@ class HookReduction(PendingReduction):
 
     def _as_given(self, result: object) -> object:
         """Cast the result to the bucket's dtype, if the hook has set a buffer of another dtype and returns that dtype."""
-        # `Bucket.accept` raises the error if the result is wrong.
+        # Return any other result unchanged. If the result is wrong, `Bucket.accept` raises the error.
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result
         return result.to(self.bucket.buffer.dtype)

@@ -16,7 +16,7 @@ from .usage import UsageModel
 class UsedMap:
     """The ranks' agreement on the used parameters.
 
-    Each parameter has a byte: 0 if no rank uses the parameter, else how it is used.
+    Each parameter has a byte, its level: 0 if no rank uses the parameter, else the highest level at which any rank uses it.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -56,7 +56,7 @@ def without(indices: Collection[int], used: set[int], count: int) -> frozenset[i
 
 
 class DynamicUsage(UsageModel):
-    """Each backward may reach other parameters, and each rank may reach different parameters (`find_unused_parameters=True`).
+    """The reached parameters may differ from backward to backward, and from rank to rank (`find_unused_parameters=True`).
 
     Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second all_reduce at the
     beginning of backward. A rank waits for this all_reduce only if it uses no parameter of some bucket.
@@ -68,10 +68,10 @@ class DynamicUsage(UsageModel):
     # Note [Unused parameters without a walk]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # When backward starts, autograd itself computes which nodes it will execute. So at the first gradient of a backward, one
-    # question for each parameter (0.2 microseconds) tells which gradients will never come. These gradients count as ready at
-    # once. The reducer does not walk the graph, and need not know the model's outputs: backward does not reach an output that
-    # is not part of the loss. The question can be asked only while backward runs, and the answer is about the innermost
-    # backward. So re-entrant checkpoints are an error here.
+    # question for each parameter (0.2 microseconds) tells which gradients will not come in this backward. These gradients count
+    # as ready at once. The reducer does not walk the graph, and need not know the model's outputs: backward does not reach an
+    # output that is not part of the loss. The question can be asked only while backward runs, and the answer is about the
+    # innermost backward. So re-entrant checkpoints are an error here.
     #
     # A parameter counts as used if it got a gradient since the last reduction, also from a backward that was not synchronised.
     # Each rank knows which parameters it uses only when all its gradients have come. So the all_reduce of the map starts after
@@ -100,7 +100,7 @@ class DynamicUsage(UsageModel):
         self._unreached: set[int] = set()
 
     def find_nodes_again(self) -> None:
-        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # keep alive; see `accumulation_node`
+        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # hold them; see `accumulation_node`
 
     def begin(self) -> Sequence[int]:
         """Ask autograd which parameters this backward will not reach.
@@ -118,7 +118,7 @@ class DynamicUsage(UsageModel):
         self._unreached = set(never)
         # With `skip_unused`, the ranks agree now which buckets no rank uses.
         if self._forecast is not None:
-            # `_used` has the parameters with gradients of earlier backwards that were not synchronised. Reduce their buckets.
+            # `_used` has the parameters with gradients of earlier backwards that were not synchronised. Do not skip these.
             silent = self._unreached - self._used
             self._forecast.sync(bytes(index not in silent for index in range(len(self._nodes))))
         return never
@@ -131,7 +131,7 @@ class DynamicUsage(UsageModel):
             self._forecast.sync(bytes(len(self._nodes)))
 
     def needed(self, indices: Collection[int]) -> int:
-        # The usual case: all parameters are reached, and the sets are not compared.
+        # The usual case: all parameters are reached, so no sets are compared.
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:

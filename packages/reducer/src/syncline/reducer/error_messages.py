@@ -1,4 +1,4 @@
-"""The texts of the reducer's errors. Each function is pure, and returns the error or raises it."""
+"""The texts of the reducer's errors, and checks that raise these errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def marked_twice(name: str, place: str, hint: str) -> MisuseError:
 
 
 def not_expected(name: str, place: str) -> MisuseError:
-    """Make the error for a gradient that no backward would reduce."""
+    """Make the error for a gradient of a parameter that had no gradient in the first reduced backward of a static graph."""
     return MisuseError(
         f"found a gradient of parameter '{name}' on {place}, which had none in the first backward that was reduced. "
         "Your training graph has changed in this iteration, so it is not static: pass static_graph=False and "
@@ -38,7 +38,7 @@ def not_expected(name: str, place: str) -> MisuseError:
 def compiled_autograd(place: str) -> MisuseError:
     """Make the error for the case that compiled autograd runs the backward.
 
-    Under compiled autograd, the reducer would not notice the end of a backward.
+    Under compiled autograd, the reducer cannot notice the end of a backward.
     """
     return MisuseError(
         f"a backward began on {place} under compiled autograd, which drops what shall happen at its end: its gradients would "
@@ -47,7 +47,7 @@ def compiled_autograd(place: str) -> MisuseError:
 
 
 def no_buckets(place: str) -> MisuseError:
-    """Make the error for the case that the latest forward has failed while it rebuilt the buckets."""
+    """Make the error for a backward after a forward that failed while it rebuilt the buckets."""
     return MisuseError(
         f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
         "again"
@@ -55,9 +55,9 @@ def no_buckets(place: str) -> MisuseError:
 
 
 def needs_everyone(place: str) -> MisuseError:
-    """Make the error for the case that a rank has no gradients in the first backward of a static graph.
+    """Make the error for a rank without gradients in the first backward of a static graph.
 
-    This backward shows the graph.
+    From this backward all ranks learn the graph.
     """
     return MisuseError(
         f"shadow_backward on {place}: with static_graph=True every rank must have gradients in the first backward, from which "
@@ -66,9 +66,9 @@ def needs_everyone(place: str) -> MisuseError:
 
 
 def another_reducer(place: str) -> MisuseError:
-    """Make the error for two reducers with some of the same parameters.
+    """Make the error for two reducers that disturb each other.
 
-    They disturb each other, because one of them averages in views, or both use one group.
+    They have some of the same parameters, and both use one group, or at least one averages gradients in place.
     """
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "
@@ -151,7 +151,7 @@ def changed_before_average(name: str, place: str) -> MisuseError:
 
 
 def sees_own_gradients(names: Sequence[str]) -> str:
-    """Return the warning that these parameters have hooks of the user, which see gradients that are not averaged."""
+    """Return the warning that hooks of the user on these parameters see gradients that are not averaged yet."""
     return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
@@ -166,11 +166,11 @@ def differentiable(name: str) -> MisuseError:
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
     """Add the names of the bucket's parameters to an error.
 
-    Return None for an error that is no transport error and no disagreement.
+    Return None if the error is neither a transport error nor a disagreement.
 
-    A future of torch's own (for example `torch.futures.collect_all`) turns an error into a RuntimeError. The text of the
-    RuntimeError contains the type and text of the original error. If the original error was one of Syncline, this function
-    reads its type and text from there.
+    A future of torch (for example of `torch.futures.collect_all`) turns an error into a RuntimeError. The text of the
+    RuntimeError contains the type and text of the original error. So if the original error was a transport error or a
+    disagreement, this function makes the error again from this text.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:
@@ -197,7 +197,7 @@ def is_of_a_stray_backward(text: str) -> bool:
 
 
 def _told(error: Exception) -> SynclineError | None:
-    # Only a RuntimeError of torch's may hold the text of another error.
+    # Only a RuntimeError of torch contains the text of another error.
     if not isinstance(error, RuntimeError):
         return None
     known = {kind.__name__: kind for family in (TransportError, DisagreementError) for kind in _family(family)}
@@ -240,16 +240,16 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
     """A context that adds the names of the gradients' parameters to transport errors and disagreements.
 
-    The errors keep their type.
+    An error of Syncline keeps its type.
     """
     try:
         yield
     except Exception as error:
         named = with_parameter_names(error, names())
         if named is None:
-            # Another kind of error, such as a hook's own, goes on unchanged.
+            # Any other error, such as an error of a hook, goes on unchanged.
             raise
-        # An error of ours is not chained, because the new error contains its whole text.
+        # Do not chain an error of Syncline, because the new error contains the whole text of that error.
         raise named from error.__cause__ if isinstance(error, SynclineError) else error
 
 

@@ -43,12 +43,14 @@ class GradientAliasing:
         self._alone: dict[int, tuple[int, int]] = {}
         if CAN_COUNT_STORAGE_USERS and views[0].is_cpu:
             for position, view in enumerate(views):
-                # An alias for each view is made once, because aliasing needs a storage of its own.
                 if view.nbytes >= LEAST_ALIASED_BYTES:
                     self._make_alias(position)
 
     def is_memory_free(self) -> bool:
-        """Whether the bucket may fill its memory: each moved gradient is gone, or is still its parameter's gradient."""
+        """Whether the bucket may fill its memory.
+
+        It may if each moved gradient is gone, or has other memory, or is still its parameter's gradient.
+        """
         return all(
             storage_users(alias) == self._alone[position]
             or self._is_elsewhere(position)
@@ -82,17 +84,14 @@ class GradientAliasing:
         return moved
 
     def move_out(self) -> None:
-        """Move gradients out of the bucket's memory into memory of their own.
-
-        Leave out gradients whose memory other code uses.
-        """
+        """Move gradients out of the bucket's memory into new memory. Leave out gradients whose memory other code uses."""
         for position, alias in self._aliases.items():
             gradient = self._parameters[position].grad
-            # This gradient is not in the bucket's memory.
+            # There is no gradient to move: no gradient of this parameter is in the bucket's memory.
             if gradient is None or not self._is_moved(position, gradient) or self._is_elsewhere(position):
                 continue
             python_users, users = self._alone[position]
-            # There is one user more than without a gradient: the gradient itself. So no other code sees the move.
+            # The gradient is the only user besides the alias, so no other code sees the move.
             if storage_users(alias) == (python_users, users + 1):
                 with torch.inference_mode(False):
                     gradient.data = alias.clone()
@@ -123,7 +122,7 @@ class GradientAliasing:
 
 
 def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether the user would notice a move of this gradient only by its time and by the gradient's address."""
+    """Whether a move of this gradient changes nothing that the user can see, except the gradient's address."""
     return (
         type(gradient) is torch.Tensor
         and not gradient.requires_grad

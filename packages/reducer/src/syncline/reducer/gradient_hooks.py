@@ -17,29 +17,29 @@ from .torch_internals import GraphNode, accumulation_node, hookable
 
 
 class GradientHooks:
-    """All hooks of one reducer.
+    """The hooks by which one reducer notes its gradients.
 
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Users' hooks may change a gradient. A hook that was registered after our hook runs after our hook. So a bucket is never
-    collected inside our hook on a parameter. The bucket is collected when all hooks on the latest gradient have run, at the end
-    of the parameter's node in the graph. A hook on every node would double the cost of noting gradients. So each bucket has one
-    hooked node: the node of the parameter that is expected to complete the bucket. If another parameter completes it, the
-    bucket waits for the next gradient that wakes the reducer in the same backward, or for the end of backward. From then on,
-    the node of that other parameter is hooked.
+    collected inside our hook on a parameter. The bucket is collected when all hooks on the latest gradient have run, so when
+    the parameter's node in the graph is done. A hook on every node would double the cost of noting gradients. So at first each
+    bucket has one hooked node: the node of the parameter that is expected to complete the bucket. If another parameter
+    completes the bucket, the bucket waits for the next gradient that wakes the reducer in the same backward, or for the end of
+    backward. From the next backward on, the node of this parameter has a hook, too.
 
     Args:
         parameters: the reducer's parameters.
         group: the ranks that average.
-        reads_in_place: whether this reducer averages gradients in their own memory, so that no other reducer can read them
-            meanwhile.
+        reads_in_place: whether this reducer averages gradients in their own memory. If so, another reducer would read gradients
+            that this reducer is just averaging.
         wake: a method. A hook calls it on the thread of backward, when a bucket is worth a look. Only a weak reference to
             `wake` is kept, so that hooks do not keep the reducer alive.
-        node_done: called with the arguments of `hook_node`, when all hooks on the parameter that `hook_node` got have run. Only
-            a weak reference is kept.
-        retire: called before another reducer on some of the same parameters is used, if our reducer would disturb the other
-            one. Only a weak reference is kept. `retire` returns whether our hooks may be taken off, because no backward of our
-            reducer is under way or expected. If so, our hooks stay off until the next call of `register`.
+        node_done: a method. When all hooks on a parameter that `hook_node` got have run, it is called with the arguments of
+            that call. Only a weak reference is kept.
+        retire: a method. Another reducer that this reducer would disturb calls it before a forward or a backward. `retire`
+            returns True if no backward of this reducer is under way or expected. Then this reducer's hooks are off until the
+            next call of `register`. Only a weak reference is kept.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class GradientHooks:
         # A closed reducer never hooks its parameters again.
         if self._is_closed:
             return
-        # The CPU has no streams, so a new node in each forward is better. A new node knows the shape of a resized parameter.
-        # Then the bucket raises the error, and names the parameter.
+        # Do not hold the nodes of parameters on the CPU, which has no streams. If a parameter was resized, a new node knows the
+        # new shape. Then the bucket raises the error, which names the parameter.
         self._nodes = [accumulation_node(parameter) for parameter in self._parameters if not parameter.is_cpu]
         for bucket in pending:
             for index in bucket.members:
@@ -115,8 +115,8 @@ class GradientHooks:
 
         Two reducers on some of the same parameters disturb each other if one of them averages gradients in place. They also
         disturb each other if they use one group: gradients may come in a different order on each rank, and then one reducer's
-        bucket could meet the other reducer's bucket. The other reducer gives way if it has no open forward and no open
-        backward, such as an old wrapper of this module that is no longer used.
+        bucket could meet the other reducer's bucket. The other reducer, for example of an old wrapper of this module, agrees if
+        it has no open forward and no open backward.
         """
         # The usual case: no parameter has a second reducer.
         if not self._others:
@@ -128,7 +128,7 @@ class GradientHooks:
 
     def _step_aside(self) -> bool:
         retire = self._retire()
-        # The reducer is in use. A reducer that is gone (None) needs its hooks no more.
+        # The reducer is in use, so its hooks stay. If the reducer is gone (None), it no longer needs its hooks.
         if retire is not None and not retire():
             return False
         self._remove()
@@ -147,7 +147,7 @@ class GradientHooks:
             add(index)
             # This runs for every gradient; see Note [What one gradient costs] in `pending_gradients`.
             if len(indices) in bucket.wake_at:
-                # The reducer is gone, but its hooks are not off yet.
+                # `wake()` returns None if the reducer is gone, but its hooks are not off yet.
                 method = wake()
                 if method is not None:
                     method(bucket)

@@ -48,7 +48,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _noting_errors(method: Method) -> Method:
-    """A decorator for methods of the reducer: remembers the text of the error that the method raises."""
+    """A decorator for methods of the reducer. If the method raises an error, the reducer remembers the error's text."""
 
     @functools.wraps(method)
     def call(reducer: Reducer, *args: Any, **kwargs: Any) -> Any:
@@ -96,8 +96,8 @@ class Reducer(Inherited):
     Args:
         named_parameters: names and parameters, the same on all ranks. Each parameter requires a gradient. Names appear in
             errors.
-        group: the group whose ranks average their gradients. The buckets are allocated by a collective of this
-            group: in the first forward outside of `no_sync`, or, if there is no such forward, in the first backward.
+        group: the group whose ranks average their gradients. The first forward outside of `no_sync` allocates the buckets, by a
+            collective of this group. If there is no such forward, the first reduced backward allocates the buckets.
         bucket_cap_bytes: the reducer closes a bucket when the bucket reaches this size. A list has the sizes of the first,
             second, ... bucket. The last size holds for all further buckets.
         first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If
@@ -105,33 +105,34 @@ class Reducer(Inherited):
         gradient_as_bucket_view: let `parameter.grad` be a view of the bucket. This saves the copy back, and the memory.
         sparse: for each parameter, whether its gradients are sparse (COO); None: no gradient is sparse. Each sparse gradient
             has its own bucket.
-        find_unused_parameters: a backward may leave out parameters, and different parameters on each rank. A parameter that no
-            rank used keeps its gradient, or None. The backward must reach at least one parameter on every rank. See
-            `DynamicUsage`.
+        find_unused_parameters: a backward may leave out parameters. Each rank may leave out different parameters. If no rank
+            uses a parameter, this parameter's gradient stays unchanged. The backward must reach at least one parameter on every
+            rank. See `DynamicUsage`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses any of its
             parameters.
-        static_graph: every backward is like the first one. A backward may use a parameter several times, also from re-entrant
-            checkpoints, or never. See `StaticUsage`. `static_graph` has precedence over `find_unused_parameters`, as in torch.
-
+        static_graph: every backward has the graph of the first backward. This graph may use a parameter several times, also
+            from re-entrant checkpoints, or not at all. See `StaticUsage`. `static_graph` has precedence over
+            `find_unused_parameters`, as in torch.
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
             backward ends. The reducer reduces these parameters last.
         delayed_until: the name of one parameter. None: the delayed parameters wait for the end of backward.
 
     Attributes:
         statistics: the times of the latest iteration.
-        first_bucket_sizes: the bytes of each bucket, as the buckets were first built.
-        seems_static: whether all backwards so far have left out the same parameters.
-        is_in_fork: whether this process is a fork of the rank. A backward then adds to this process's own gradients, as without
-            a reducer.
-        reductions: how many backwards were reduced; the same on all ranks.
+        first_bucket_sizes: the bytes of each bucket, as assigned at construction or by `change_parameters`.
+        seems_static: whether all reduced backwards so far have left out the same parameters on this rank.
+        is_in_fork: whether this process is a fork of the rank. If so, a backward only adds to this process's gradients, as
+            without a reducer.
+        reductions: the number of reduced backwards. It is the same on all ranks.
 
-    Extra memory: the buckets, which together are as large as all gradients. Large gradients stay in the buckets until the next
-    backward. With `gradient_as_bucket_view` there is no extra memory.
+    Extra memory: the buckets, which together are as large as all gradients. On CPUs, most large gradients stay in the buckets
+    until the next backward (see `gradient_aliasing`). With `gradient_as_bucket_view` there is no extra memory.
 
     Raises:
-        MisuseError: there is no parameter, or one requires no gradient.
-        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, `delayed` or `delayed_until` names an
-            unknown parameter, or `delayed_until` comes without `delayed`.
+        MisuseError: there is no parameter, or a parameter requires no gradient.
+        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, or marks a parameter without
+            dimensions; a size limit is below 0; `delayed` or `delayed_until` names an unknown parameter; or `delayed_until`
+            comes without `delayed`.
     """
 
     def __init__(
@@ -162,8 +163,9 @@ class Reducer(Inherited):
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
         self._lock = threading.Lock()
-        # The backward that is being reduced, and the object that autograd calls at its end; None and dead between iterations.
+        # The backward that is being reduced; None between iterations.
         self._running: BackwardReduction | None = None
+        # A weak reference to the object that autograd calls at the end of this backward. Autograd holds the object.
         self._backward_end: Callable[[], _BackwardEnd | None] = lambda: None
         self._on_delivery: OnDelivery | None = None
         self._on_iteration: Callable[[IterationStatistics], None] | None = None
@@ -231,7 +233,7 @@ class Reducer(Inherited):
     def absent(self) -> Sequence[int]:
         """Indices of parameters that the latest backward did not reach on this rank.
 
-        Empty if the usage model does not look for them.
+        The list is empty if the usage model does not look for such parameters.
         """
         return self._absent or ()
 
@@ -246,10 +248,10 @@ class Reducer(Inherited):
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
-        """Return the error of a collective that does not reduce a bucket, with an explanation.
+        """Explain a disagreement in a collective that does not reduce a bucket.
 
-        If the cause is that another rank ran a backward which this rank did not run, the text says what to change. Otherwise
-        the error is returned unchanged.
+        If only some ranks ran a backward, return a copy of the error. The copy's text also says where the ranks disagree and
+        what to change. Otherwise return the error unchanged.
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
@@ -260,7 +262,10 @@ class Reducer(Inherited):
 
     @property
     def has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets are in the order in which gradients arrived."""
+        """Whether the buckets were built in the order in which gradients arrive.
+
+        After `change_bucket_caps` this is False until new buckets are built.
+        """
         return self._arrival_order.is_used
 
     @property
@@ -275,8 +280,7 @@ class Reducer(Inherited):
         """Declare that all later backwards have the graph of the next backward. See `StaticUsage`.
 
         Raises:
-            MisuseError: a backward has already computed gradients, so the call comes too late. This also holds if they were not
-                reduced.
+            MisuseError: a backward, reduced or not, has already computed gradients. So the call comes too late.
         """
         if self._running is not None or self._has_accumulated:
             raise MisuseError(
@@ -290,7 +294,7 @@ class Reducer(Inherited):
         """Let `hook(state, bucket)` reduce each bucket in place of `all_reduce(AVG)`. None brings `all_reduce(AVG)` back.
 
         The reducer calls the hook on the thread that runs backward, on every rank in the same order. The hook gets this rank's
-        undivided gradients. It returns a future of the flat tensor that every rank gets. It must not call this reducer.
+        undivided gradients, and returns a future of the reduced bucket, one flat tensor. The hook must not call this reducer.
         """
         self._check_idle("set_hook")
         # A hook may keep the bucket's memory, so no gradient may stay there.
@@ -298,7 +302,7 @@ class Reducer(Inherited):
         self._reduction.hook, self._reduction.hook_state = hook, state
 
     def divide_by(self, count: int | None) -> None:
-        """Let `all_reduce` divide sums by this number, which is the same on every rank. None: divide by the number of ranks.
+        """Let `all_reduce` divide sums by this number. Every rank must give the same number. None means the number of ranks.
 
         Raises:
             InvalidArgumentError: the number is below 1.
@@ -309,9 +313,9 @@ class Reducer(Inherited):
         self._reduction.divide_by(count)
 
     def on_delivery(self, callback: OnDelivery | None) -> None:
-        """Set a function that the end of backward calls for each bucket.
+        """Set a function that the reducer calls for each bucket at the end of backward.
 
-        Its argument is the parameters that have their reduced gradients now.
+        The function gets the parameters of the bucket that have their reduced gradients now.
 
         The callback runs on the thread of backward, while later buckets may still be in flight. None removes the callback.
         """
@@ -319,21 +323,20 @@ class Reducer(Inherited):
         self._on_delivery = callback
 
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
-        """Set a function to call when a backward was reduced and every gradient is delivered.
+        """Set a function that the reducer calls with the iteration's times, after it has delivered all reduced gradients.
 
-        Its argument is the iteration's times.
-
-        The callback runs on the thread of backward. All ranks run it after the same backward, so it may issue collectives. It
-        does not run on a rank that takes part by `shadow_backward`. None removes the callback. The change takes effect at once,
-        also within a backward.
+        The callback runs on the thread of backward. Ranks run it after the same backward, so it may issue collectives. On a
+        rank that takes part by `shadow_backward` the callback does not run, so the caller must issue these collectives there.
+        None removes the callback. The change takes effect at once, also within a backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
         """Set a function to call when a reduced backward begins, before any gradient of this backward is communicated.
 
-        The callback runs on the thread of backward. All ranks run it at the same point of their order of collectives, so it may
-        issue collectives. It does not run on a rank that takes part by `shadow_backward`. None removes the callback.
+        The callback runs on the thread of backward. Ranks run it at the same point of their order of collectives, so it may
+        issue collectives. On a rank that takes part by `shadow_backward` the callback does not run, so the caller must issue
+        these collectives there. None removes the callback.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -342,9 +345,10 @@ class Reducer(Inherited):
 
     @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
-        """Call this before each forward. The first call builds the buckets.
+        """Call this before each forward.
 
-        The first call after a reduced backward builds them again.
+        The first call with `synchronizes=True` builds the buckets. When a reduced backward has shown the order of gradients,
+        the next such call builds the buckets again. With `find_unused_parameters` the buckets are built only once.
 
         Building buckets is a collective. In a fork of the rank, a call with `synchronizes=False` does nothing.
 
@@ -354,11 +358,11 @@ class Reducer(Inherited):
 
         Raises:
             GroupClosedError: `synchronizes` is True, and this process is a fork of the rank.
-            MisuseError: the previous backward began to reduce and never ended. Or another reducer that would disturb this one
-                has an open forward or backward. Another reducer on some of the same parameters disturbs this one in two cases:
+            MisuseError: the previous backward began to reduce and never ended. Or another reducer that disturbs this reducer
+                has an open forward or backward. Two reducers on some of the same parameters disturb each other in two cases:
                 both use one group, or at least one of them has `gradient_as_bucket_view`.
         """
-        # A worker may run the model for itself, as without a reducer.
+        # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
             return
         self._check_idle("prepare_for_backward")
@@ -370,7 +374,7 @@ class Reducer(Inherited):
             self.statistics = IterationStatistics(time.perf_counter())
 
     def rebuild_buckets(self) -> bool:
-        """Build the buckets now, if the next forward would build them: for the first time, or in the order of the gradients.
+        """Build the buckets now, if the next forward would build them.
 
         A collective, if this call builds buckets.
 
@@ -392,7 +396,7 @@ class Reducer(Inherited):
 
         Raises:
             MisuseError: a backward is under way or has failed. Or the order in which gradients arrive is not known, because no
-                backward was reduced yet, or because each backward may reach other parameters (`find_unused_parameters`).
+                backward was reduced yet, or because each backward may reach different parameters (`find_unused_parameters`).
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -435,21 +439,21 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def find_nodes_again(self) -> None:
-        """Look for the parameters' nodes again. Call it after parameters were converted to another dtype or device and back."""
+        """Look for the parameters' nodes again. Call this method after a conversion to another dtype or device and back."""
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
         self._usage.find_nodes_again()
-        # If another reducer averages these parameters now, `_take_over` brings the hooks back later.
+        # If another reducer averages these parameters now, the hooks are off, and `_take_over` registers them later.
         if not self._hooks.are_off:
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`, because its forward has raised an error and has no backward."""
+        """Undo the latest `prepare_for_backward`, because the forward has raised an error, so no backward follows."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether later backwards without a forward of their own stay local: they only add to this rank's gradients."""
+        """Set whether a backward without a forward stays local from now on, and only adds to this rank's gradients."""
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
@@ -462,24 +466,22 @@ class Reducer(Inherited):
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:
-        """Take part in one forward and backward of the other ranks, with no gradients of this rank.
+        """Take part in one forward and backward of the other ranks, without gradients of this rank.
 
-        Its own gradients stay unchanged.
-
-        This method does everything that `prepare_for_backward` does, issues the collectives of a backward with zeros, and waits
-        for them.
+        This method builds the buckets if the other ranks build them, issues the collectives of a backward with zeros, and waits
+        for these collectives. This rank's gradients stay unchanged.
 
         Args:
             has_forward: whether the other ranks called `prepare_for_backward` before this backward.
 
         Raises:
-            MisuseError: the backward needs every rank; see `needs_everyone`.
+            MisuseError: the backward needs every rank (see `needs_everyone`), or the previous backward never ended.
         """
         self._check_idle("shadow_backward")
         if self.needs_everyone:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
-        # A second backward of one forward has no forward of its own, and the mark must say so.
+        # Without a forward, this is a second backward of an earlier forward, and the mark must say so.
         if has_forward:
             self._sync_policy.forward(reduces=True)
         self._build_if_due()
@@ -493,7 +495,7 @@ class Reducer(Inherited):
         self._sync_policy.reduced()
         self.reductions += 1
         if self._learns_order:
-            # This rank saw no gradients, so the buckets' present order stands in: the rebuild needs an order on every rank.
+            # Every rank needs an order to take part in the rebuild. This rank saw no gradients, so take the buckets' order.
             self._arrival_order.learned = [index for bucket in self.buckets for index in bucket.indices]
         self._reset()
 
@@ -510,7 +512,7 @@ class Reducer(Inherited):
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether the last look has found hooks of the user. They would see a gradient before it is averaged."""
+        """Whether the latest look has found hooks of the user. Such hooks see gradients that are not averaged yet."""
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
@@ -518,7 +520,7 @@ class Reducer(Inherited):
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
-        """Take the hooks off the parameters. The gradients stay. When the reducer is freed, it does the same."""
+        """Take the hooks off the parameters. The gradients stay. A reducer that is freed also takes its hooks off."""
         self._close_hooks()
 
     # ---- during backward ----
@@ -540,7 +542,7 @@ class Reducer(Inherited):
             # The first gradient of a reduced backward.
             if self._running is None:
                 self._begin()
-            # Autograd has dropped the callbacks, so the backward before this one has failed.
+            # Autograd has dropped the callbacks of the previous backward, so that backward has failed.
             elif self._backward_end() is None:
                 raise error_messages.backward_never_ended("a gradient came", self._group.place())
             if self._learns_order:
@@ -561,7 +563,7 @@ class Reducer(Inherited):
     def _look_at(self, buckets: Sequence[tuple[PendingBucket, list[int]]]) -> None:
         """Process buckets that an unexpected gradient has completed.
 
-        From the next backward on, expect this gradient as the last one.
+        From the next backward on, expect this gradient to be the last gradient of its bucket.
         """
         for bucket, taken in buckets:
             if taken:
@@ -572,7 +574,7 @@ class Reducer(Inherited):
         """Start a reduced backward. The reducer calls this at the first gradient, before it marks any gradient."""
         if in_compiled_autograd():
             raise error_messages.compiled_autograd(self._group.place())
-        # With a forward, `prepare_for_backward` has done this.
+        # Without a forward, `prepare_for_backward` was not called, so take over here.
         if not self._sync_policy.has_forward:
             self._take_over()
         if self._on_begin is not None:
@@ -588,7 +590,7 @@ class Reducer(Inherited):
         if self.statistics.backward_started:  # a second backward of the same forward: the first has used these statistics
             self.statistics = IterationStatistics(time.perf_counter())
         self.statistics.backward_started = time.perf_counter()
-        # A look at all parameters costs time, so it comes seldom, and at the same backwards on all ranks.
+        # A look at all parameters costs time, so the reducer looks seldom, and in the same backwards on all ranks.
         if is_worth_a_look(self.reductions):
             self._users_hooks.look(GradientHooks.__module__)
         self._users_hooks.begin()
@@ -664,7 +666,7 @@ class Reducer(Inherited):
     def _finish(self) -> None:
         """Finish the backward.
 
-        Autograd calls this after `_end` of all reducers, because this reducer overwrites gradients that others collect.
+        Autograd calls this after `_end` of all reducers, because `_finish` overwrites gradients that other reducers collect.
         """
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
@@ -687,18 +689,18 @@ class Reducer(Inherited):
     # ---- buckets ----
 
     def _watch(self, members: list[list[int]]) -> None:
-        """Note gradients for buckets with these members from now on."""
+        """From now on, note gradients for buckets with these members."""
         self._readiness = Readiness(members)
         self._pending = PendingGradients(members)
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """Build the buckets the first time, and later in the order in which gradients came on rank 0.
+        """Build the buckets if there are none. Build them again when the order in which gradients come on rank 0 is known.
 
         A collective, if it builds buckets.
 
-        The constructor does not build buckets. One rank may copy a wrapped module, for example for an average of its weights.
-        The copied reducer needs no buckets, and must not wait for the other ranks.
+        The constructor builds no buckets, because it must not wait for other ranks: a single rank may copy a wrapped module,
+        for example to average the weights over time.
         """
         if self._buckets is None:
             members = self._builder.assign_first()
@@ -706,7 +708,7 @@ class Reducer(Inherited):
                 self._watch(members)
             self._buckets = self._builder.build(members)
         order_here = self._arrival_order.learned
-        # Either the order is in use already, or no backward has shown it yet.
+        # The order is in use already, no backward has shown it yet, or each backward has another order.
         if not self._learns_order or order_here is None:
             return
         device = message_device(self._group, self._parameters[0].device)
@@ -714,7 +716,7 @@ class Reducer(Inherited):
         self._group.broadcast(order, 0)
         self._release_gradients()
         kept = gradients_as_views(self._buckets)
-        # The old buckets are freed first: to have both for a moment would be the peak of a training's memory.
+        # Free the old buckets before the new ones are built. Old and new buckets together would be the training's peak memory.
         self._buckets = []
         members = self._builder.assign(order.tolist())
         self._buckets = self._builder.build(members, kept)
@@ -746,9 +748,9 @@ class Reducer(Inherited):
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _take_over(self) -> None:
-        """Let other reducers of these parameters step aside.
+        """Take off the hooks of other reducers that would disturb this reducer.
 
-        So if a module has several wrappers, only the wrapper in use averages.
+        So an old wrapper of the module does not average together with the wrapper in use.
         """
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():

@@ -22,8 +22,8 @@ class StaticUsage(UsageModel):
     reduction of a bucket overlaps with backward.
 
     A backward that is not synchronised may leave out parameters, but must not use additional parameters. If it runs before the
-    first reduction, this reduction includes its gradients. If the first synchronised backward does not use a parameter, only
-    the first reduction includes this parameter.
+    first reduction, this reduction includes its gradients. If only such an earlier backward uses a parameter, later reductions
+    leave this parameter out.
     """
 
     hint_missing = (
@@ -40,7 +40,8 @@ class StaticUsage(UsageModel):
         self._count = len(parameters)
         self._expected: Counter[int] | None = None
         self._absent: list[int] = []
-        self._undefined: frozenset[int] = frozenset()  # their gradients came in the first backward as None, on every rank
+        # Parameters whose gradient was None in the first backward. After this backward: None on every rank.
+        self._undefined: frozenset[int] = frozenset()
         self._repeated: frozenset[int] = frozenset()
         self._counts: Counter[int] = Counter()
         self._used: set[int] = set()
@@ -54,7 +55,7 @@ class StaticUsage(UsageModel):
 
     @property
     def needs_everyone(self) -> bool:
-        """True until the end of the first backward. At this end the ranks agree which parameters are used."""
+        """True until the ranks have agreed which parameters are used, at the end of the first backward."""
         return not self._is_map_synced
 
     @property
@@ -68,14 +69,14 @@ class StaticUsage(UsageModel):
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Return the parameters whose last gradient has come.
 
-        A surplus gradient counts as a last one, too, so `Readiness` refuses it.
+        A surplus gradient counts as a last gradient, too, so that `Readiness` raises an error for it.
         """
         if self._expected is None:
             self._counts.update(indices)
             self.accumulated(indices, undefined)
             self._regular.update(index for index in indices if index not in undefined)
             return ()
-        # A gradient that was None on every rank has no place in the reduction.
+        # The ranks do not average a gradient that was None on every rank. If this gradient has a value now, refuse it.
         if self._undefined:
             self._refuse(index for index in indices if index in self._undefined and index not in undefined)
         # The usual case: each of these parameters gets one gradient.
@@ -89,7 +90,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count uses until the first backward ends. After that, check that a backward uses no other parameters.
+        """Count uses until the first backward ends. After that, check that a backward uses only the same parameters.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.
@@ -135,6 +136,7 @@ class StaticUsage(UsageModel):
     def reset(self) -> None:
         if self._counts:
             self._counts = Counter()
-        if self._is_first and self._undefined:  # a parameter that another rank uses is averaged in any case
+        # If another rank uses a parameter, its gradient is averaged, so it may get a value here later.
+        if self._is_first and self._undefined:
             self._undefined = self._map.unused(self._undefined, 2)
         self._is_first = self._expected is None

@@ -3,10 +3,11 @@
 ======================================  ==============================================================================
 private to torch                        without it
 ======================================  ==============================================================================
-``_execution_engine.queue_callback``    no reduction could end: importing the package is an error
-``BackwardCFunction.apply.__code__``    the same: a backward within a backward could not be told from an outer one
-``_foreach_copy_``, ``_foreach_zero_``  the same: they copy many gradients, or set them to zero, in one call
-``torch._C.Future``                     the same: it is the base class of what ``Future.then()`` returns
+``_execution_engine.queue_callback``    importing the package is an error: it calls back at the end of backward
+``BackwardCFunction.apply.__code__``    importing the package is an error: it shows that a backward runs inside another one
+``_foreach_copy_``, ``_foreach_zero_``  importing the package is an error: they copy many gradients, or set them to zero, in
+                                        one call
+``torch._C.Future``                     importing the package is an error: ``Future.then()`` returns an object of this class
 ``_current_graph_task_id``              if another gradient than the expected one completes a bucket, the bucket waits for the
                                         end of backward
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
@@ -44,8 +45,8 @@ try:
 except AttributeError as error:
     raise ImportError(f"syncline-reducer does not work with torch {torch.__version__}: {error}") from error
 
-#: Whether hooks on a parameter also run when the backward of its function returned None. torch cannot be asked, so
-#: the version decides.
+#: Whether hooks on a parameter also run when backward leaves the parameter's gradient undefined. torch has no function that
+#: says this, so the version decides.
 TELLS_OF_UNDEFINED_GRADIENTS = TorchVersion(torch.__version__) >= "2.8"
 CAN_COUNT_STORAGE_USERS = hasattr(torch._C, "_storage_Use_Count")
 CAN_FORESEE_NODES = hasattr(torch._C, "_will_engine_execute_node")
@@ -113,7 +114,7 @@ def unreached(nodes: Sequence[GraphNode]) -> list[int]:
 
     A node that only the inner backward of a re-entrant checkpoint will execute counts as unreached, too.
 
-    Autograd computes this when a backward starts. Cost: 0.1 to 0.2 microseconds for each node.
+    Autograd has computed the answer when the backward started. Cost: 0.1 to 0.2 microseconds for each node.
     """
     will_execute = torch._C._will_engine_execute_node
     if all(map(will_execute, nodes)):  # the usual case, in half the time

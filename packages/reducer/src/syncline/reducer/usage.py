@@ -20,7 +20,7 @@ class UsageModel(ABC):
     The reducer calls these methods on the thread of backward, under its lock, in this order:
 
         begin             when the first gradient of a backward has come (shadow_backward instead, on a rank without gradients)
-        needed            for each bucket after begin: how many gradients make it worth a look
+        needed            for each bucket, after begin: how many gradients make the bucket worth a look
         arrived           when this number has come, and at the end of backward (accumulated instead, in no_sync)
         ended             when the outermost backward has ended, before the reducer waits for the buckets
         sync_used_map     when all buckets have started, on every rank: collectives may be issued here
@@ -47,11 +47,14 @@ class UsageModel(ABC):
 
     @abstractmethod
     def begin(self) -> Sequence[int]:
-        """Begin a backward. Return the parameters whose gradients will not come in it."""
+        """Begin a backward. Return the parameters whose gradients will not come in this backward."""
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return how many gradients complete these parameters of one bucket. None: the reducer must look at each gradient."""
+        """Return how many gradients these parameters of one bucket get in this backward.
+
+        None: the number is not known, so the reducer must look at each gradient.
+        """
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
@@ -59,20 +62,17 @@ class UsageModel(ABC):
 
         Args:
             indices: the parameters of the gradients. A parameter with several gradients appears several times.
-            undefined: those of the parameters whose gradient is None.
+            undefined: the given parameters whose gradient is None.
         """
 
     @abstractmethod
     def ended(self) -> Sequence[int]:
         """Return the parameters whose gradients are final only at the end of backward."""
 
-    def shadow_backward(self) -> None:  # noqa: B027 - most need not know
-        """Begin a backward of the other ranks in which this rank has no gradients.
+    def shadow_backward(self) -> None:  # noqa: B027 - most models need not know
+        """Begin a backward in which only other ranks have gradients. The reducer calls this in place of `begin`."""
 
-        The reducer calls this in place of `begin`.
-        """
-
-    def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most need not know
+    def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most models need not know
         """Note gradients of a backward that is not reduced. These gradients count for a later backward.
 
         Raises:
@@ -83,7 +83,7 @@ class UsageModel(ABC):
         """Whether no rank uses any of these parameters. Every rank gets the same answer."""
         return False
 
-    def sync_used_map(self) -> None:  # noqa: B027 - most have nothing to agree on
+    def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing
         """Issue the collectives by which the ranks agree.
 
         Every rank calls this at the same point of its order of collectives.
@@ -103,10 +103,10 @@ class UsageModel(ABC):
         """
         return frozenset()
 
-    def find_nodes_again(self) -> None:  # noqa: B027 - most hold none
+    def find_nodes_again(self) -> None:  # noqa: B027 - most models hold no nodes
         """Look for the parameters' nodes again, because autograd may have new nodes."""
 
-    def reset(self) -> None:  # noqa: B027 - most remember nothing
+    def reset(self) -> None:  # noqa: B027 - most models remember nothing
         """Forget this backward."""
 
 

@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     Attributes:
         rank: the first rank that differs from rank 0.
         reference: rank 0's version.
-        found: the other rank's version.
+        found: the version of `rank`.
     """
 
     rank: int
@@ -116,10 +116,7 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """Return the first difference, or None if all ranks have the same value.
-
-    The numbers 25 and 25.0, for example, are the same.
-    """
+    """Return the first difference, or None if all ranks have equal values. For example, 25 and 25.0 are equal."""
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
         return None
