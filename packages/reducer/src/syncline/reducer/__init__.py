@@ -2,19 +2,21 @@
 
 These files handle one gradient, in this order:
 
-1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index and wakes the reducer.
+1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index. If the bucket may have
+   enough gradients, the hook also wakes the reducer.
 2. `pending_gradients`: says when a bucket has as many gradients as it needs, and when all users' hooks on the latest gradient
-   have run. Then `reducer` asks `usage` which of these gradients are final. Steps 1 and 2 run on the thread of backward, under
-   the reducer's lock.
+   have run. Then `reducer` asks `usage` which of these gradients are final.
 3. `readiness`: decides which buckets may start. Buckets start strictly in order, and the order is the same on every rank.
 4. `backward_reduction`: lets each bucket that may start collect its gradients into one flat buffer (`bucket`), and issues the
    reduction of this bucket.
 5. `bucket_reduction`: starts `all_reduce(AVG)`, or a communication hook, which runs while backward goes on.
 6. `finalize`: at the end of backward, waits for each bucket, and lets `bucket` write the averages into `.grad`.
 
-Four more files: `sync_policy` says which backwards are reduced. `gradient_aliasing` avoids copies. `bucket_building` makes the
-buckets. After the first backward it makes them again, in the order in which gradients came (`arrival_order`). `torch_internals`
-has the private parts of torch, such as the call at the end of backward.
+All steps run on the thread of backward, steps 2 to 5 under the reducer's lock.
+
+More files: `sync_policy` says which backwards are reduced. `gradient_aliasing` avoids copies. `bucket_building` makes the
+buckets. When a backward has shown in which order gradients come (`arrival_order`), `bucket_building` makes the buckets again,
+in this order. `torch_internals` has the private parts of torch, such as the call at the end of backward.
 """
 
 from .bucket_assignment import BucketAssignment, GradientSpec, assign_buckets

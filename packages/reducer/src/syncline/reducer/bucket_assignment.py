@@ -1,4 +1,4 @@
-"""Decide from sizes and kinds which gradients share a bucket. Pure: no tensors, no ranks."""
+"""Decide from sizes and kinds which gradients share a bucket. This module needs no tensors and no ranks."""
 
 from __future__ import annotations
 

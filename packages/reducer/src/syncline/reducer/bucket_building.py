@@ -42,15 +42,15 @@ class BucketBuilder:
 
         The order in which gradients come is not known yet.
 
-        With one size limit, the buckets are filled from the front of the model, as in torch. So a bucket contains the same
-        parameters as torch's bucket. This matters for buckets that no rank uses. With several limits, the buckets are filled
-        from the model's end, because the first limit is for the first bucket.
+        With one size limit, the buckets are filled from the front of the model, as in torch. So each bucket has the same
+        parameters as in torch, and `skip_all_reduce_unused_params` leaves out the same buckets. With several limits, the
+        buckets are filled from the model's end, because the first limit is for the first bucket.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
 
     def assign(self, order: Sequence[int], *, from_front: bool = False) -> list[list[int]]:
-        """Return the members of the buckets, if parameters fill the buckets in this order.
+        """Fill buckets with the parameters in this order, delayed parameters last. Return the members of each bucket.
 
         `order` has the indices of the parameters.
         """
@@ -79,7 +79,7 @@ class BucketBuilder:
             buckets.append(self._bucket(indices))
             with torch.no_grad():
                 for index, parameter, view in _members(buckets[-1]):
-                    # The gradient is a view of an old bucket. When no gradient is such a view, the old memory is freed.
+                    # Move the gradient from its old bucket to the new one. The last move frees the old bucket's memory.
                     if index in kept_views and parameter.grad is not None:
                         view.copy_(parameter.grad)
                         parameter.grad = view
@@ -91,7 +91,7 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-        """Fill the buckets from the other end of the order.
+        """Fill the buckets from the end of the order.
 
         Return the buckets, and the members of each bucket, in the given order.
         """

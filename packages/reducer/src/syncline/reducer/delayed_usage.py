@@ -11,7 +11,7 @@ class DelayedUsage(UsageModel):
     """Some parameters may get any number of gradients, until the gradient of another parameter comes.
 
     Args:
-        usage: the usage model for everything else.
+        usage: the usage model that decides everything else.
         delayed: indices of the parameters that wait. The last buckets contain these parameters.
         until: the index of a parameter. The delayed parameters wait for the last gradient of this parameter. If this gradient
             does not come, or `until` is None, they wait for the end of backward.
@@ -65,7 +65,7 @@ class DelayedUsage(UsageModel):
         if index != self._until or self._released or index not in final:
             return final
         self._released = True
-        # `until` may be a delayed parameter, too. Then only `sorted()` adds it.
+        # `until` may be a delayed parameter, too. Then only `sorted()` adds `until`, so the list contains it once.
         return [*(other for other in final if other not in self._delayed), *sorted(self._delayed)]
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:

@@ -37,7 +37,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
 
 def warn_of_graph() -> None:
-    """Warn that a second derivative is not averaged. torch's DistributedDataParallel has the same warning."""
+    """Warn that a second derivative is not averaged. torch's DistributedDataParallel gives such a warning, too."""
     warnings.warn(
         "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. What is "
         "derived from them is derived from this rank's loss alone, and has to be averaged by its own backward",

@@ -33,7 +33,7 @@ def finalize(
     extra_futures: Sequence[AnyFuture] = (),
     verification: Callable[[], Work | None] = lambda: None,
 ) -> None:
-    """Wait for each bucket, in the order in which they started, and hand its result to the parameters.
+    """Wait for the buckets, in the order of their start, and give the parameters their reduced gradients.
 
     Args:
         reductions: the reductions of the buckets, in the order of their start.
@@ -42,9 +42,9 @@ def finalize(
             unchanged. May wait for other ranks.
         on_delivery: finalize calls it for each bucket, with the parameters that now have their reduced gradients. Later buckets
             may still be in flight.
-        extra_futures: finalize waits for these, too.
-        verification: starts the comparison of the group's calls, or returns the comparison that already runs. finalize calls it
-            when everything else is over.
+        extra_futures: finalize also waits for these futures.
+        verification: starts the comparison of the group's calls, or returns the comparison that already runs. finalize calls
+            this function when everything else is over.
 
     Raises:
         DisagreementError: the ranks called different collectives.

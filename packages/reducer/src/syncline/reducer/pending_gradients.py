@@ -1,6 +1,6 @@
-"""A state machine over integers.
+"""A state machine with the gradients that autograd has accumulated, and that the reducer has not looked at yet.
 
-It has the gradients that autograd has accumulated, but that the reducer has not looked at yet.
+This module handles integers only: no tensors.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class PendingGradients:
     def node_done(self, bucket: PendingBucket, index: int) -> list[int]:
         """Note that all hooks on a parameter have run.
 
-        If the bucket waited for these hooks, return its gradients, else an empty list.
+        If the bucket waited for these hooks, return its gradients. If not, return an empty list.
         """
         # The bucket needs more gradients, or waits for the hooks on another parameter.
         if bucket not in self._waiting or bucket.indices[-1] != index:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class MarkedTwiceError(ValueError):
-    """A gradient was marked ready a second time in one backward. `index` is its index."""
+    """A gradient was marked ready a second time in one backward. `index` is the index of this gradient."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was marked ready twice")
@@ -20,9 +20,9 @@ class Readiness:
     # Note [Buckets start in order]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # Gradients may become ready in different orders on different ranks, but all ranks must issue the collectives of a group in
-    # one order. So bucket k+1 starts only after bucket k, even if it is ready first; `mark_ready` returns the buckets that may
-    # start now. This costs overlap only if the last bucket is ready early. After the first backward, the buckets are rebuilt in
-    # the order of arrival, and overlap again.
+    # one order. So bucket k+1 starts only after bucket k, even if bucket k+1 is ready first; `mark_ready` returns the buckets
+    # that may start now. This costs overlap only if an early bucket is ready late. When the order of arrival is known, the
+    # reducer builds the buckets again in this order, so that they overlap again.
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
         self._members = [frozenset(members) for members in buckets]
@@ -42,7 +42,7 @@ class Readiness:
             indices: the gradients.
 
         Returns:
-            The numbers of the buckets that may start now, in order. In most calls this list is empty.
+            The numbers of the buckets that may start now, in order. In most calls there is no such bucket.
 
         Raises:
             MarkedTwiceError: one of the gradients was marked before, since the last `reset`.
@@ -50,7 +50,7 @@ class Readiness:
         first = self._next
         if not indices:
             return range(first, first)
-        # A gradient of an earlier call, or the same one twice in this call.
+        # A gradient was marked by an earlier call, or comes twice in this call.
         if not self._ready.isdisjoint(indices) or len(set(indices)) < len(indices):
             raise MarkedTwiceError(_first_repeated(indices, self._ready))
         self._ready.update(indices)
@@ -69,7 +69,7 @@ class Readiness:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all buckets may have started."""
+        """Whether all buckets may start, because all gradients are ready."""
         return self._next == len(self._missing)
 
     def missing(self) -> list[int]:

@@ -16,10 +16,10 @@ from .bucket import Bucket
 class SparseBucket:
     """The bucket of one parameter with a sparse gradient (COO).
 
-    It has no other parameter, because ranks have different elements.
+    The bucket has no other parameter, because the gradient has different elements on each rank.
 
     Between backwards the bucket has no memory, and `gradient_as_bucket_view` does not affect the bucket. The reduced gradient
-    has as many elements as the gradients of all ranks together. It replaces the parameter's gradient.
+    has the elements of all ranks' gradients, and replaces the parameter's gradient.
 
     Attributes:
         indices: a list with the parameter's index in the reducer.
@@ -56,7 +56,8 @@ class SparseBucket:
         if gradient.requires_grad:
             raise error_messages.differentiable(self.names[0])
         coalesced = gradient.detach().coalesce()
-        # `coalesce` returns the gradient itself if it is coalesced: then a copy keeps the user's values from being overwritten.
+        # If the gradient is coalesced already, `coalesce` returns the gradient itself. Copy it, because the reduction would
+        # overwrite the user's values.
         self.buffer = coalesced.clone() if gradient.is_coalesced() else coalesced
 
     def collect_nothing(self) -> None:

@@ -42,8 +42,9 @@ class IterationStatistics:
         last_gradient: when the last gradient was ready. After this time, no computation is left that could hide communication.
         finalize_started: when backward had computed everything.
         finished: when all reduced gradients were written back.
-        waited_s: the exposed communication: for how many seconds after the last gradient backward stood still because of the
-            reduction. It contains the start of the last buckets, the wait, and the writing back, but not autograd's own work.
+        waited_s: the exposed communication: after the last gradient was ready, for how many seconds backward stood still
+            because of the reduction. This time includes the start of the last buckets, the wait, and the writing back, but not
+            autograd's own work.
         buckets: the times of each bucket, in the order in which the buckets started.
     """
 

@@ -1,14 +1,14 @@
-"""Decide whether the next backward is reduced, and make the text by which the ranks compare reduced backwards. Pure."""
+"""Decide whether the next backward is reduced, and make the text by which the ranks compare reduced backwards."""
 
 from __future__ import annotations
 
 
 class GradSyncPolicy:
-    """Decides whether the next backward is reduced. The forwards and backwards so far decide.
+    """Decides from the forwards and backwards so far whether the next backward is reduced.
 
     Note [Which backward is reduced]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    The policy does not know which forward a backward belongs to. It follows these rules, wherever a backward runs:
+    The policy does not know which forward a backward belongs to, so it follows these rules:
 
     * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A later forward
       inside `no_sync` does not change this.

@@ -23,7 +23,7 @@ def is_worth_a_look(reductions: int) -> bool:
 
 
 class UsersHooks:
-    """Finds the parameters with hooks of the user. Raises an error if such a hook would make the average wrong.
+    """Finds the parameters with hooks of the user. Raises an error if such a hook makes the average wrong.
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -70,8 +70,8 @@ class UsersHooks:
     def begin(self) -> None:
         """Note the parameters' versions, because a reduced backward begins.
 
-        Hooks on the first gradient of the backward may have run before. So a step in one of these hooks is noticed only if the
-        hook drops the gradient.
+        Hooks on the first gradient of the backward may have run before this call. So a step in one of these hooks is noticed
+        only if the hook drops the gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 
@@ -83,7 +83,7 @@ class UsersHooks:
         """
         for index in self._versions.keys() & members:
             parameter = self._parameters[index]
-            # A gradient had come, and is gone: a hook has dropped it.
+            # A gradient came and is gone, so a hook has dropped the gradient.
             if parameter.grad is None and index in self._came:
                 raise error_messages.gone_before_average(self._names[index], self._place)
             # Something has changed the parameter since backward began, most likely an optimizer's step.
