@@ -118,7 +118,7 @@ class DynamicUsage(UsageModel):
         self._unreached = set(never)
         # With `skip_unused`, the ranks agree now which buckets no rank uses.
         if self._forecast is not None:
-            # `_used` has the parameters with gradients of earlier backwards that were not synchronised. Do not skip these.
+            # `_used` has the parameters with gradients of earlier, not synchronised backwards. Do not skip their buckets.
             silent = self._unreached - self._used
             self._forecast.sync(bytes(index not in silent for index in range(len(self._nodes))))
         return never

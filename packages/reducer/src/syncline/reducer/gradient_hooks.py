@@ -35,8 +35,8 @@ class GradientHooks:
             that this reducer is just averaging.
         wake: a method. A hook calls it on the thread of backward, when a bucket is worth a look. Only a weak reference to
             `wake` is kept, so that hooks do not keep the reducer alive.
-        node_done: a method. When all hooks on a parameter that `hook_node` got have run, it is called with the arguments of
-            that call. Only a weak reference is kept.
+        node_done: a method. A hook calls it with the arguments that `hook_node` got, when all hooks on that parameter have run.
+            Only a weak reference is kept.
         retire: a method. Another reducer that this reducer would disturb calls it before a forward or a backward. `retire`
             returns True if no backward of this reducer is under way or expected. Then this reducer's hooks are off until the
             next call of `register`. Only a weak reference is kept.

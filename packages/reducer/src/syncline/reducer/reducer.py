@@ -750,7 +750,7 @@ class Reducer(Inherited):
     def _take_over(self) -> None:
         """Take off the hooks of other reducers that would disturb this reducer.
 
-        So an old wrapper of the module does not average together with the wrapper in use.
+        So an old wrapper of the module does not disturb the wrapper in use.
         """
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():

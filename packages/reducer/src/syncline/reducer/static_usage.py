@@ -136,7 +136,7 @@ class StaticUsage(UsageModel):
     def reset(self) -> None:
         if self._counts:
             self._counts = Counter()
-        # If another rank uses a parameter, its gradient is averaged, so it may get a value here later.
+        # Keep only the parameters that no rank uses. Gradients of the other parameters are averaged, and may have values later.
         if self._is_first and self._undefined:
             self._undefined = self._map.unused(self._undefined, 2)
         self._is_first = self._expected is None

@@ -3,11 +3,11 @@
 ======================================  ==============================================================================
 private to torch                        without it
 ======================================  ==============================================================================
-``_execution_engine.queue_callback``    importing the package is an error: it calls back at the end of backward
-``BackwardCFunction.apply.__code__``    importing the package is an error: it shows that a backward runs inside another one
-``_foreach_copy_``, ``_foreach_zero_``  importing the package is an error: they copy many gradients, or set them to zero, in
-                                        one call
-``torch._C.Future``                     importing the package is an error: ``Future.then()`` returns an object of this class
+``_execution_engine.queue_callback``    importing the package is an error (it calls back at the end of backward)
+``BackwardCFunction.apply.__code__``    importing the package is an error (it shows whether a backward runs inside another)
+``_foreach_copy_``, ``_foreach_zero_``  importing the package is an error (they copy many gradients, or set them to zero, in
+                                        one call)
+``torch._C.Future``                     importing the package is an error (``Future.then()`` returns such an object)
 ``_current_graph_task_id``              if another gradient than the expected one completes a bucket, the bucket waits for the
                                         end of backward
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error

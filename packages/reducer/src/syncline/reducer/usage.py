@@ -53,7 +53,7 @@ class UsageModel(ABC):
     def needed(self, indices: Collection[int]) -> int | None:
         """Return how many gradients these parameters of one bucket get in this backward.
 
-        None: the number is not known, so the reducer must look at each gradient.
+        None: the reducer must look at each gradient.
         """
 
     @abstractmethod
