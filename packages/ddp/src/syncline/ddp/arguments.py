@@ -15,7 +15,7 @@ from syncline.collectives import InvalidArgumentError
 AUTO = "auto"
 
 _MIB = 1024 * 1024
-_DEFAULT_CAPS_MB = (1.0, 25.0)  # the first bucket is small so that communication starts early; then all others
+_DEFAULT_CAPS_MB = (1.0, 25.0)  # of the first bucket, which is small so that communication starts early, and of all others
 _AUTO_HINT = f'; bucket_cap_mb="{AUTO}" finds one'
 
 
@@ -54,7 +54,7 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
     """Whether `bucket_cap_mb="auto"` asks for measured sizes.
 
-    False if there is also a list; `bucket_caps_bytes` refuses both.
+    With a list, the result is False, and `bucket_caps_bytes` refuses the two arguments together.
     """
     return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
@@ -63,9 +63,9 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
     """Return two flags: whether to broadcast buffers at construction, and whether to broadcast buffers before forwards.
 
     As in torch, `broadcast_buffers=False` means that buffers are never broadcast. `forward_sync_buffers=False` means that
-    buffers are broadcast only at construction. If the script gives both arguments, `forward_sync_buffers` counts.
+    buffers are broadcast only at construction. If the script gives both arguments, `broadcast_buffers` is ignored.
     """
-    # The flag is older than `forward_sync_buffers`. It still works, alone or together with the new one.
+    # `broadcast_buffers` is older than `forward_sync_buffers`. Scripts may still pass it.
     if broadcast_buffers is not None:
         warnings.warn(
             "broadcast_buffers is deprecated, as in torch: pass forward_sync_buffers, which counts if both are given. With "
@@ -84,7 +84,7 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
     """Check that unused parameters are skipped only if the reducer looks for unused parameters.
 
     Raises:
-        InvalidArgumentError: the script gives the argument without `find_unused_parameters`, or together with `static_graph`.
+        InvalidArgumentError: `skip_all_reduce_unused_params` is True without `find_unused_parameters`, or with `static_graph`.
     """
     if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
         raise InvalidArgumentError(
@@ -122,8 +122,8 @@ def delayed_names(
     """Return the names of the delayed parameters, and the name of the parameter for which the delayed parameters wait.
 
     Raises:
-        InvalidArgumentError: the script gave one argument without the other, or a parameter is no trainable parameter of the
-            module.
+        InvalidArgumentError: the script gave one argument without the other, or a parameter is not a trainable parameter of
+            the module.
     """
     delayed = list(delay_all_reduce_named_params or ())
     if bool(delayed) != (param_to_hook_all_reduce is not None):
@@ -146,8 +146,8 @@ def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: 
     """Return the device to which forwards move their inputs. None: inputs stay on their devices.
 
     Raises:
-        InvalidArgumentError: `device_ids` has several devices, or a device on which the module is not; the module is on the CPU
-            or on several devices; or `output_device` differs.
+        InvalidArgumentError: `device_ids` is given, but the module is on the CPU or on several devices. Or `device_ids` is not
+            exactly the module's device. Or `output_device` is another device, or is given without `device_ids`.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
     # An empty list means the same as None, as in torch.

@@ -20,8 +20,8 @@ class BatchNormalization(torch.autograd.Function):
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    The sums are over all ranks. They need one all_reduce of 16 bytes for each channel. The gradients of weight and bias belong
-    to this rank's part of the batch, as the gradients of any parameter do. The reducer averages them.
+    The sums are over all ranks. They need one all_reduce of 16 bytes for each channel. The gradients of weight and bias come
+    only from this rank's part of the batch, like the gradients of other parameters. The reducer averages them.
     """
 
     @staticmethod
@@ -57,7 +57,7 @@ class BatchNormalization(torch.autograd.Function):
         of_inputs = None
         # Only the gradient of the inputs depends on the other ranks.
         if needs_inputs:
-            # A copy: the gradients of weight and bias may be views of `sums`.
+            # Reduce a copy, because the gradients of weight and bias may be views of `sums`.
             everywhere = sums.to(torch.float64, copy=True)
             ctx.group.all_reduce(everywhere)
             of_1, of_normalized = (everywhere / ctx.count).to(mean.dtype)
@@ -68,7 +68,7 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the parameter in the dtype of the computation. If parameter and inputs have one 16-bit dtype, this is float32."""
+    """Return the parameter. If it has the dtype of the inputs, convert it to the working dtype (float32 for 16-bit inputs)."""
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
     return parameter.to(working_dtype(inputs))

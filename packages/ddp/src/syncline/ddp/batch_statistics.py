@@ -44,7 +44,7 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
         inputs: (batch, channels, ...); the batch may be empty. 16-bit values are added up in float32.
     """
     count = inputs.numel() // inputs.shape[1]
-    # The mean of an empty batch would be NaN. With a count of 0 the batch adds nothing.
+    # The mean of an empty batch would be NaN. Statistics with a count of 0 change nothing when all ranks are combined.
     if count == 0:
         nothing = inputs.new_zeros(inputs.shape[1], dtype=torch.float64)
         return BatchStatistics(0, nothing, nothing)

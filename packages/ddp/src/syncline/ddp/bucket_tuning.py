@@ -24,7 +24,7 @@ _CANDIDATES = (
     *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
-"""If the predicted gain is below this factor, the default sizes stay, because predictions are not more exact."""
+"""If the predicted gain is below this factor, the default sizes stay. Predictions are too inexact for smaller gains."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -41,7 +41,7 @@ class ReductionCosts:
         nbytes: sizes in bytes, ascending.
         seconds: the seconds for each size.
         issue_s: the seconds that the thread of backward needs to start an all-reduce.
-        taken: for each size, the seconds by which an all-reduce delays the computation that runs at that time. May be empty.
+        taken: for each size, the seconds by which an all-reduce delays the computation that runs meanwhile. Empty: no delay.
     """
 
     nbytes: tuple[float, ...]
@@ -67,14 +67,14 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Lower each time to the smallest time of a larger size. Disturbances only make times longer. A pure function."""
+    """Lower each time to the shortest time of a larger size, because disturbances only make times longer. A pure function."""
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
     """Return how much of an all-reduce's processor time the model's computation loses, from 0 to 1. A pure function.
 
-    This is the share of time in which the ranks that use this rank's cores keep these cores busy.
+    Take this rank and all ranks that share a core with it. The result is the share of their cores that they keep busy.
 
     Args:
         rank: this rank's position in the two lists.
@@ -87,7 +87,7 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Return the sizes for the measured steps. They are small, because small buckets show when gradients come.
+    """Return the bucket sizes for the measured steps: small, because small buckets show when gradients come.
 
     A pure function.
     """
@@ -95,7 +95,7 @@ def measuring_caps(total_bytes: int) -> list[int]:
 
 
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
-    """Predict the seconds of a step for each candidate, a pair of the first bucket's size and the others'. A pure function.
+    """Predict the seconds of a step for each pair of sizes: of the first bucket, and of the others. A pure function.
 
     Args:
         workload: the measured buckets. Each bucket has delayed the gradients that came after it.
@@ -141,14 +141,15 @@ class BucketTuning:
     ::
 
         step 1               the reducer learns the order of the gradients, and builds the buckets in this order
-        steps 2 and 3        settle
-        steps 4 to 9         measured: when each bucket could start, on the rank where it came last
-        after step 9         all-reduces of several sizes are measured, up to that of all gradients; rank 0 predicts the step
-                             for each size, and broadcasts the best size; the next forward builds the buckets anew
+        steps 2 and 3        are not measured, because the times still change
+        steps 4 to 9         each rank measures when each bucket can start; the latest rank counts
+        after step 9         the ranks measure all-reduces of several sizes, up to the size of all gradients; rank 0 predicts
+                             a step for each pair of bucket sizes, and broadcasts the best pair; the next forward builds the
+                             buckets anew
 
     Args:
         group: the group whose ranks average their gradients.
-        reducer: the reducer whose buckets are measured. Its bucket sizes are `measuring_caps`.
+        reducer: the reducer whose buckets are measured. It must have the bucket sizes of `measuring_caps`.
 
     Attributes:
         caps_bytes: the sizes of the first bucket and of the other buckets; None until the sizes are chosen.
@@ -173,7 +174,7 @@ class BucketTuning:
         # Before the rebuild the buckets have another order, so their times mean nothing.
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return
-        # The costs below are those of an all-reduce, not of a hook.
+        # `_measure_costs` measures all-reduces, so it cannot predict the times of a hook.
         if self._reducer.hook[0] is not None:
             self.give_up("a communication hook reduces the gradients")
         elif self._settling:
@@ -185,19 +186,19 @@ class BucketTuning:
                 self._decide()
 
     def give_up(self, why: str) -> None:
-        """Stop measuring, and leave the buckets unchanged. All ranks call it after the same step."""
+        """Stop measuring, and leave the buckets unchanged. All ranks call this method after the same step."""
         if not self._is_over and self._group.rank == 0:
             logger.info('bucket_cap_mb="auto": the buckets stay as they are, because %s', why)
         self._is_over = True
 
     def _decide(self) -> None:
-        if len({len(step) for step in self._steps}) > 1:  # the same on all ranks, because they reduce the same buckets
+        if len({len(step) for step in self._steps}) > 1:  # all ranks agree, because they reduce the same buckets
             self.give_up("not all of them were reduced in each step")
             return
         self._is_over = True
         share = self._share_of_cores()
         times = torch.tensor(self._steps, dtype=torch.float64).median(dim=0).values
-        # A bucket is reduced when the last rank has it, so the latest time of each counts.
+        # A bucket can be reduced only when the last rank has it, so take the latest time of each bucket.
         self._group.all_reduce(times, ReduceOp.MAX)
         costs = self._measure_costs(share)
         chosen = torch.zeros(2, dtype=torch.int64)
@@ -228,7 +229,7 @@ class BucketTuning:
         placement = placement_of(self._group)
         here = placement.ranks_on_node(placement.node)
         busy_cores, cores = zip(*(said[rank] for rank in here), strict=True)
-        # The rank that is slowed most decides: all others wait for it.
+        # Take the largest share, because all ranks wait for the rank that is slowed most.
         share = torch.tensor(share_of_cores(here.index(self._group.rank), busy_cores, cores), dtype=torch.float64)
         self._group.all_reduce(share, ReduceOp.MAX)
         return float(share)
@@ -236,7 +237,7 @@ class BucketTuning:
     def _measure_costs(self, share: float) -> ReductionCosts:
         """Measure all-reduces. A collective.
 
-        `share` says how much of their processor time the model's computation loses, from 0 to 1.
+        `share` is the result of `_share_of_cores`.
         """
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
@@ -247,7 +248,7 @@ class BucketTuning:
         tensor = self._group.allocate(max(1, sizes[-1] // dtype.itemsize), dtype, torch.device("cpu")).zero_()
         for size in sizes:
             part = tensor[: max(1, size // dtype.itemsize)]
-            # Not measured, because the first call of a size makes its plan.
+            # Do not measure the first call of a size, because this call makes the plan.
             self._group.all_reduce(part, ReduceOp.AVG)
             trials = [self._timed(part) for _ in range(_TRIALS)]
             issue += [issued for issued, _, _ in trials]
@@ -259,7 +260,7 @@ class BucketTuning:
 
     def _timed(self, tensor: torch.Tensor) -> tuple[float, float, float]:
         """Return seconds until an all-reduce is issued, seconds until it is over, and its processor time on all threads."""
-        # All ranks begin together, so no rank measures its wait for a late one.
+        # All ranks begin together, so no rank measures its wait for a late rank.
         self._group.barrier()
         busy, began = _clocks()
         work = self._group.all_reduce(tensor, ReduceOp.AVG, async_op=True)
@@ -288,7 +289,7 @@ class BucketTuning:
 
 
 def _clocks() -> tuple[float, float]:
-    """This process's processor time and the clock's time, in seconds."""
+    """Return the processor time of this process and the time of the clock, in seconds."""
     return time.process_time(), time.perf_counter()
 
 

@@ -28,7 +28,8 @@ class BufferHook:
     Attributes:
         state: the hook's first argument.
         hook: `hook(state, buffers)`. It gets a dict of the buffers by name, and changes the buffers in place. It may return
-            futures. The end of the next backward waits for these futures.
+            futures. The end of the next reduced backward waits for these futures. If the backward of this forward is not
+            reduced, the end of the forward waits for them.
         follows_forward: whether the hook runs after the module's forward. If not, it runs before the forward.
     """
 
@@ -50,7 +51,7 @@ class Buffers:
 
     Attributes:
         enabled: the argument.
-        are_stale: whether buffers may differ between ranks, because a forward in training has written them.
+        are_stale: whether buffers may differ between ranks: at first, and after a forward whose backward is reduced.
         hook: the hook that synchronises the buffers; None means a broadcast.
     """
 
@@ -110,8 +111,8 @@ class Buffers:
         A graph may have saved any buffer. A write of equal values does no harm. A write to the statistics of batch
         normalisation in training does no harm, either: the graph saves these statistics, but backward does not read them.
         Autograd sees all other writes, and raises an error in the backward of a graph that has saved the buffer. (torch hides
-        all writes from autograd. This can make gradients wrong without an error. If autograd saw all writes, no second forward
-        could run before the first one's backward.)
+        all writes from autograd, so gradients can be wrong without an error. If autograd saw all writes, a second forward could
+        not run before the backward of the first forward.)
         """
         unread = self._state.statistics_of_batch_normalization()
         others = [buffer for buffer in buffers if id(buffer) not in unread]

@@ -65,9 +65,9 @@ class ReducerNames:
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """If it is time, build the buckets in the order in which gradients arrived, and return True. Else return False.
+        """Build the buckets now, if the next forward would build them. A collective, if this call builds buckets.
 
-        A collective.
+        Return whether this call has built the buckets in the order in which gradients arrived.
         """
         return self._reducer.rebuild_buckets()
 
@@ -179,12 +179,12 @@ class TorchNames:
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The buffers that the replicas share."""
+        """The buffers that all replicas keep equal."""
         return [buffer for _, buffer in self._state.buffers()]
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that the replicas share, by name."""
+        """The buffers that all replicas keep equal, by name."""
         return dict(self._state.buffers())
 
     @property

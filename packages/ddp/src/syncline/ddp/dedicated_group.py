@@ -1,6 +1,6 @@
-"""A dedicated group is a second group of a group's ranks.
+"""A dedicated group is a second group with the same ranks as another group.
 
-It runs collectives that have no fixed position in the first group's order.
+It runs collectives that have no fixed position in the order of the other group's collectives.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, TorchGroup
 
-# Each group has one dedicated group, also if several layers ask. It lives as long as its group. For a group of torch's the key
-# is torch's object, because each use of such a group makes a new `TorchGroup`.
+# Each group has one dedicated group, also if several layers ask for it. The dedicated group lives as long as the group. For a
+# group of torch, the key is torch's object, because each use of a torch group makes a new `TorchGroup`.
 _dedicated_groups: weakref.WeakKeyDictionary[object, ProcessGroup] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    """Return a second group of this group's ranks, with its own order of calls.
+    """Return a second group with the same ranks. The order of calls in one group is independent of the other group.
 
     The first call for a group is a collective of this group.
 
@@ -28,14 +28,14 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
     ~~~~~~~~~~~~~~~~~~~~~~~~
     A layer may communicate in backward, when autograd reaches the layer. The reducer starts a bucket at a moment that also
     depends on the parameters that this rank has not used. So the calls of layer and reducer may have a different order on each
-    rank. In one group, different orders would be a mismatch. In two groups they do no harm, and the layer need not wait for the
-    buckets in flight.
+    rank. In one group, different orders would be a disagreement. In two groups, different orders do no harm, and the layer need
+    not wait for the buckets in flight.
     """
     key = group if group.torch_group is None else group.torch_group
     with _lock:
         dedicated = _dedicated_groups.get(key)
     if dedicated is None:
-        # Not under the lock: ranks as threads share it, and this collective needs all of them.
+        # Do not hold the lock here. Ranks that are threads share the lock, and this collective needs all ranks.
         dedicated = _make_dedicated_group(group)
         group.end_together(dedicated)
         with _lock:
@@ -44,7 +44,7 @@ def dedicated_group(group: ProcessGroup) -> ProcessGroup:
 
 
 def _make_dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    # Groups of Syncline can be split. If the group is torch's, torch must make the second one.
+    # Groups of Syncline can be split. For a group of torch, torch must make the second group.
     if group.can_split:
         dedicated = group.split(0)
         assert dedicated is not None  # every rank gave a color

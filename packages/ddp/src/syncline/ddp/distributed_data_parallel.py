@@ -82,9 +82,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             forward. None means True.
         init_sync: compare the ranks' modules at construction, and give all ranks rank 0's state. Pass False only if you know
             that the modules are equal.
-        process_group: a group of Syncline or of torch.distributed. None takes Syncline's default group, or torch's default
-            group if only that one exists. If there is no default group, the constructor makes Syncline's
-            (`init_process_group()`).
+        process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or torch's default group if
+            Syncline has none. If there is no default group at all, the constructor calls Syncline's `init_process_group()`.
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
             bucket. With "auto", DDP measures about ten steps, and then chooses the sizes with the shortest predicted step; see
             `tuned_bucket_cap_mb`.
@@ -96,7 +95,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         static_graph: every backward uses the same graph as the first. This allows re-entrant checkpoints and unused parameters.
         delay_all_reduce_named_params: pairs of name and parameter. These parameters may get any number of gradients, or none,
             in a backward. They are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
-        param_to_hook_all_reduce: the parameter of the module for whose gradient `delay_all_reduce_named_params` waits.
+        param_to_hook_all_reduce: a parameter of the module. When its gradient arrives, the delayed parameters are reduced.
         mixed_precision: a `MixedPrecision` of Syncline or of torch. It says in which lower precision to compute, to reduce, and
             to keep buffers.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
@@ -117,8 +116,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group does not serve, or has
             elements that share memory. Or no parameter needs a gradient. Or a layer would see only this rank's batch.
         DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the parameter, buffer or
-            argument, and its values on both ranks. Another rank may also have raised one of these errors. Then the text names
-            that rank and its error.
+            argument, and its values on both ranks. Also if another rank has raised a `MisuseError`: then the text names the
+            failed rank and its error.
         InvalidArgumentError: Syncline refuses an argument, or an argument contradicts another one. The text says what to pass
             instead.
     """
@@ -170,7 +169,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.process_group = choose_group(process_group, device_mesh)
         self._group = as_ours(self.process_group)
         self.device_mesh = device_mesh
-        # An error on one rank becomes an error on all, before they communicate.
+        # If a check fails on one rank, the other ranks raise an error, too, in `_verify_options`.
         with telling_the_others(self._group) if init_sync else nullcontext():
             self._state.check(self._group, buffers=sync_buffers_at_first or forward_sync_buffers)
             refuse_layers_that_see_one_rank(module, self._group)
@@ -199,12 +198,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._has_adopted_optimizers = False
         self._sync_buffers_at_first = sync_buffers_at_first
         if init_sync:
-            # First the options, because they decide which collectives follow.
+            # Compare the options first, because they decide which collectives follow.
             self._verify_options(sync_buffers_at_first, trace_settings, stragglers_every, check_every)
             self._state.verify(self._group, buffers=sync_buffers_at_first)
             self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
         self._init_sync = init_sync
-        # After the broadcast, which carries buffers in their own dtype.
+        # Do this after the broadcast, because the broadcast carries buffers in their original dtype.
         self._low_precision = lower_precision(self.mixed_precision, module, self._state)
         self._listeners = IterationListeners()
         self._recordings: list[TraceRecording] = []
@@ -249,14 +248,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._requires_grad_sync = value
         self._reducer.keep_local(not value)
 
-    # In torch.compile(ddp) the compiler gets only the module: the code around it communicates and cannot be traced.
+    # In torch.compile(ddp) the compiler gets only the module: the code around the module communicates and cannot be traced.
     @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. A forward may be a collective, so every rank must call it equally often, or within `join`.
+        """Run the module. A forward may be a collective, so every rank must run equally many forwards, except within `join`.
 
-        In training the forward prepares the reduction of the gradients. If a forward runs inside `no_sync`, its backward is not
-        reduced, wherever the backward runs. As in torch, a forward synchronises buffers if the forward before it was in
-        training.
+        If gradients are enabled, the forward prepares their reduction. If a forward runs inside `no_sync`, its backward is not
+        reduced, even if the backward runs outside. As in torch, a forward synchronises buffers only if the previous forward has
+        prepared a reduction.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -265,7 +264,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
-        # Also after Ctrl-C: without this, the next backward would be taken for that of the failed forward.
+        # Catch Ctrl-C, too. Otherwise the reducer would take the next backward for the backward of the failed forward.
         except BaseException:
             if has_backward:
                 self._cancel_forward()
@@ -282,7 +281,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if has_backward and self._watch.is_due(self._reducer.reductions):
             self._follow_module()
         try:
-            # The first collective of a forward: ranks without inputs wait for it.
+            # This is the first collective of a forward, because ranks without inputs wait for it.
             root = self._sync_with_joined_ranks(will_reduce)
             pending = self._buffer_sync.before_forward(self._group, root)
             if has_backward:
@@ -300,7 +299,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Warn once that the user's hooks see gradients before they are averaged.
 
         If such a hook steps a parameter or drops a gradient, backward raises an error. A hook that clips or logs sees only this
-        rank's numbers.
+        rank's gradients.
         """
         self._has_warned_of_hooks = True
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
@@ -310,21 +309,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         After a change, the ranks compare the module, and get rank 0's values of the new parameters.
         """
-        # The script may have assigned another module.
+        # The script may have assigned another module to this attribute.
         self._state.module = self.module
         watch = self._watch
         if not watch.has_changed():
-            if watch.has_sign:  # it may have been converted and converted back: then autograd has new nodes
+            if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
                 watch.has_sign = False
                 self._reducer.find_nodes_again()
             return
         parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
-        if not parameters:  # all are frozen for now: nothing is averaged, and the sign stays for a later forward
+        if not parameters:  # all are frozen, so average nothing; `has_sign` stays set, so a later forward looks again
             return
         new = watch.new()
         names = ", ".join(f"'{name}'" for name, _ in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
         what = f"the module has changed since it was wrapped ({f'new parameters: {names}' if new else 'none are new'})"
-        # A rank without inputs only stands in for the old module, so it would wait in other collectives.
+        # A rank without inputs issues the collectives of the old module, which would not match those of the changed module.
         if self._join is not None:
             raise MisuseError(
                 f"{what}, within join() on {self._group.place()}: ranks without inputs cannot follow. Change it before"
@@ -348,7 +347,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._has_adopted_optimizers = False
         self._buffer_sync.look_again()
         self.device = parameters[0][1].device
-        # At the end, so that a change that raised an error is found again.
+        # Do this last: if a line above raises an error, the next forward finds the change again.
         watch.take_note()
         self._tune_buckets()
 
@@ -379,22 +378,22 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     @disable_dynamo
     def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
-        # As in torch: only a forward whose backward is reduced makes buffers differ.
+        # As in torch, only a forward whose backward is reduced counts as a change of the buffers.
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
-        # No backward follows that could wait for the futures of a buffer hook.
+        # No reduced backward follows that could wait for the futures of the buffer hook, so wait here.
         elif pending:
             torch.futures.wait_all(pending)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for forwards. Their backwards only add to this rank's own gradients, and do not communicate.
+        """A context for forwards whose backwards only add to this rank's gradients, and do not communicate.
 
-        The backward of the first forward after the context reduces the sum. As in torch, what counts is whether the forward is
-        inside the context, not the backward. A backward inside the context may belong to no forward of this wrapper, for
-        example to a forward of the bare module for a saliency map. This backward stays local, too. Contexts may be nested.
+        The backward of the first forward after the context reduces the sum. As in torch, a backward stays local if its forward
+        was inside the context, wherever the backward runs. Inside the context, a backward of the bare module stays local, too
+        (for example for a saliency map). Contexts may be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -441,7 +440,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
         """Return the rank whose buffers all ranks get. In a join context, the call is a collective."""
         present = Join.notify_join_context(self)
-        # Outside of a join context every rank has inputs, so rank 0's buffers count.
+        # Outside of a join context every rank has inputs, so all ranks get rank 0's buffers.
         if present is None or self._uneven_inputs is None:
             return 0
         return self._uneven_inputs.before_forward(present, will_reduce=will_reduce)
@@ -461,8 +460,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         Every rank of the new group must call this method.
 
         The ranks compare parameters and buffers, but do not change them. So first give a new rank the parameters and buffers of
-        the other ranks. The communication hook stays. If the hook's state holds the old group, register the hook again. The
-        next backward counts as the first one: after it the reducer rebuilds the buckets, and learns a static graph again.
+        the other ranks. The communication hook stays. If the hook's state holds the old group, register the hook again. After
+        the next backward, the reducer rebuilds the buckets and learns a static graph again, as after the very first backward.
 
         Args:
             process_group: as at construction.
@@ -480,10 +479,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._state.check(group, buffers=self.forward_sync_buffers)
         self._state.verify(group, buffers=self.forward_sync_buffers)
         hook, state = self._reducer.hook
-        # First, because the new reducer hooks the same parameters.
+        # Close the old reducer first, because the new reducer hooks the same parameters.
         self._reducer.close()
         self._stop_counting_steps_together()
-        # Ranks of the old group may be gone, so each rank only closes its own file.
+        # Ranks of the old group may be gone, so do not merge the files: each rank only closes its file.
         for recording in self._recordings:
             recording.abandon()
         self._uneven_inputs = None  # it holds the old reducer
@@ -507,7 +506,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Raises:
             InvalidTypeError: the hook cannot be called.
-            InvalidArgumentError: the hook's annotations name another type for the argument or for the result.
+            InvalidArgumentError: the hook's annotations name another type for the bucket or for the result.
             MisuseError: a backward is under way or has failed. Or `mixed_precision` already decides how gradients are reduced.
         """
         self._check_no_wire_dtype()
@@ -539,7 +538,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """Trace the steps of this model inside the context. Every rank must enter and leave the context. Both are collectives.
+        """Trace the steps of this model inside the context. Entering and leaving are collectives.
 
         Each rank writes a file in the folder. When the last step is over, rank 0 merges the files into `trace.json`, which
         ui.perfetto.dev opens. `syncline report` shows the files. To trace without a change to the script, set `SYNCLINE_TRACE`.
@@ -561,7 +560,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         try:
             yield
         except BaseException:
-            # Other ranks may have no error, so this one must not enter a collective: it only closes its own file.
+            # Other ranks may have no error, so this rank must not enter a collective: it only closes its file.
             recording.abandon()
             raise
         finally:
@@ -617,7 +616,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen, for the first bucket and the others.
+        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen: of the first bucket, and of the others.
 
         They are equal on all ranks.
 
@@ -657,7 +656,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
-        """Stop what all ranks do after a number of steps, because the ranks may now have different numbers of steps."""
+        """Stop everything that ranks do together after some steps, because they may now have different numbers of steps."""
         self._stop_watching_stragglers()
         self._stop_checking_replicas()
         if self._bucket_tuning is not None:
@@ -673,7 +672,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Return arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
 
         Times belong to the latest iteration. Values whose names begin with "avg" are means over the iterations that torch would
-        sample: the first ten, then one in a hundred, or the rate given to `_set_ddp_runtime_logging_sample_rate`.
+        sample: the first ten, then one in a hundred. `_set_ddp_runtime_logging_sample_rate` changes this rate.
         """
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {
@@ -767,7 +766,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy keeps.
 
-        It keeps no hooks, as in torch, and no group, reducer or other object of this process.
+        As in torch, a copy keeps no hooks. It also keeps no group, reducer or other object of this process.
         """
         if not self._is_default_group:
             raise MisuseError(
@@ -779,7 +778,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, on the default group of this process.
 
-        This is no collective: the first reduced forward allocates buckets.
+        This is no collective: the first forward whose backward is reduced allocates the buckets.
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()

@@ -35,7 +35,7 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """The phase of an epoch in which a rank is. A rank in JOINING is a newcomer that has no state yet."""
+    """What a rank does at present. A rank in JOINING is a newcomer that has no state yet."""
 
     JOINING = auto()
     BETWEEN_STEPS = auto()
@@ -50,7 +50,7 @@ class _NotAppliedError(Exception):
 
 
 class Elastic:
-    """Lets a training loop go on when ranks die or join. All ranks apply a step, or none does and it is repeated.
+    """Lets a training loop go on when ranks die or join. Either all ranks apply a step, or all ranks repeat it.
 
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -63,24 +63,25 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` inside `with elastic.step():` ends the body at the line that raised it. The loop goes on with the next
-    batch from `batches`. This is the failed batch, divided among the remaining ranks. Before the first `optimizer.step()` the
-    ranks agree that all apply the step. After this agreement the body must not communicate: code after a failed collective
-    would run on some ranks only. So if a rank is lost after the agreement, this rank raises an error. Outside of the step, for
-    example in an evaluation, the loss of a rank is an error as usual, and writes a report. If the training recovers, there is
-    no report. After the loss of a rank the model has a new group: read `model.join_process_group`. If the old group was the
-    default group, the new group becomes the default.
+    A `TransportError` inside `with elastic.step():` ends the body at the line that raised it. Then `batches` gives
+    the failed batch again, divided among the remaining ranks. Before the first `optimizer.step()` the ranks agree that all
+    apply the step. After this agreement the body must not communicate: code after a failed collective would run on some ranks
+    only. So a collective that fails after the agreement raises a `MisuseError`. Outside of the step, for example in an
+    evaluation, the loss of a rank is an error as usual, and writes a report. If the training recovers, there is no report.
+    After the loss of a rank the model has a new group: read `model.join_process_group`. If the old group was the default group,
+    the new group becomes the default.
 
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
-    all ranks get the state of one rank in a recovery. A repeated step counts twice in this state. In error feedback, each rank
-    keeps its own errors, and a newcomer's errors begin at zero. If a state holds a group, register the hook again.
+    all ranks get the state of one rank in a recovery. A repeated step counts twice in this state. The error feedback
+    is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a state holds a
+    group, register the hook again.
 
     **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. Its constructor of
     `Elastic` waits until the other ranks let it in. The other ranks look for newcomers after every `admit_every` applied steps.
-    A newcomer gets the state of one rank: of those that have taken part in the most agreements, the lowest. The state is the
+    A newcomer gets the state of the lowest rank among those that have taken part in the most agreements. The state is the
     parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, and the state of the
-    communication hook. The newcomer continues at the step of the others. From this step on its script must issue the same
-    collectives as the others, and no other collectives. So loop over `epochs`.
+    communication hook. The newcomer continues at the step of the other ranks. From this step on, its script must issue exactly
+    the same collectives as the other ranks. So the script must loop over `epochs`.
 
     Args:
         model: the model, on a group that can shrink.
@@ -93,8 +94,8 @@ class Elastic:
         max_failures: how many ranks may be lost in the whole training; None: any number.
         silence_timeout_s: see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: how many seconds one recovery may take. A newcomer also waits this long to be let in.
-        admit_every: the ranks look for newcomers each time this number of steps was applied. Only if the group can let ranks in
-            (`ProcessGroup.missing_for_admit`).
+        admit_every: the ranks look for newcomers each time this number of steps was applied. If the group cannot let ranks in
+            (`ProcessGroup.missing_for_admit`), they do not look.
 
     Attributes:
         applied_steps: how many steps were applied.
@@ -118,20 +119,21 @@ class Elastic:
     # this, because optimizers can be hooked.
     #
     # 1. A rank that begins this `all_reduce` has the averaged gradients of the step, which are the same on all ranks.
-    # 2. The sum needs every rank. So if a rank has it, all ranks had begun, and all that live can apply the step.
-    # 3. If a rank dies, the `all_reduce` may end well on some ranks and fail on others. So after `shrink` the survivors tell
-    #    each other how often they have agreed. A rank that is one behind was in this `all_reduce`, has the gradients, and
-    #    applies the step. If no rank is ahead, no rank has applied the step, and all do it again.
+    # 2. The sum needs every rank. So if one rank has the sum, every rank has begun the `all_reduce`, and every rank that still
+    #    runs can apply the step.
+    # 3. If a rank dies, the `all_reduce` may succeed on some ranks and fail on others. So after `shrink` the survivors tell
+    #    each other how often they have agreed. If a rank has agreed once less than another, it was in this `all_reduce`, has
+    #    the gradients, and applies the step. If all have agreed equally often, no rank has applied the step, and all repeat it.
     #
-    # The ranks agree once more at the end of an epoch. Otherwise a rank whose last agreement failed would do the last step
-    # again alone, while the others have gone to an evaluation or have ended.
+    # The ranks agree once more at the end of an epoch. Otherwise a rank whose last agreement failed would repeat the last step
+    # alone, while the other ranks already run an evaluation or have ended.
     #
-    # The sum is the number of newcomers that rank 0 knows, so letting them in needs no collective of its own. (A barrier would
-    # cost more: it compares the calls of all ranks, as the end of the backward has just done.)
+    # The sum is the number of newcomers that rank 0 knows, so the ranks need no second collective to learn of newcomers. (A
+    # barrier in place of the `all_reduce` would cost more: it compares the calls of all ranks, which the end of the backward
+    # has just compared.)
     #
-    # A step changes buffers and random state before it is applied. They are put back before it is done again
-    # (`StepSnapshot`). All backwards of a step come before its first `optimizer.step()`; there may be several backwards, and
-    # several optimizers.
+    # A step changes buffers and random state before it is applied. `StepSnapshot` restores them before a step is repeated. All
+    # backwards of a step come before its first `optimizer.step()`; there may be several backwards, and several optimizers.
 
     def __init__(
         self,
@@ -181,7 +183,7 @@ class Elastic:
         self.applied_steps = 0
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
-        self._members = set(group.members)  # all members that this rank knows to have existed
+        self._members = set(group.members)  # all past and present members that this rank knows
         # None: this group cannot let ranks in, so no rank looks for newcomers.
         self._admit_every = admit_every if group.missing_for_admit() is None else None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -194,7 +196,7 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the epochs from the present one to epoch `number` - 1, and tell the sampler about each epoch."""
+        """Yield the epochs from the present epoch to epoch `number` - 1, and tell the sampler about each epoch."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
@@ -203,8 +205,8 @@ class Elastic:
         """Yield the batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
 
         Args:
-            loader: gives this rank's share of each batch, in the order of the sampler. After a loss, `batches` iterates over it
-                again.
+            loader: gives this rank's share of each batch, in the order of the sampler. After a loss, `batches` iterates over
+                the loader again.
 
         Raises:
             MisuseError: a batch was taken without a step.
@@ -214,7 +216,7 @@ class Elastic:
             for batch in loader:
                 applied = self._sampler.applied
                 yield batch
-                # The group has changed, so the loader's shares are no longer right: begin it again.
+                # The group has changed, so the loader's shares are no longer right: iterate over the loader again.
                 if self._group is not group:
                     break
                 if self._sampler.applied == applied:
@@ -241,10 +243,10 @@ class Elastic:
         try:
             with self._refusing_late_losses():
                 yield
-            self._agree()  # a loop may decide not to call optimizer.step()
+            self._agree()  # the body may not have called optimizer.step()
             if self._newcomers:
                 self._admit_newcomers()
-        # The step is repeated: the loop takes the same batch again.
+        # The step is repeated, because `batches` gives the same batch again.
         except _NotAppliedError:
             pass
         except TransportError as error:
@@ -255,7 +257,7 @@ class Elastic:
 
     @contextmanager
     def _refusing_late_losses(self) -> Iterator[None]:
-        """A context around the body of a step. If a rank is lost after the ranks have agreed, the body raises an error."""
+        """A context around the body of a step. If a collective fails after the agreement, raise a MisuseError."""
         try:
             yield
         except TransportError as error:
@@ -283,15 +285,15 @@ class Elastic:
 
     def _agree(self) -> None:
         """Agree with all ranks to apply the step. See Note [Applied on all or on none]."""
-        # The second optimizer of a step: the ranks have agreed already.
+        # For the second optimizer of a step, the ranks have agreed already.
         if self._phase is _Phase.APPLYING:
             return
-        self._check_no_fused_optimizer()  # a model may have taken one over in its first forward
+        self._check_no_fused_optimizer()  # the model's first forward may have taken over such an optimizer
         self._phase = _Phase.AGREEING
         try:
             self._newcomers = self._sum_over_ranks(self._newcomers_here())
         except TransportError as error:
-            # The agreement may hold although it failed here: another rank's went through.
+            # The agreement may hold although it failed on this rank, because it may have succeeded on another rank.
             if not self._recover(error):
                 raise _NotAppliedError from None
         else:
@@ -306,7 +308,7 @@ class Elastic:
             self._sum_over_ranks(0)
             self._agreements += 1
         except TransportError as error:
-            # No rank has ended the epoch, so the ranks that are left agree anew.
+            # If the agreement does not hold, no rank has ended the epoch, so the remaining ranks agree again.
             if not self._recover(error):
                 self._end_epoch()
         finally:
@@ -325,7 +327,7 @@ class Elastic:
             return 0
         try:
             return self._group.newcomers()
-        except StoreError as error:  # the next look finds them
+        except StoreError as error:  # the next look finds the newcomers
             logger.warning("the store did not say whether somebody waits to be let in: %s", error)
             return 0
 
@@ -347,7 +349,7 @@ class Elastic:
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
-        # Another rank may be lost during the recovery: then it begins again.
+        # If another rank is lost during the recovery, the recovery begins again.
         while not present:
             self._check_hope(began_s, error)
             try:
@@ -361,16 +363,16 @@ class Elastic:
         return holds
 
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
-        """Make the new group, give newcomers the state, and let the model use the group. It may be called again after an error.
+        """Make the new group, give newcomers the state, and let the model use the group. After an error, call it again.
 
         Returns:
             For each member that had a state, the number of agreements in which it took part.
         """
         old, self._group = self._group, meet()
         is_default = replace_default_group(old, self._group)
-        # A newcomer has not agreed on anything: it gets a state, and gives none.
+        # None marks a newcomer: it gets the state, and cannot give it.
         mine = None if self._is_new else self._agreements
-        # Each rank tells all members it knows, so a newcomer learns which ranks were lost before.
+        # Each rank names all members that it knows, so a newcomer learns which ranks were lost before.
         told = exchange_objects((mine, sorted(self._members)), group=self._group)
         self._members.update(self._group.members, *(members for _, members in told))
         agreements = [number for number, _ in told]
@@ -379,7 +381,7 @@ class Elastic:
             raise RankLostError("all ranks that had the state of the training are lost; start it again from a checkpoint", ())
         root = agreements.index(max(present.values()))
         self._share_hook_state(root)
-        # A collective of all ranks, but only with newcomers: the state is large.
+        # All ranks take part, but only if there are newcomers, because the state is large.
         if None in agreements:
             self._share_state(root)
         self._model.update_process_group(None if is_default else self._group)
@@ -391,12 +393,12 @@ class Elastic:
         if most_agreements == self._agreements:
             self._undo_step()
             return False
-        # Another rank's agreement went through, so this rank's holds, too.
+        # The agreement succeeded on another rank, so it holds on this rank, too.
         if self._phase is _Phase.AGREEING:
             self._count_step()
         elif self._phase is _Phase.ENDING_EPOCH:
             self._agreements += 1
-        # Still behind: this rank was not in that agreement.
+        # This rank is still behind, so another rank has agreed without this rank.
         if most_agreements != self._agreements:
             raise MisuseError(
                 f"{self._group.place()} has applied {self.applied_steps} steps, and another rank more: all ranks must take the "
@@ -440,10 +442,10 @@ class Elastic:
         try:
             present = self._meet(lambda: self._group.admit(silence_timeout_s=self._give_up_s))
         except TransportError as error:
-            # Not let in yet: there is no group to recover.
+            # This rank was not let in, so it has no group to recover.
             if self._group.is_waiting:
                 raise
-            self._recover(error)  # a rank was lost after this one was let in
+            self._recover(error)  # another rank was lost after this rank was let in
         else:
             self._check_limits()
             logger.info("joined %d rank(s) at step %d", len(present), self.applied_steps)
@@ -459,7 +461,7 @@ class Elastic:
     def _share_state(self, root: int) -> None:
         """Give newcomers the state of `root`. A collective.
 
-        Other ranks keep their state, because one of them may still apply its step.
+        The other ranks keep their states, because some of them may still have to apply the step.
         """
         if self._group.rank == root:
             self._undo_step()

@@ -11,9 +11,9 @@ from syncline.collectives import InvalidArgumentError
 
 
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
-    """Return the first sample of batch `number`, and the first sample after it. Sizes of batches differ by one at most.
+    """Return the first sample of batch `number`, and the first sample after this batch. A pure function.
 
-    Pure.
+    Sizes of batches differ by one at most.
     """
     return number * samples // batches, (number + 1) * samples // batches
 
@@ -21,7 +21,7 @@ def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
 def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]:
     """Return the first sample of a rank's share of the batch from `begin` to `end`, and the first sample after the share.
 
-    Pure.
+    A pure function.
     """
     return begin + rank * (end - begin) // ranks, begin + (rank + 1) * (end - begin) // ranks
 
@@ -131,6 +131,6 @@ class ElasticSampler(Sampler[list[int]]):
     def _order(self) -> torch.Tensor:
         if not self._shuffle:
             return torch.arange(self._all_samples)
-        # A generator of its own, so that the order does not depend on the random state of a rank.
+        # Use a separate generator, so that the order does not depend on the random state of a rank.
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
         return torch.randperm(self._all_samples, generator=generator)

@@ -25,7 +25,8 @@ class AverageHooks:
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer
-        self._hooks: OrderedDict[int, AverageHook] = OrderedDict()  # a plain dict cannot be referred to weakly
+        # `RemovableHandle` refers to the dict weakly, which a plain dict does not allow.
+        self._hooks: OrderedDict[int, AverageHook] = OrderedDict()
 
     def add(self, hook: AverageHook) -> RemovableHandle:
         """Call this hook from now on. Return a handle that removes the hook."""
@@ -75,7 +76,7 @@ class FusedOptimizer:
         self.optimizers.update({parameter: [kind([parameter], *args, **kwargs)] for parameter in chosen})
 
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which would step before the reduction.
+        """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which otherwise step before the reduction.
 
         As in torch, a gradient becomes None after the step of its parameter.
         """
@@ -87,7 +88,7 @@ class FusedOptimizer:
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Step the parameters that have an optimizer here. Their gradients are averaged already."""
-        if not self.optimizers:  # the usual case; to look up each parameter would cost as much as to copy its gradient
+        if not self.optimizers:  # usual; to look up each parameter would take as long as to copy its gradient
             return
         for parameter in parameters:
             for optimizer in self.optimizers.get(parameter, ()):

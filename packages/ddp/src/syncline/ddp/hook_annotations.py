@@ -18,8 +18,8 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
     Raises:
         InvalidTypeError: the hook cannot be called.
-        InvalidArgumentError: the second parameter's annotation is a class to which no bucket belongs, or the return annotation
-            is a class to which no future belongs.
+        InvalidArgumentError: the second parameter is annotated with a class, and a bucket is no instance of the class. Or the
+            return value is annotated with a class, and a future is no instance of the class.
     """
     if not callable(hook):
         raise InvalidTypeError(
@@ -27,7 +27,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
         )
     try:
         signature = inspect.signature(hook, eval_str=True)
-    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # written in C, or an annotation has unknown names
+    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # a hook in C, or an annotation with unknown names
         return
     parameters = list(signature.parameters.values())
     if len(parameters) > 1 and _contradicts(parameters[1].annotation, GradBucket, getattr(dist, "GradBucket", GradBucket)):
@@ -42,7 +42,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def _contradicts(annotation: Any, *expected: type) -> bool:
-    """Whether an annotation is a class to which none of these types belongs. A protocol never contradicts."""
+    """Whether an annotation is a class, and no expected type is its subclass. A protocol never contradicts."""
     kind = get_origin(annotation) or annotation
     if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return False

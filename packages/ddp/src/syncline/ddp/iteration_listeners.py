@@ -1,4 +1,4 @@
-"""IterationListeners calls functions after each backward whose gradients were reduced."""
+"""IterationListeners calls functions after each reduced backward: a backward whose gradients were reduced over the ranks."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Joinable(ABC):
         """Make a new hook for the context that is being entered (`self._join`).
 
         Args:
-            kwargs: the context's keyword arguments. All joinables get all of them, and each joinable uses only its own.
+            kwargs: all keyword arguments of the context. Each joinable gets all of them, and uses those that it knows.
         """
 
     @property
@@ -110,7 +110,7 @@ class Join:
         self._throws = throw_on_early_termination
         self._kwargs = kwargs
         self._group = joinables[0].join_process_group
-        # Mostly the CPU, because the roll call is read at once, and a GPU would have to be waited for.
+        # This is mostly the CPU: the host reads the roll call at once, and would have to wait for a GPU.
         self._device = message_device(self._group, joinables[0].join_device)
         self._present: tuple[int, ...] = tuple(range(self._group.size))
         self._hooks: list[JoinHook] = []
@@ -148,7 +148,7 @@ class Join:
             try:
                 # Hooks are made last, when all joinables know their context.
                 self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
-            # A hook that cannot be made leaves no joinable in the context.
+            # If a hook cannot be made, take all joinables out of the context.
             except BaseException:
                 for joinable in self._joinables:
                     joinable._join = None
@@ -182,7 +182,7 @@ class Join:
             joinable._join = None
 
     def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
-        """Find out which ranks have inputs. Every rank calls this, with or without inputs."""
+        """Find out which ranks have inputs. Every rank calls this method, with or without inputs."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)
         self._group.all_reduce(roll, ReduceOp.MAX)

@@ -128,10 +128,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """Describe the first and the present buckets: bytes, indices of parameters, and number.
-
-    Also describe the order of gradients.
-    """
+    """Return values about the first and the present buckets, the unused parameters, and the order of gradients."""
     now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
     data: LoggingData = {
         "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),

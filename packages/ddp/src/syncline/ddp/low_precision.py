@@ -42,7 +42,7 @@ class LowPrecision:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A forward may write to a parameter, for example in a momentum encoder, in an initialisation from the first batch, or in
     an embedding with `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are
-    copied to its parameter. The other elements of the parameter stay unchanged, because a cast has fewer bits. Most casts
+    copied to its parameter. The other elements are not copied, because a copy from the cast would round them. Most casts
     need no check. A cast is checked only if its version has changed, or if code has read `cast.data`, a tensor with another
     version counter.
 
@@ -107,7 +107,7 @@ class LowPrecision:
 
     @disable_dynamo
     def _keep_what_was_written(self, casts: Sequence[_Cast], left: Tensors) -> None:
-        """Copy what the forward has written from casts to parameters. See Note [Forwards that write into parameters].
+        """Copy to the parameters what the forward has written into casts. See Note [Forwards that write into parameters].
 
         Args:
             casts: the casts of this forward.
