@@ -43,7 +43,7 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """Return all known compressions. The first does not compress. Speeds that are not given are measured here, on the CPU.
+    """Return all known compressions. The first does not compress. Measure speeds that are not given on the CPU.
 
     Args:
         speeds: for some names of compressions, the speed in bytes of gradients per second.
@@ -64,7 +64,10 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Return the bytes of gradients that are sent whole (vectors, small matrices), of left factors and of right factors."""
+    """Return the bytes of three messages: of whole gradients (vectors, small matrices), of left factors, of right factors.
+
+    Empty messages are left out.
+    """
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1
@@ -89,7 +92,7 @@ def _factorize(gradients: torch.Tensor) -> None:
 
 
 def _speed(compress: Callable[[torch.Tensor], None]) -> float:
-    """Return how many bytes of float32 a function compresses in a second. The fastest of some trials counts."""
+    """Return how many bytes of float32 a function compresses in a second, in the fastest of some trials."""
     gradients = torch.ones(_NUMEL)
     compress(gradients)
     # The first call above is not measured, because it is slower than later calls.

@@ -63,7 +63,7 @@ def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
     """Return how many bytes a node sends.
 
-    If the number of nodes is no power of two, halving first pairs each surplus node with another node.
+    Halving needs a power of two. So each node above the largest power of two first sends its tensor to another node.
     """
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes

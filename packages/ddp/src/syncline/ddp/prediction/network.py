@@ -33,9 +33,9 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
     """Return the link that the text of `--network` describes.
 
     Args:
-        text: such as "latency_us=50,bandwidth_gbps=10", in microseconds and 10**9 bits a second. Or the path of a file of
-            `bench --json`.
-        ring_bytes: see `CostModel`. The measured all-reduces used this value, too.
+        text: a link, such as "latency_us=50,bandwidth_gbps=10" (microseconds, and 10**9 bits a second), or the path of a file
+            of `bench --json`.
+        ring_bytes: see `CostModel`. The fit assumes that the measured all-reduces used this value.
         backend: the name of a backend in the file. None: the first backend that is not a baseline.
 
     Raises:
@@ -63,7 +63,7 @@ def link_in_words(text: str) -> Link:
     match = _WORDS.fullmatch(text)
     try:
         latency_us, bandwidth_gbps = (float(number) for number in match.groups()) if match else (-1.0, -1.0)
-    # Characters such as "1e" or "--" match the pattern, but are no number.
+    # Texts such as "1e" or "--" match the pattern, but are no numbers.
     except ValueError:
         latency_us, bandwidth_gbps = -1.0, -1.0
     if not (0 <= latency_us < math.inf and 0 < bandwidth_gbps < math.inf):

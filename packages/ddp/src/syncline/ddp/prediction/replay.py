@@ -59,7 +59,7 @@ class Prediction:
 
 
 def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Prediction:
-    """Predict a step that reduces one bucket after the other, each as soon as it is ready.
+    """Predict a step that reduces one bucket after the other, each as early as possible.
 
     Args:
         workload: the workload of one rank.
@@ -73,7 +73,7 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """Assume that a bucket's gradients come evenly, byte by byte, because a trace has only the time of the last gradient.
+    """Return a bucket's gradients. Assume that they come evenly, byte by byte: a trace has only the time of the last gradient.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.

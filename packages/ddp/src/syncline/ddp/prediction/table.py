@@ -7,7 +7,7 @@ from .forecast import AS_TRACED, MIB, Choice, Forecast
 
 
 def tables(found: Forecast, title: str) -> str:
-    """Return tables of the traced buckets and of each compression with its best bucket size. Each number of ranks has a row.
+    """Return a table with a row for each number of ranks: the traced buckets, then each compression with its best buckets.
 
     Raises:
         MisuseError: rich is not installed.

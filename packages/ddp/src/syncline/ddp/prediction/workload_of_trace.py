@@ -33,7 +33,7 @@ def workload_of(timeline: Timeline) -> Workload:
 def _of_rank(rank: RankTimeline) -> Workload | None:
     """Return the workload of one rank, or None if it has traced too few steps.
 
-    Only steps with the last layout of buckets count.
+    Use only the steps with the last layout of buckets, and with the largest number of reduced buckets.
     """
     # A step ends where the next step begins, so both steps must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]

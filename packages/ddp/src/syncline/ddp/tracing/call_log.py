@@ -15,8 +15,8 @@ class CallLog:
     """Notes calls from its construction until `stop`.
 
     Args:
-        group: the group, which says which rank this is. If ranks are threads of one process, only calls of this rank count.
-        reducer: the reducer. The all-reduces of its buckets do not count. Calls of a communication hook on other tensors count.
+        group: the group, which says which rank this is. If ranks are threads of one process, only calls of this rank are noted.
+        reducer: the reducer. All-reduces of its buckets are not noted. A communication hook's calls on other tensors are noted.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:
@@ -40,7 +40,7 @@ class CallLog:
         self._stop()
 
     def _note(self, call: ObservedCall, tensor: torch.Tensor | None) -> None:
-        # Ranks as threads share the observers, so calls of other ranks come here, too.
+        # Ranks that are threads share the observers, so calls of other ranks come here, too.
         if call.group.ranks[call.group.rank] != self._rank:
             return
         # The trace shows buckets separately, so leave their all-reduces out.

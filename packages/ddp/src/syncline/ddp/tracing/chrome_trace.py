@@ -20,7 +20,7 @@ _STEPS, _BUCKETS, _CALLS = 1, 100, 1000
 _MOST_NAMES = 20
 
 _Starts: TypeAlias = dict[tuple[int, int], list[tuple[float, int, int]]]
-"""For each bucket of each step, the bucket's start on each rank: the time, and the process and the thread of the format."""
+"""For each bucket of each step, the bucket's start on each rank: time, process (pid) and thread (tid) in the format."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

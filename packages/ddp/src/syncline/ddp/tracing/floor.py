@@ -15,7 +15,7 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """Pairs of a size in bytes, and the seconds of one rank's share of the adds and copies.
+    """The floor at some sizes: pairs of a size in bytes, and the seconds of one rank's share of the adds and copies.
 
     There is at least one pair. Sizes ascend.
     """
@@ -25,8 +25,8 @@ class Floor:
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of an all-reduce.
 
-        The seconds are linear between two sizes. Outside of all sizes, the nearest pair counts, and the seconds are
-        proportional to the size.
+        The seconds are linear between two sizes. Below the first and above the last size, the seconds are proportional to the
+        size.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)

@@ -78,7 +78,7 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
 
 
 def _slices(rank: RankTimeline, number: int) -> list[tuple[str, str, float, float, str]]:
-    """For each slice of a rank, its phase, row, start, end and text."""
+    """Return the phase, row, start, end and text of each slice of a rank."""
     step, row = rank.steps[number], _row(rank)
     spans = [
         ("backward", step.backward_started, step.finalize_started, "backward"),

@@ -12,7 +12,7 @@ from .chrome_trace import origin_of
 from .timeline import Timeline
 
 _BEHIND = 1_000_000
-"""The profiler's processes and arrows get larger numbers than all ranks. Perfetto leaves out arrows without a number."""
+"""The profiler's processes and arrows get numbers above all ranks. Perfetto leaves out arrows whose id is no number."""
 
 
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:

@@ -20,7 +20,7 @@ from .optimizer_steps import OptimizerSteps
 from .part import Header, clock_line, end_line, header_line, layout_line, part_path, step_line
 
 _WRITE_EVERY_S = 1.0
-"""A killed job may lose this many seconds of its trace. Between two writes, a step only costs a few objects in memory."""
+"""A killed job may lose this many seconds of its trace. Between two writes, a step costs only a few objects in memory."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class StepRecorder:
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
         """Note a step after its backward was reduced. All events until the next step's forward belong to this step."""
-        # Events before this step's forward belong to the step before.
+        # Events before this step's forward belong to the previous step.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started
         self._close_step([one for one in optimizers if one.started < began], [one for one in calls if one.started < began])

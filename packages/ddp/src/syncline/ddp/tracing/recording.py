@@ -32,9 +32,9 @@ class TraceRecording:
 
     ::
 
-        construction        the ranks agree on a name for the run, and measure their clocks (ping-pong)
+        construction             the ranks agree on a name for the run, and measure their clocks (ping-pong)
         step `first` .. `last`   each rank notes its events, and writes them to its own file
-        the step after      clocks again, a barrier, and rank 0 merges all files into `trace.json`
+        the next step            the ranks measure their clocks again, and rank 0 merges all files into `trace.json`
 
     A step is a reduced backward. All ranks have the same number of steps, so they issue the collectives of a trace in the same
     order. If a file cannot be written, the rank logs a warning, and training goes on. If ranks may have different numbers of
@@ -45,8 +45,8 @@ class TraceRecording:
         group: the group whose ranks average their gradients.
         reducer: the reducer whose backwards are the steps. The recording does not keep the reducer alive.
         parameters: the model's parameters.
-        only_first: trace only if no other model of this process has reached the first traced step before. So the trained model
-            is traced, even if the script made another model before, and ran a few steps with it.
+        only_first: trace only if no other model of this process has reached the first traced step. So the trained model is
+            traced, even if the script has run a few steps with another model before.
 
     Attributes:
         ranks_may_differ: whether some rank may have fewer steps than others.
@@ -123,7 +123,7 @@ class TraceRecording:
 
     def _start(self) -> None:
         reducer = self._reducer()
-        # The reducer is gone with its model, so there are no steps.
+        # The reducer was deleted with its model, so no steps follow.
         if reducer is None:
             return
         if self._only_first and not _is_first_to_trace(self.settings, self._group.rank):
@@ -136,7 +136,7 @@ class TraceRecording:
             self._warn(error)
             return
         self._recorder.note_clock(self._clock)
-        # If the program ends, or the model is dropped, before the last step, write the file then.
+        # If the program ends or the model is deleted before the last step, write the noted events then.
         self._end_at_exit = weakref.finalize(self, self._recorder.end, is_complete=False)
 
     def _close(self, *, is_complete: bool) -> None:
@@ -152,7 +152,7 @@ class TraceRecording:
         try:
             action(self._recorder)
         except OSError as error:
-            with suppress(OSError):  # closing the file may fail again, but `end` has stopped observing by then
+            with suppress(OSError):  # `end` stops observing first, so it does no harm if closing the file fails, too
                 self._recorder.end(is_complete=False)
             self._recorder = None
             self._warn(error)
@@ -189,7 +189,7 @@ _asked: set[tuple[Path, int]] = set()
 
 
 def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
-    """Whether this is the first call in this process for this folder and rank. Later calls get False."""
+    """Whether this is the first call in this process for this folder and rank."""
     key = settings.folder.resolve(), rank
     if key in _traced:
         logger.info("another model of this process is traced to %s already; trace this one with its method `trace`", key[0])

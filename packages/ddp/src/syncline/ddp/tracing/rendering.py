@@ -44,7 +44,7 @@ def printed(*parts: str | Table) -> str:
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH)
-    # A cell always has one line. So a wide table makes wide lines.
+    # Cells are not wrapped, so make the lines as wide as the widest table.
     wide = console.options.update(width=_WIDEST)
     needed = [Measurement.get(console, wide, part).maximum for part in parts if not isinstance(part, str)]
     console = Console(file=text, width=max(_WIDTH, *needed, 0))

@@ -16,13 +16,13 @@ class StepSummary:
 
     Attributes:
         number: the step's number.
-        duration_s: the time from the first rank's forward to the end of the last optimizer or of the last wait.
+        duration_s: the time from the start of the earliest forward to the end of the latest optimizer or wait, on any rank.
         compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
         exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
         last_rank: the rank whose last gradient came last.
-        late_s: how many seconds later the last gradient of `last_rank` came than the last gradients of the other ranks, in the
-            median. 0 with one rank.
-        caused_s: the sum of the times that the other ranks waited for `last_rank`.
+        late_s: the seconds from the median of the other ranks' last gradients to the last gradient of `last_rank`. 0 with one
+            rank.
+        caused_s: how long the other ranks waited for `last_rank`, added up.
         bucket_bytes: the bytes of each bucket on one rank.
         reducing_s: the seconds in which at least one bucket was being reduced. A reduction begins when the last rank starts it.
     """
@@ -57,7 +57,7 @@ class RankSummary:
         compute_s, exposed_s: the median of these times over the steps.
         times_last: in how many steps this rank's last gradient came last.
         late_s: the median of this rank's delay over the steps in which it came last. 0 if there are no such steps.
-        caused_s: the sum of the times that other ranks waited for this rank, in all steps.
+        caused_s: how long the other ranks waited for this rank, added up over ranks and steps.
     """
 
     rank: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tables(timeline: Timeline, floor: Floor | None = None) -> str:
-    """Return a table of the ranks and a table of the steps, with the facts that a reader needs to understand them.
+    """Return a line about the trace (see `in_words`), a table of the ranks, and a table of the steps.
 
     Args:
         timeline: the trace.

@@ -10,7 +10,7 @@ from .events import BucketLayout, StepEvent, ToClock
 from .part import Header, Part
 
 _UNKNOWN_DRIFT = 50e-6
-"""The seconds that two clocks may drift apart in one second. Used if the offset was measured only once."""
+"""The assumed seconds by which two clocks drift apart in one second, if the offset was measured only once."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ def _by_rank_0(part: Part) -> RankTimeline:
 
 
 def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
-    """Make a linear function through the first and the last measurement, which converts a rank's clock to rank 0's clock."""
+    """Return the function that converts a rank's clock to rank 0's: linear through the first and the last measurement."""
     if not clocks:
         # The clock was never measured: leave the times as they are.
         return lambda time: time
     first, last = clocks[0], clocks[-1]
-    # One measurement: the offset is known, the drift is not.
+    # With one measurement, the offset is known, but not the drift.
     if last.at <= first.at:
         return lambda time: time + first.offset_s
     slope = (last.offset_s - first.offset_s) / (last.at - first.at)

@@ -1,4 +1,4 @@
-"""Write the trace file `trace.json`: it has the parts of all ranks in one folder, merged."""
+"""Merge the parts of all ranks in one folder into the trace file `trace.json`."""
 
 from __future__ import annotations
 
