@@ -656,7 +656,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
-        """Stop everything that ranks do together after some steps, because they may now have different numbers of steps."""
+        """Stop everything that all ranks do at the same step, because they may now have different numbers of steps."""
         self._stop_watching_stragglers()
         self._stop_checking_replicas()
         if self._bucket_tuning is not None:

@@ -246,7 +246,7 @@ class Elastic:
             self._agree()  # the body may not have called optimizer.step()
             if self._newcomers:
                 self._admit_newcomers()
-        # The step is repeated, because `batches` gives the same batch again.
+        # The step is repeated: `batches` gives the same batch again.
         except _NotAppliedError:
             pass
         except TransportError as error:

@@ -16,7 +16,7 @@ class OptimizerSteps:
     """Notes when optimizers of some parameters step, from the construction until `stop`.
 
     Args:
-        parameters: the parameters. An optimizer counts if its first parameter is among them.
+        parameters: the parameters. An optimizer is observed if its first parameter is among them.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:
