@@ -124,8 +124,8 @@ def test_bytes_of_each_compression() -> None:
     none, bf16, power_sgd = compressions({BF16: 1e9, POWER_SGD: 1e9})
     assert none.messages(bucket) == [bucket.nbytes]
     assert bf16.messages(bucket) == [bucket.nbytes / 2]
-    # The vector and the small matrix as they are, then both factors of rank 4, in float32.
-    assert power_sgd.messages(bucket) == [256.0 + 36.0, 4.0 * 4 * 64, 4.0 * 4 * 128]
+    # The vector and the small matrix as they are, with the left factor of rank 4; then the right factor, in float32.
+    assert power_sgd.messages(bucket) == [256.0 + 36.0 + 4.0 * 4 * 64, 4.0 * 4 * 128]
 
 
 def test_computing_comes_before_the_messages() -> None:

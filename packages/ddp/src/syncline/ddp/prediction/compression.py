@@ -64,9 +64,9 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Return the bytes of three messages: of whole gradients (vectors, small matrices), of left factors, of right factors.
+    """Return the bytes of the hook's two messages: whole gradients (vectors, small matrices) with left factors; right factors.
 
-    Empty messages are left out.
+    If no gradient is compressed, there is no second message.
     """
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
@@ -76,7 +76,8 @@ def _factors(bucket: ReadyBucket) -> list[float]:
             left, right = left + rows * _RANK, right + columns * _RANK
         else:
             plain += gradient.nbytes
-    return [nbytes for nbytes in (plain, float(_BYTES * left), float(_BYTES * right)) if nbytes]
+    first = plain + _BYTES * left
+    return [first, float(_BYTES * right)] if right else [first]
 
 
 def _cast(gradients: torch.Tensor) -> None:
