@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives.engine import group as engine_group
 from syncline.collectives.engine.group import HostGroup
-from syncline.collectives.health import report
 from syncline.collectives.health.report import Reporter, merged, read_reports
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
@@ -72,7 +72,7 @@ def test_whoever_interrupts_the_program_finds_no_folder(tmp_path: Path) -> None:
 
 def test_an_error_does_not_wait_for_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(report, "_WRITE_S", 0.1)
+    monkeypatch.setattr(engine_group, "_ERROR_S", 0.1)
     monkeypatch.setattr(Reporter, "write", lambda *_: answers.wait(60))
 
     def body(group: HostGroup) -> None:

@@ -12,8 +12,8 @@ from syncline.collectives import CollectiveTimeout, MisuseError, TransportError
 from syncline.collectives.transports.nccl import connections
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
-from syncline.collectives.transports.nccl.in_flight import Failure
 from syncline.collectives.transports.nccl.rendezvous import GroupRendezvous, StoreRendezvous
+from syncline.collectives.transports.nccl.work import Failure
 from test_support.fake_device import FakeDevice, FakeEvent
 from test_support.fake_nccl import FakeNccl, NcclError
 from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes

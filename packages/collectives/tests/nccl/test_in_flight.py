@@ -22,8 +22,9 @@ from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.device import Event
 from syncline.collectives.health.monitor import call_now_and_then
 from syncline.collectives.transports.nccl.connections import Connector
-from syncline.collectives.transports.nccl.in_flight import Failure, InFlight, Launch
+from syncline.collectives.transports.nccl.in_flight import InFlight
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
+from syncline.collectives.transports.nccl.work import Failure, Launch
 from test_support.fake_device import FakeDevice, FakeEvent, FakeStream
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import NcclGroupOnFakes

@@ -5,7 +5,7 @@ import torch
 
 from syncline.collectives import ReduceOp, premul_sum
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction, divide
-from syncline.collectives.tensors.reduction import always_of, reduce_in_rank_order
+from syncline.collectives.tensors.reduction import reduce_in_rank_order, reducer_of
 
 # PREMUL_SUM is a kind of reduction; the reduction itself has a factor, here 2, which every dtype multiplies exactly.
 CELLS = [(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES_OF[op], key=str)]
@@ -85,5 +85,5 @@ def test_division_has_the_bits_of_a_division(dtype: torch.dtype, count: int) -> 
 def test_prepared_is_the_same(op: ReduceOp, dtype: torch.dtype, count: int) -> None:
     terms = [numbers(rank, dtype) for rank in range(count)]
     expected = reduce_in_rank_order(reduction(op), terms)
-    always_of(terms, reduction(op), dtype)(out=terms[-1])  # where one of the terms is, as in a window
+    reducer_of(terms, reduction(op), dtype)(out=terms[-1])  # where one of the terms is, as in a window
     assert torch.equal(terms[-1], expected)

@@ -8,9 +8,10 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
    of the call's signature. (`transports.nccl.group` puts calls on a stream instead.)
 4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature. `transports.threads` is the shortest
    transport.
-5. Over MPI on one node, `transports.mpi.node.plan` chooses the algorithm by the size. For small tensors it is
-   `transports.mpi.node.eager`: each rank writes its tensor into a slot, and reduces the slots of all ranks. For large tensors
-   in shared memory it is `transports.mpi.node.window`: each rank reduces a slice directly in the tensors of all ranks.
+5. Over MPI on one node, `transports.mpi.node.node_transport` makes the plan (`transports.mpi.node.plan`), with an algorithm
+   for the size. For small tensors it is `transports.mpi.node.eager`: each rank writes its tensor into a slot, and reduces the
+   slots of all ranks. For large tensors in shared memory it is `transports.mpi.node.window`: each rank reduces a slice
+   directly in the tensors of all ranks.
 """
 
 from importlib import import_module

@@ -140,7 +140,7 @@ class Call:
 
     Args:
         signature: which collective is called.
-        number: how many calls this rank has issued, including this one. None if not all ranks of the group issue this call.
+        number: how many calls this rank has issued before this one. None if not all ranks of the group issue this call.
         reads: tensors that the call only reads.
         writes: tensors that the call writes, or reads and writes.
         mark: a text for errors and for the comparison of calls; see `ProcessGroup.marked`. The mark is not in the signature,

@@ -18,7 +18,15 @@ from zlib import crc32
 import torch
 from typing_extensions import override
 
-from ..errors import CollectiveTimeout, DisagreementError, GroupClosedError, MisuseError, SynclineError, TransportError
+from ..errors import (
+    CollectiveTimeout,
+    DisagreementError,
+    GroupClosedError,
+    MisuseError,
+    SynclineError,
+    TransportError,
+    with_details,
+)
 from ..forks import Inherited, not_the_rank, tell_in_forks
 from ..group import ProcessGroup
 from ..health.agreement import Agreement, Carrier, MessageCarrier, different_splits
@@ -26,7 +34,7 @@ from ..health.leaving import GroupLeavers
 from ..health.liveness import Liveness, note_run
 from ..health.monitor import call_now_and_then, watch
 from ..health.recorder import CallCount, Recorder
-from ..health.report import Reporter, reported
+from ..health.report import Reporter
 from ..health.report_signal import report_on_signal
 from ..health.stalls import StallWatch
 from ..health.statements import different_calls
@@ -55,6 +63,8 @@ MOST_PLANS = 256
 _CLOSE_S = 60.0
 # How long it waits if only the library needs to know that all ranks close. It must not delay a rank that ends for long.
 _FREE_S = 2.0
+# How long an error waits for its report.
+_ERROR_S = 10.0
 # How long the monitor waits for a report before it ends the process.
 _REPORT_S = 2.0
 
@@ -212,14 +222,23 @@ class EngineGroup(ProcessGroup, Inherited):
             raise self._words.not_started(signature, failure)
 
     def _reported(self, failure: BaseException) -> BaseException:
-        """Write a report, and return the failure.
+        """Write a report, if the group has a reporter.
 
-        If the failure is a `SynclineError`, its text then names the report's folder.
+        Returns:
+            The failure. If it is a `SynclineError`, its text also names the report's folder.
         """
         # An elastic training handles this loss itself. A report for each such loss would hide the real failures.
         if self._losses_are_expected and isinstance(failure, TransportError):
             return failure
-        return reported(self._reporter, failure)
+        if self._reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
+            return failure
+        folder = self._reporter.write_within(f"{type(failure).__name__}: {failure}", _ERROR_S)
+        # No report was written, or the failure is an exception of another library, whose text is not ours to change.
+        if folder is None or not isinstance(failure, SynclineError):
+            return failure
+        return failure.reworded(
+            with_details(str(failure), f"Each rank that fails writes what it knows to {folder}; read it with `syncline report`")
+        )
 
     @override
     def expect_losses(self, are_expected: bool) -> None:
@@ -488,6 +507,7 @@ class HostGroup(EngineGroup):
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
         """Run one call to its end. An error is the group's first failure. See [2]."""
+        # The monitor asks the same question, and may cancel the scope first; see Note [Who ends a call] in `health.monitor`.
         ask = self.reason_to_give_up if call.number is None else self._why_call_cannot_end
         call.scope = CancelScope(self.timeout_s, ask)
         # `abort` sets the first failure, then cancels the running call. Here the order is the other way round: set the running
@@ -499,7 +519,8 @@ class HostGroup(EngineGroup):
             call.is_over(FAILED)
             raise self._words.not_started(call, self._first_failure)
         self.recorder.begin(call)
-        # A call without a number may run on some ranks only, so it is not part of the history.
+        # A call without a number may run on some ranks only, so it is not part of the history. If the transport compares each
+        # call itself, as MPI does on one node, there is no history.
         compares = self._compares_later and call.number is not None
         try:
             if compares:
@@ -801,7 +822,12 @@ class HostGroup(EngineGroup):
         """Return why the running call will never end, or None if no reason is known. The call's own thread asks."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
-        return reason or self.reason_to_give_up()
+        # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
+        return reason or self.reason_to_give_up() or self._alarm()
+
+    def _alarm(self) -> TransportError | None:
+        """Return None. A subclass whose ranks have a store returns an error if another rank has raised an alarm there."""
+        return None
 
     # ---- for the monitor; see Note [Who ends a call] in `health.monitor` ----
 

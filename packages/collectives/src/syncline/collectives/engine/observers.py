@@ -107,7 +107,7 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
     return stop
 
 
-def recorded(method: Method) -> Method:
+def shown_to_observers(method: Method) -> Method:
     """A decorator of a group's public method that shows each call to the profiler and to observers.
 
     First the decorator replaces tensors that stand for other tensors (the results of functional collectives, for example). A
@@ -117,15 +117,16 @@ def recorded(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(group: Any, *args: Any, **kwargs: Any) -> Work:
-        if not are_usual(args) or not are_usual(kwargs.values()):
+        values = (*args, *kwargs.values())
+        if not are_usual(values):
             args = tuple(map(resolved, args))
             kwargs = {key: resolved(value) for key, value in kwargs.items()}
+            values = (*args, *kwargs.values())
             # A compiler or a shape check only traces the program: there is no memory to send.
-            if has_fakes((*args, *kwargs.values())):
-                return FinishedWork(list(_tensors((*args, *kwargs.values()))))
+            if has_fakes(values):
+                return FinishedWork(list(_tensors(values)))
         if not (profiler_runs() or observers):  # the usual case
             return method(group, *args, **kwargs)
-        values = (*args, *kwargs.values())
         issue = functools.partial(method, group, *args, **kwargs)
         if profiler_runs():
             is_async = bool(kwargs.get("async_op", False))

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..engine.call import DONE, CallRecord
 from ..engine.living_set import LivingSet
-from ..errors import InvalidArgumentError, SynclineError, with_details
+from ..errors import InvalidArgumentError
 from .recorder import Recorder, find_divergence
 from .statements import ranks_in_words
 
@@ -226,7 +226,6 @@ REPORT_VARIABLE = "SYNCLINE_REPORT_DIR"
 _MOST_GROUPS = 32
 _MOST_STACK_CHARACTERS = 200_000
 _MOST_REPORTS = 16
-_WRITE_S = 10.0  # how long an error waits for its report
 
 
 _site_folder: str | None = None
@@ -339,23 +338,6 @@ class Reporter:
             ],
             "stacks": _stacks()[:_MOST_STACK_CHARACTERS],
         }
-
-
-def reported(reporter: Reporter | None, failure: BaseException) -> BaseException:
-    """Write a report of a failure, if there is a reporter.
-
-    Returns:
-        The failure. If the failure is a `SynclineError`, its text also names the report's folder.
-    """
-    if reporter is None or not isinstance(failure, Exception):  # no report after Ctrl-C
-        return failure
-    folder = reporter.write_within(f"{type(failure).__name__}: {failure}", _WRITE_S)
-    # No report was written, or the failure is an exception of another library, whose text is not ours to change.
-    if folder is None or not isinstance(failure, SynclineError):
-        return failure
-    return failure.reworded(
-        with_details(str(failure), f"Each rank that fails writes what it knows to {folder}; read it with `syncline report`")
-    )
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:

@@ -101,10 +101,6 @@ class ShrinkableGroup(HostGroup):
         self._reconnector.close()
 
     @override
-    def _why_call_cannot_end(self) -> TransportError | None:
-        # This rank's own knowledge comes first, because an alarm costs a request to the store.
-        return super()._why_call_cannot_end() or self._alarm()
-
     def _alarm(self) -> TransportError | None:
         # If the members cannot meet again, no rank raises an alarm; see `_on_failure`.
         if self._reconnector.missing() is not None:

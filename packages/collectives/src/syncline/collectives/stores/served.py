@@ -171,7 +171,7 @@ class Service(Generic[Client]):
             self._waiting[client] = _waiting(op, fields, now)
             # The keys may exist already, or the limit may be zero. Then the answer is due at once.
             return self._arrived([client]) or self.expire(now)
-        return [(client, self._answer(op, fields)), *self._arrived(list(self._waiting))]
+        return [(client, self._carry_out(op, fields)), *self._arrived(list(self._waiting))]
 
     def expire(self, now: float) -> list[tuple[Client, bytes]]:
         """The answers to clients whose time limit was reached."""
@@ -199,7 +199,7 @@ class Service(Generic[Client]):
     def _missing(self, waiting: _Waiting) -> list[bytes]:
         return [key.encode() for key in table.missing(waiting.keys, self._values)]
 
-    def _answer(self, op: int, fields: list[bytes]) -> bytes:
+    def _carry_out(self, op: int, fields: list[bytes]) -> bytes:
         handler = self._handlers.get(op)
         if handler is None:
             raise ProtocolError(f"an operation {op}, which there is not")
@@ -211,7 +211,7 @@ class Service(Generic[Client]):
 
     def _set(self, fields: list[bytes]) -> bytes:
         key, value = _take(fields, 2)
-        table.apply(self._values, unpack_text(key), table.setting(value))
+        self._values[unpack_text(key)] = value
         return pack(Status.DONE)
 
     def _check(self, fields: list[bytes]) -> bytes:

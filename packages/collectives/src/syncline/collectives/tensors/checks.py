@@ -43,7 +43,7 @@ def resolved(value: Any) -> Any:
     1. An `AsyncCollectiveTensor` (the result of torch's functional collectives) stands for the tensor that the collective
        writes. This function waits for the collective, and returns that tensor.
     2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. The call ends at once, without
-       communication, because other ranks may not make this call at all (see `engine.observers.recorded`).
+       communication, because other ranks may not make this call at all (see `engine.observers.shown_to_observers`).
     3. `no_memory` refuses all others by name, such as `DTensor` and `MaskedTensor`. It also refuses tensors inside
        transformations of `torch.func`, and tensors whose memory was freed.
     """

@@ -73,7 +73,7 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
         out.copy_(total)
 
 
-def always_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
+def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
     """Make a function that does `reduce_into` on these terms. The function takes the keyword `out`.
 
     Use it if the same terms are reduced often, because the arithmetic is chosen only once.

@@ -128,9 +128,10 @@ def wait(
     for _ in range(_TESTS_BEFORE_NAPPING if naps_at_once else _TESTS_BEFORE_YIELDING):
         if request.Test(status):
             return
-    patience = Patience(scope, longest_nap_s, naps_at_once=naps_at_once)
+    patience = Patience(longest_nap_s, naps_at_once=naps_at_once)
     while not request.Test(status):
-        patience.rest("MPI does not say which ranks do not take part")
+        if patience.rest():
+            scope.check("MPI does not say which ranks do not take part")
 
 
 class MPIRequest(Request):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-from ...engine.cancel_scope import CancelScope
 from ...startup.settings import DEFAULT_SPIN_S
 
 _LOOKS_BETWEEN_CLOCKS = 32
@@ -44,15 +43,13 @@ class Patience:
         A rank that waits for seconds uses a hundredth of its core.
 
     Args:
-        scope: the call's scope.
         longest_nap_s: the longest sleep, in seconds; 0: never sleep.
         naps_at_once: leave out [1]; see `library.wait`.
     """
 
-    __slots__ = ("_began_s", "_longest_nap_s", "_looks", "_nap_s", "_scope", "_spin_s")
+    __slots__ = ("_began_s", "_longest_nap_s", "_looks", "_nap_s", "_spin_s")
 
-    def __init__(self, scope: CancelScope, longest_nap_s: float, *, naps_at_once: bool = False) -> None:
-        self._scope = scope
+    def __init__(self, longest_nap_s: float, *, naps_at_once: bool = False) -> None:
         self._longest_nap_s = longest_nap_s
         self._spin_s = 0.0 if naps_at_once and _spin_s != float("inf") else _spin_s
         self._looks = 0
@@ -60,24 +57,22 @@ class Patience:
         self._nap_s = 0.0
         self._choose_nap(0.0)
 
-    def rest(self, what: str) -> None:
-        """Rest before the next check, and check the scope.
+    def rest(self) -> bool:
+        """Rest before the next check of the wait.
 
-        Args:
-            what: as for `CancelScope.check`.
-
-        Raises:
-            BaseException: the error that `CancelScope.check` raises.
+        Returns:
+            Whether to check the call's scope now. Its check reads the clock, which would slow down short waits if it came after
+            each rest.
         """
         if self._nap_s:
             time.sleep(self._nap_s)
         else:
             yield_cpu()
             self._looks += 1
-            if self._looks % _LOOKS_BETWEEN_CLOCKS:  # reading the clock at each check would slow down the short waits
-                return
+            if self._looks % _LOOKS_BETWEEN_CLOCKS:
+                return False
         self._choose_nap(time.monotonic() - self._began_s)
-        self._scope.check(what)
+        return True
 
     def _choose_nap(self, waited_s: float) -> None:
         if self._longest_nap_s and waited_s >= self._spin_s:

@@ -26,10 +26,10 @@ from ...tensors.layout import is_tracked, untracked
 from ...work import FinishedWork, PendingWork, Work
 from .communicator import version_in_words
 from .connections import Connections, Connector, StreamCommunicator
-from .in_flight import Failure, FatalError, InFlight
+from .in_flight import FatalError, InFlight
 from .plan import Issue, NcclPlan, put
 from .rendezvous import GroupRendezvous, Payload, RendezvousCarrier
-from .work import Batch, StreamWork
+from .work import Batch, Failure, StreamWork
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -209,7 +209,7 @@ class NcclGroup(EngineGroup):
             The work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
-        connected = self._connections.of_all(call.signature, device)
+        connected = self._connections.communicator_of_all(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
         assert isinstance(plan, NcclPlan)
         batch = self._batch
@@ -224,7 +224,7 @@ class NcclGroup(EngineGroup):
     @override
     def _new_plan(self, signature: Signature) -> NcclPlan:
         device = self._connections.device
-        connected = self._connections.of_all(signature, device)
+        connected = self._connections.communicator_of_all(signature, device)
         return NcclPlan(connected.communicator, signature, device, reproducible=self._reproducible)
 
     def _launch(self, connected: StreamCommunicator, work: StreamWork, issues: Sequence[Issue], after: Event) -> None:
@@ -291,7 +291,7 @@ class NcclGroup(EngineGroup):
             named = " and ".join(sorted(map(str, devices)))
             raise InvalidArgumentError(f"{signature} on {self.place()}: expected all tensors on one GPU, found {named}")
         # A barrier has no tensors, so it takes the group's GPU.
-        return next(iter(devices), self._connections.device)
+        return devices.pop() if devices else self._connections.device
 
     # ---- several collectives as one ----
 
@@ -348,7 +348,7 @@ class NcclGroup(EngineGroup):
     def _put_batch(self, batch: Batch, work: StreamWork) -> None:
         signature = Signature("coalesced")
         self._check_usable(signature)
-        connected = self._connections.of_all(signature, self._connections.device)
+        connected = self._connections.communicator_of_all(signature, self._connections.device)
         self._launch(connected, work, batch.issues, self._runtime.now(connected.stream.device))
 
     # ---- two ranks ----

@@ -1,52 +1,25 @@
-"""A group's operations on the GPU: how their memory is kept, and how the group ends when one of them fails."""
+"""InFlight watches the operations of a group on the GPU, and ends the group when one of them fails."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from ...engine.call import DONE, FAILED, Call
 from ...engine.cancel_scope import CancelScope, DetachedCall
-from ...engine.device import Event
 from ...errors import CollectiveTimeout, SynclineError, TransportError
 from .communicator import Communicator
+from .work import FIRST_LOOK_S, LONGEST_PAUSE_S, Failure, Launch
 
-# The pauses of a thread that waits for the GPU: short at first, then longer and longer.
-FIRST_LOOK_S = 20e-6
-LONGEST_PAUSE_S = 2e-3
 # While calls are in flight, each rank asks this often whether another rank has failed.
 _HEAR_S = 1.0
 
 # The monitor holds no references to the objects that it calls. A program may drop a group and its works while calls are in
 # flight, so this set keeps the group's `InFlight` alive.
 _busy: set[InFlight] = set()
-
-
-class Failure:
-    """The error that ended the group. All later calls on the group raise it.
-
-    Attributes:
-        error: the error.
-        was_told: whether the program has seen the error. If not, `close` must raise the error, because results since the
-            failure are garbage, and the program does not know this.
-    """
-
-    __slots__ = ("error", "was_told")
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self.was_told = False
-
-    def tell(self) -> BaseException:
-        """Return the error, and note that the program sees it."""
-        self.was_told = True
-        return self.error
 
 
 class FatalError(Exception):
@@ -59,99 +32,6 @@ class FatalError(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class Waiter(Protocol):
-    """An object that waits for a launch: the launch's work."""
-
-    def fail(self, failure: Failure) -> None:
-        """Called when the launch has failed. The caller holds no lock."""
-
-
-class Launch:
-    """One call or one batch on a stream. Its calls hold their tensors until the GPU is done with them.
-
-    Note [Memory in flight]
-    ~~~~~~~~~~~~~~~~~~~~~~~
-    The stream reads and writes the caller's tensors after the call has returned. If the caller drops the tensors, torch's
-    allocator may reuse their memory at once. So the `Call` holds references to the tensors until one of these events:
-
-    1. `wait` is called, while the current stream is the stream from which the collective was issued. `wait` makes this stream
-       wait for the collective. So whatever uses the freed memory next on this stream comes after the collective.
-    2. The monitor, or a thread that blocks, sees that the collective is over.
-    3. The group failed, and the communicators' kernels have left the GPU.
-
-    `InFlight` holds the launch, but not the work. (The work keeps the outputs, because they are its result.) So after `wait`,
-    memory is free as soon as the caller drops the work and the tensors. We do not need `record_stream`, which would delay
-    reuse. Copies that a collective needs are allocated on the communicator's stream, and need no protection.
-
-    Args:
-        calls: the calls of this launch.
-        describe: returns the launch's name for messages.
-        timeout_s: the time limit from now on, in seconds.
-        waiter: is told of a failure. The launch holds only a weak reference to it.
-
-    Attributes:
-        captured: whether the launch is part of a CUDA graph. If so, its event has no meaning outside the graph.
-    """
-
-    __slots__ = ("_event", "_waiter", "calls", "captured", "describe", "scope")
-
-    def __init__(self, calls: list[Call], describe: Callable[[], str], timeout_s: float, waiter: Waiter) -> None:
-        self.calls = calls
-        self.describe = describe
-        self.scope = CancelScope(timeout_s)
-        self.captured = False
-        self._event: Event | None = None
-        self._waiter = weakref.ref(waiter)
-
-    def is_issued(self, event: Event, *, captured: bool) -> None:
-        """Note that the launch is on a stream or was captured, and at which event it will be over."""
-        self._event, self.captured = event, captured
-
-    def is_over(self) -> bool:
-        """Whether the GPU is done with the launch. Always true for a captured launch.
-
-        Raises:
-            TransportError: the GPU faulted.
-        """
-        event = self._event
-        # A launch that is not issued yet is not over. A captured launch counts as over: its event has no meaning here.
-        if event is None or self.captured:
-            return self.captured
-        try:
-            if not event.is_over():
-                return False
-        except RuntimeError as error:
-            raise gpu_fault(self.describe(), error) from error
-        self._end(DONE)
-        self.release()
-        return True
-
-    def release(self) -> None:
-        """Release the tensors."""
-        for call in self.calls:
-            call.release()
-
-    def fail(self, failure: Failure) -> list[torch.Tensor]:
-        """Mark the calls as failed, and wake the waiter.
-
-        Returns:
-            The tensors. The caller must hold them until the kernels that may write them are gone.
-        """
-        tensors = [tensor for call in self.calls for tensor in (*call.reads, *call.writes)]
-        self._end(FAILED)
-        self.release()
-        waiter = self._waiter()
-        if waiter is not None:
-            waiter.fail(failure)
-        return tensors
-
-    def _end(self, state: str) -> None:
-        """Set the final state of the calls. A call that is over keeps its state."""
-        for call in self.calls:
-            if call.state not in (DONE, FAILED):
-                call.state = state
 
 
 class InFlight:
@@ -385,8 +265,3 @@ def _timed_out(launch: Launch) -> CollectiveTimeout:
         f"{launch.describe()} did not finish within {launch.scope.timeout_s:g} s. Look for a rank that died, "
         "left early, or issued other collectives; or pass a longer timeout to init_process_group"
     )
-
-
-def gpu_fault(what: str, error: BaseException) -> TransportError:
-    """Our error for a GPU error that torch raises."""
-    return TransportError(f"the GPU reported, while the group waited for {what}: {error}")

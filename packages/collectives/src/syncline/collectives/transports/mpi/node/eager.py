@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from ....engine.call import Call, Signature
 from ....tensors.layout import flat
-from ....tensors.reduction import always_of
+from ....tensors.reduction import reducer_of
 from .plan import Algorithm, Node, Operation, Size
 from .shared_sync import SharedSync, ShmBarrier
 
@@ -88,7 +88,7 @@ class Eager(Algorithm):
         # In a reduce-scatter, a rank reads only the part of each block that it reduces.
         offset_bytes = mine * signature.nbytes if self._operation is Operation.REDUCE_SCATTER else 0
         terms = barrier.slots(turn, signature.numel, signature.element_dtype, offset_bytes)
-        return slots[mine], _reduce(always_of(terms, signature.reduction, signature.element_dtype))
+        return slots[mine], _reduce(reducer_of(terms, signature.reduction, signature.element_dtype))
 
 
 def _reduce(reduce: Callable[..., object]) -> _Read:

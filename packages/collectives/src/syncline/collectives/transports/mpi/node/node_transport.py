@@ -201,8 +201,8 @@ class NodeTransport(MPITransport):
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
     def abort(self) -> None:
-        """Tell the ranks of this node that this rank gives up. MPI cannot wake ranks of other nodes without ending the job."""
-        self._node.give_up()
+        """As `give_up`. MPI cannot wake ranks of other nodes without ending the job."""
+        self.give_up()
 
     def close(self) -> None:
         """Free all communicators. Shared memory stays as long as there are tensors in it."""

@@ -355,14 +355,6 @@ class Node:
                 self._shared = SharedSync(barrier, self._messages)
         return self._shared
 
-    def barrier(self, call: Call) -> ShmBarrier | None:
-        """Return the barrier of `shared_sync`, or None on all ranks if it cannot be made.
-
-        The barrier's slots carry small tensors.
-        """
-        shared = self.shared_sync(call)
-        return None if shared is None else shared.barrier
-
     def segment(self, part_bytes: int, call: Call) -> Segment | None:
         """Make new memory with a part for each rank of a node. Return None on all ranks if this fails."""
         self.sync(call).same(call)
@@ -371,7 +363,7 @@ class Node:
     def give_up(self) -> None:
         """Tell the ranks of this node that this rank will not come to further calls."""
         if self._shared is not None:
-            self._shared.give_up()
+            self._shared.barrier.give_up()
 
     def forget(self) -> None:
         """Release the barrier."""

@@ -164,14 +164,15 @@ class ShmBarrier:
             # Usually the wait ends here, because ranks come at about the same time.
             if numbers[line] == arrival:
                 return
-        patience = Patience(scope, ARRIVAL_NAP_S)
+        patience = Patience(ARRIVAL_NAP_S)
         while (number := numbers[line]) != arrival:
             if number == _GAVE_UP:
                 # The list has no line of this rank, so for later ranks the index is one less than the rank.
                 index = self._lines[arrival & 1][1].index(line)
                 raise GaveUpError(index + (index >= self.mine))
             self._progress()
-            patience.rest("rank(s) of this node did not come")
+            if patience.rest():
+                scope.check("rank(s) of this node did not come")
 
 
 class SharedSync(Sync):
@@ -202,10 +203,6 @@ class SharedSync(Sync):
             self.barrier.arrive(call.scope)
         except Exception as error:  # noqa: BLE001 - raised again
             raise self._explained(error, call) from None
-
-    def give_up(self) -> None:
-        """Tell the other ranks that this rank will not come any more."""
-        self.barrier.give_up()
 
     def _explained(self, error: Exception, call: Call) -> Exception:
         """Turn an error of the barrier into an error of the group."""

@@ -11,7 +11,7 @@ import torch
 
 from ....engine.call import Call, Signature
 from ....tensors.layout import flat
-from ....tensors.reduction import always_of
+from ....tensors.reduction import reducer_of
 from .plan import InWindow, Node, Operation, Place, chunks, slice_of
 
 # The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while this chunk is in the
@@ -103,7 +103,7 @@ def _all_reduce(place: Place, signature: Signature) -> Share:
         addresses = _addresses(place, begin * itemsize)
         terms = [tensor_from_address(address, end - begin, signature.element_dtype) for address in addresses]
         targets = addresses[:mine] + addresses[mine + 1 :]
-        reduce = always_of(terms, signature.reduction, signature.element_dtype)
+        reduce = reducer_of(terms, signature.reduction, signature.element_dtype)
         planned.append(_Chunk(reduce, terms[mine], addresses[mine], targets, (end - begin) * itemsize))
 
     def share(tensor: torch.Tensor) -> None:  # noqa: ARG001 - the place says where the tensor is
@@ -121,7 +121,7 @@ def _reduce_scatter(place: Place, signature: Signature) -> Share:
     planned = []
     for begin, end in _chunks(place, start, start + signature.numel, signature.element_dtype):
         terms = [tensor_from_address(a, end - begin, signature.element_dtype) for a in _addresses(place, begin * itemsize)]
-        planned.append((begin - start, end - start, always_of(terms, signature.reduction, signature.element_dtype)))
+        planned.append((begin - start, end - start, reducer_of(terms, signature.reduction, signature.element_dtype)))
 
     def share(tensor: torch.Tensor) -> None:
         out = flat(tensor)
