@@ -305,9 +305,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self) -> None:
-        """If the module has changed since it was wrapped, average its new parameters. A collective, if the module has changed.
+        """If the module has changed since it was wrapped, average the gradients of its present parameters from now on.
 
-        After a change, the ranks compare the module, and get rank 0's values of the new parameters.
+        A collective, if the module has changed: the ranks compare the module. With `init_sync` they also get rank 0's values of
+        the new parameters.
         """
         # The script may have assigned another module to this attribute.
         self._state.module = self.module

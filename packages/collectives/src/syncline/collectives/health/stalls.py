@@ -145,7 +145,7 @@ class StallWatch:
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call, mine.is_long]))
 
     def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
-        """Log once, when the limit is reached and the lines of the other ranks have had time to arrive."""
+        """Warn once for each call in which ranks wait for long. First give the other ranks' status lines time to arrive."""
         first = min((one.position for one in waiting.values() if one.is_long), default=None)
         # The earliest call in which ranks wait for long has changed: set the time of the warning anew.
         if first != self._noticed:

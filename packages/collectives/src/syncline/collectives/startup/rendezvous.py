@@ -169,7 +169,10 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """Leave the run's folder at exit, and not earlier: subsets of the ranks, and survivors of a loss, meet there, too."""
+    """Wrap the store. At exit, and not earlier, this process leaves the run's folder, and the last process removes the folder.
+
+    Until then, groups of some of the ranks, and the survivors of a lost rank, may still meet in the folder.
+    """
     pid = os.getpid()
     _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child did not enter the run
     return AsTorchStore(store)

@@ -16,7 +16,8 @@ class StepSummary:
 
     Attributes:
         number: the step's number.
-        duration_s: the time from the start of the earliest forward to the end of the latest optimizer or wait, on any rank.
+        duration_s: the time from the earliest start of a forward to the latest end of an optimizer's step, or of backward's
+            wait for buckets, over all ranks.
         compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
         exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
         last_rank: the rank whose last gradient came last.

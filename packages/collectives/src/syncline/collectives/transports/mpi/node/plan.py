@@ -241,7 +241,7 @@ class NodeMemory:
     Args:
         hierarchy: which ranks share a node.
         communicator: a private communicator of the whole group.
-        messages: the sync of the whole group.
+        messages: lets all ranks of the group wait for one another, by MPI messages (see `MessageSync`).
     """
 
     def __init__(self, hierarchy: Hierarchy, communicator: MPI.Intracomm, messages: MessageSync) -> None:
@@ -294,15 +294,15 @@ class NodeMemory:
 
 
 class Node:
-    """A group's ranks on this node: their shared memory, and their syncs.
+    """A group's ranks on this node: their shared memory, and the objects by which they wait for one another.
 
     The ranks make the barrier in shared memory at their first call. A group that never communicates has no barrier.
 
     Args:
         hierarchy: which ranks share a node.
         communicator: a private communicator of the whole group.
-        messages: the sync of the whole group.
-        local_messages: the sync of the ranks of this node.
+        messages: lets all ranks of the group wait for one another, by MPI messages (see `MessageSync`).
+        local_messages: as `messages`, for the ranks of this node.
         slot_bytes: the size of an eager slot; a multiple of 64, or 0.
         ranks_on_node: the number of the job's ranks on this node.
     """
