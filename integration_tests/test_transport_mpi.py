@@ -11,11 +11,13 @@ import torch
 from mpi4py import MPI
 
 from syncline.collectives import CollectiveTimeout, DisagreementError, ProcessGroup, ReduceOp
+from syncline.collectives.engine import group as engine_group
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
+from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 from syncline.collectives.transports.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
 
 pytestmark = pytest.mark.mpi
@@ -62,14 +64,18 @@ def test_large_calls_that_differ_are_told_apart_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("check_calls", [False, True])
-def test_a_rank_that_closes_while_another_calls_frees_no_communicator(check_calls: bool) -> None:
+def test_a_rank_that_closes_while_another_calls_frees_no_communicator(
+    check_calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If it did, Open MPI would keep the other rank's messages for the next communicator with the same number."""
     world = MPI.COMM_WORLD
     if world.Get_size() == 1:
         return
+    monkeypatch.setattr(engine_group, "_FREE_S", 30.0)
     transport = MPITransport(world.Dup())
-    group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=1.0, check_calls=check_calls)
-    # Only with `check_calls` do the two calls meet.
+    # Only with `check_calls` do the two calls meet. Without it, each rank waits until the time limit.
+    timeout_s = 30.0 if check_calls else 1.0
+    group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=timeout_s, check_calls=check_calls)
     told = pytest.raises(DisagreementError, match=r"rank.*: close\(\)") if check_calls else nullcontext()
     if group.rank == 1:
         with told if check_calls else pytest.raises(CollectiveTimeout):
@@ -80,6 +86,23 @@ def test_a_rank_that_closes_while_another_calls_frees_no_communicator(check_call
             group.close()
     assert transport._communicator != MPI.COMM_NULL
     world.Barrier()
+
+
+@pytest.mark.parametrize("all_close", [True, False])
+def test_on_one_node_communicators_are_freed_if_all_ranks_close(all_close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = MPI.COMM_WORLD
+    transport = NodeTransport(world.Dup())
+    group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=30.0)
+    group.all_reduce(torch.ones(1))
+    monkeypatch.setattr(engine_group, "_FREE_S", 30.0 if all_close else 0.2)
+    closes_late = not all_close and group.rank == 1
+    if closes_late:
+        world.Barrier()
+    group.close()
+    if not closes_late:
+        assert (transport._communicator == MPI.COMM_NULL) == (all_close or group.size == 1)
+    if not all_close and not closes_late:
+        world.Barrier()
 
 
 def test_reproducible_reductions_are_in_rank_order() -> None:

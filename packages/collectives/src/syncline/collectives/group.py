@@ -647,7 +647,10 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish all issued calls, then release everything the group holds. All ranks call it. A second call does nothing."""
+        """Finish all issued calls, then release what the group holds. All ranks call it. A second call does nothing.
+
+        A rank may wait for the others, for at most 60 seconds. It is no error if another rank does not come.
+        """
 
     @abstractmethod
     def abort(self) -> None:

@@ -59,10 +59,10 @@ Body = Callable[[Call], None]
 
 MOST_PLANS = 256
 
-# How long a rank that closes a group waits for the others, to compare their calls.
+# How long a rank that closes a group waits for the others, to compare the calls so far.
 _CLOSE_S = 60.0
-# How long it waits if only the library needs to know that all ranks close. It must not delay a rank that ends for long.
-_FREE_S = 2.0
+# The same if each call was compared before it ran, so that only the library needs to know whether all ranks close.
+_FREE_S = 5.0
 # How long an error waits for its report.
 _ERROR_S = 10.0
 # How long the monitor waits for a report before it ends the process.
@@ -116,6 +116,7 @@ class EngineGroup(ProcessGroup, Inherited):
         self._splits_made = itertools.count()
         self._companions: list[ProcessGroup] = []
         self._closed = False
+        self._closing = threading.Lock()  # the first thread that closes the group takes it, for ever
         self._is_in_fork = False
         self._reporter: Reporter | None = None
         self._losses_are_expected = False
@@ -254,15 +255,20 @@ class EngineGroup(ProcessGroup, Inherited):
         self._queue.leave_to_parent()
 
     def close(self) -> None:
-        """Finish all calls, compare the calls with the other ranks, then release everything the group holds.
+        """Finish all calls, compare the calls with the other ranks, then release what the group holds.
+
+        All ranks call it, and wait for one another: up to 60 seconds, or 5 if each call was compared before it ran, and over
+        NCCL. If a rank does not come, that is no error, but communicators of MPI stay open until the process ends. A second
+        call, also from another thread, returns at once.
 
         Raises:
             DisagreementError: the ranks have made different calls.
+            SynclineError: a call that was in flight has failed.
             MisuseError: a future's callback calls this method. The method would wait for this callback for ever.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
-        if self._closed:
+        if self._closed or not self._closing.acquire(blocking=False):
             return
         # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
         with ExitStack() as ending:
@@ -378,7 +384,8 @@ class HostGroup(EngineGroup):
         self._checks_calls = check_calls and size > 1
         self._stall_warning_s = 0.0
         self._stall_watch: StallWatch | None = None
-        self._all_close = True  # False if a rank did not come when this rank closed the group
+        # Whether this rank may close the library's objects: no other rank uses them any more.
+        self._all_close = size == 1 or not transport.closes_together
         # Only a group that knows its processes can say which rank is lost, so only such a group is watched.
         if liveness is not None:
             watch(self)
@@ -722,6 +729,8 @@ class HostGroup(EngineGroup):
 
     @override
     def _meet_before_close(self) -> None:
+        # A status line that came after another rank had closed the library's objects would be lost there.
+        self._stop_watching()
         if self.size > 1 and (self._compares_later or self._transport.closes_together):
             self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
 
@@ -731,15 +740,20 @@ class HostGroup(EngineGroup):
         It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
         """
         longest_s = _CLOSE_S if self._compares_later else _FREE_S
-        scope = CancelScope(min(call.scope.remaining_s(), longest_s), self._why_sender_will_not_send)
+
+        def ask() -> BaseException | None:
+            # `abort` and the monitor cancel the scope of the call.
+            return call.scope.reason or self._why_sender_will_not_send()
+
+        scope = CancelScope(min(call.scope.remaining_s(), longest_s), ask)
         try:
             if self._compares_later:
-                self._agreed.same_history(scope)
+                self._agreed.same_history(scope, closes=True)
             else:
                 self._check_same_call(call, scope)
+            self._all_close = True
         # Only a disagreement is an error here. The group closes in any case.
         except (TimeoutError, TransportError) as error:
-            self._all_close = False
             logger.info("close on %s: not all ranks of the group have closed it: %s", self.place(), error)
 
     @override
@@ -754,7 +768,7 @@ class HostGroup(EngineGroup):
         if not is_in_order:
             self._transport.abort()
         # If a rank has not closed the group, it may still use the library's objects. Then they stay until the process ends.
-        elif self._all_close or not self._transport.closes_together:
+        elif self._all_close:
             self._close_transport()
         if is_in_order and self._leavers is not None:
             self._leavers.is_closed = True

@@ -135,7 +135,7 @@ class TransferWork(Work):
     def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
         """Finish the transfer if the request is over. If the request fails, finish the transfer with the request's error."""
         try:
-            # If the future's thread has given up meanwhile, do not deliver: the program may use its tensor again.
+            # If the future's thread has given up before, do not deliver: the program may use its tensor again.
             if is_over() and not self._outcome.is_completed():
                 # Before `succeed`: only a tensor that has been delivered may be read.
                 with untracked():

@@ -34,7 +34,7 @@ from ..engine.tags import CONTROL
 from ..engine.transport import Transport
 from ..errors import CollectiveTimeout, DisagreementError, TransportError, with_details
 from .recorder import Recorder, find_divergence
-from .statements import MOST_TOLD, Statements
+from .statements import MOST_TOLD, Statements, different_calls
 
 COMPARE_EVERY_CALLS = 1000
 # How many of its last calls, and how many bytes, a rank sends to the others when the calls differ.
@@ -216,7 +216,7 @@ class Agreement:
         """All calls until now."""
         return self._history
 
-    def same_history(self, scope: CancelScope, until: History | None = None) -> None:
+    def same_history(self, scope: CancelScope, until: History | None = None, *, closes: bool = False) -> None:
         """Compare all calls so far with the other ranks. A collective, in the group's total order.
 
         Different calls have the same digest with a probability of 1 in 2**62.
@@ -224,17 +224,24 @@ class Agreement:
         Args:
             scope: ends the wait for the other ranks.
             until: the history to compare; by default all calls until now.
+            closes: whether this rank closes the group.
 
-        Cost: as `Carrier.maximum`, with 32 bytes.
+        Cost: as `Carrier.maximum`, with 48 bytes.
 
         Raises:
-            DisagreementError: the ranks have made different calls. All ranks raise it.
+            DisagreementError: the ranks have made different calls, or some ranks close the group and others do not. All ranks
+                raise it.
             TimeoutError: another rank did not come.
         """
         digest, calls = self._history if until is None else until
-        numbers = self._carrier.maximum((digest, -digest, calls, -calls), scope)
+        numbers = self._carrier.maximum((digest, -digest, calls, -calls, closes, -closes), scope)
         if numbers[0] != -numbers[1] or numbers[2] != -numbers[3]:
             raise DisagreementError(self._who_did_what(calls, -numbers[3], numbers[2], scope))
+        # A rank that goes on may soon need the ranks that close, although all have made the same calls so far.
+        if numbers[4] != -numbers[5]:
+            raise different_calls(
+                self._statements("close()" if closes else "a comparison of calls, as after a backward", scope)
+            )
 
     # ---- for errors ----
 

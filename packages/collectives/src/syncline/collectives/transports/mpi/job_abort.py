@@ -204,7 +204,7 @@ class ExitBarrier(Inherited):
         everybody_read = self._communicator.Ibarrier()  # after it no rank sends notices, so none is left when MPI ends
         self._wait(everybody_read.Test)
         self._notices.close()
-        # MPI has no message of ours any more, so no message can keep MPI from ending.
+        # All messages of this communicator have been received, so none of them can keep MPI from ending.
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:

@@ -1,0 +1,181 @@
+"""A rank that closes a group waits for the others, and closes the library's objects only if all ranks close the group."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.collectives import DisagreementError, ProcessGroup, SynclineError
+from syncline.collectives.engine import group as engine_group
+from syncline.collectives.engine.call import Call, Signature
+from syncline.collectives.engine.cancel_scope import CancelScope
+from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.transport import Request
+from syncline.collectives.testing import run_ranks
+from syncline.collectives.transports.threads import InProcessTransport, SharedState
+
+pytestmark = pytest.mark.ranks
+
+LIMIT_S = 30.0
+
+
+class Together(InProcessTransport):
+    """Like MPI on one node: it compares each call, and may be closed only when all ranks close the group."""
+
+    closes_together = True
+    times_closed = 0
+
+    def close(self) -> None:
+        self.times_closed += 1
+        super().close()
+
+
+class NeverComes(Request):
+    """A receive over MPI: it looks at its scope, and the transport's `abort` does not end it."""
+
+    def wait(self, scope: CancelScope) -> None:
+        while True:
+            time.sleep(1e-3)
+            scope.check()
+
+    def test(self) -> bool:
+        return False
+
+    def source(self) -> None:
+        return None
+
+
+class TogetherLater(Together):
+    """Like MPI across nodes: it compares no call, so the group compares all calls later."""
+
+    compares_every_call = False
+
+    def _meet(self, call: Call, value: Any) -> list[Any]:
+        return super()._meet(Call(Signature("anything"), scope=call.scope), value)
+
+
+Body = Callable[[HostGroup, Together], object]
+BOTH = pytest.mark.parametrize("kind", [Together, TogetherLater])
+
+
+def on_ranks(size: int, kind: type[Together], body: Body) -> None:
+    shared_state = SharedState(size)
+
+    def rank_body(outer: ProcessGroup) -> None:
+        transport = kind(shared_state, outer.rank)
+        group = HostGroup(transport, outer.rank, size, timeout_s=LIMIT_S)
+        group.all_reduce(torch.ones(1))
+        body(group, transport)
+
+    run_ranks(size, rank_body)
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_if_all_ranks_close_each_closes_the_library(kind: type[Together], size: int) -> None:
+    def body(group: HostGroup, transport: Together) -> None:
+        group.close()
+        assert transport.times_closed == 1
+
+    on_ranks(size, kind, body)
+
+
+@BOTH
+def test_if_a_rank_does_not_come_nothing_is_closed_and_nobody_fails(
+    kind: type[Together], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_group, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(engine_group, "_FREE_S", 0.2)
+    have_closed = threading.Barrier(2)
+
+    def body(group: HostGroup, transport: Together) -> None:
+        if group.rank < 2:
+            group.close()
+            assert transport.times_closed == 0
+            have_closed.wait(LIMIT_S)
+        else:
+            group.abort()
+
+    on_ranks(3, kind, body)
+
+
+def test_a_rank_that_closes_is_told_apart_from_a_rank_that_compares_calls() -> None:
+    """The reducer compares calls after each backward, also after one without a collective."""
+
+    def body(group: HostGroup, transport: Together) -> None:
+        call: Callable[[], object] = group.close if group.rank == 0 else group.agree_on_calls
+        with pytest.raises(DisagreementError, match=r"rank 0: close\(\)\n  rank 1: a comparison of calls"):
+            call()
+        group.abort()
+        assert transport.times_closed == 0
+
+    on_ranks(2, TogetherLater, body)
+
+
+@BOTH
+def test_abort_ends_a_close_that_waits(kind: type[Together], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_group, "_CLOSE_S", LIMIT_S)
+    monkeypatch.setattr(engine_group, "_FREE_S", LIMIT_S)
+    ended = threading.Event()
+
+    def body(group: HostGroup, transport: Together) -> None:
+        if group.rank == 1:
+            assert ended.wait(LIMIT_S / 2), "the close has waited for its own limit"
+            group.abort()
+            return
+        transport.start_recv = lambda *_: NeverComes()  # type: ignore[method-assign]
+        aborting = threading.Timer(0.2, group.abort)
+        aborting.start()
+        try:
+            group.close()
+        except SynclineError as error:  # not if `abort` came before the close had begun
+            assert "abort" in str(error)  # noqa: PT017 - there may be no error
+        ended.set()
+        aborting.join()
+        assert transport.times_closed == 0
+
+    on_ranks(2, kind, body)
+
+
+@BOTH
+def test_a_second_thread_that_closes_returns_at_once(kind: type[Together], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_group, "_CLOSE_S", LIMIT_S)
+    monkeypatch.setattr(engine_group, "_FREE_S", LIMIT_S)
+    returned = threading.Event()
+
+    def body(group: HostGroup, transport: Together) -> None:
+        if group.rank == 1:
+            assert returned.wait(LIMIT_S / 2), "both threads of rank 0 wait for this rank"
+            group.close()
+            return
+        threads = [threading.Thread(target=lambda: (group.close(), returned.set())) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert transport.times_closed == 1
+
+    on_ranks(2, kind, body)
+
+
+def test_a_rank_that_is_interrupted_before_it_meets_the_others_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_group, "_FREE_S", 0.2)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    def body(group: HostGroup, transport: Together) -> None:
+        if group.rank == 1:
+            group.close()
+            return
+        group.recorder.add = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            group.close()
+        assert transport.times_closed == 0
+
+    on_ranks(2, Together, body)
