@@ -29,7 +29,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
 
     Args:
         state: settings and memory. The factor belongs to the whole bucket. After a change of buckets it starts at random.
-        bucket: the gradients, of a floating-point dtype. 16 bits are computed in float32 and sent in 16 bits.
+        bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32 and sent in 16 bits.
 
     Returns:
         A future of the bucket's buffer.

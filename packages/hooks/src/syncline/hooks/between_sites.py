@@ -15,11 +15,12 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites. Sums are float32.
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
-    `bf16_compress_hook` rounds the gradients of each rank. It rounds sums only once, so it sends sums between nodes as
-    float32. This hook rounds only the mean of each site and the mean of all sites, and sends bfloat16 between sites.
+    `bf16_compress_hook`, in contrast, rounds the gradients of each rank. It rounds their sum only at the end, so it sends
+    float32 between nodes. This hook sends bfloat16 between sites. It rounds only the sum of each site divided by the number of
+    all ranks, and then the sum over the sites.
 
     Args:
-        sites: the ranks that train together.
+        sites: the group of all ranks that train together, divided into sites.
         bucket: the gradients, of a floating-point dtype.
 
     Returns:

@@ -16,9 +16,9 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Average the bucket in float16, and cast the result back.
 
-    Sums are accumulated in float32, and are divided before they are rounded. NCCL instead multiplies the terms by 1/size, and
-    rounds each addition. So a sum beyond float16's limit of 65,504 does no harm, but a single gradient beyond this limit
-    becomes infinite.
+    Sums are accumulated in float32, and are divided before they are rounded. So a sum beyond float16's limit of 65,504 does no
+    harm, but a single gradient beyond this limit becomes infinite. (NCCL instead multiplies the terms by 1/size, and rounds
+    each addition.)
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -57,13 +57,13 @@ bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
 def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Give a hook the bucket cast to float16, and cast its result back.
+    """Wrap a hook, so that the hook gets the bucket cast to float16, and its result is cast back.
 
     Args:
         hook: any hook. It gets float16 in `buffer()` and `gradients()`, and its result may have any dtype.
 
     Returns:
-        A hook with the same state. Its result is the bucket's own buffer, in the bucket's own dtype.
+        A hook that takes the same state as `hook`. Its result is the bucket's own buffer, in the bucket's own dtype.
 
     Cost: the cost of the wrapped hook on a bucket of float16, and two bytes of extra memory for each element.
     """
@@ -71,7 +71,7 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
 
 
 def bf16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Give a hook the bucket cast to bfloat16, and cast its result back. See `fp16_compress_wrapper`."""
+    """Wrap a hook, so that the hook gets the bucket cast to bfloat16. See `fp16_compress_wrapper`."""
     return _with_cast(torch.bfloat16, hook)
 
 

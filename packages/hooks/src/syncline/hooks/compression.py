@@ -97,7 +97,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     All ranks get the same bits. The compressor decides how NaN and infinity arrive. The error feedback contains neither.
 
     Args:
-        state: the compressor, and its memory.
+        state: the compressor, and the error feedback.
         bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32.
 
     Returns:
@@ -107,7 +107,8 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
         ranks.
 
     Raises:
-        MisuseError: the state is not a CompressionState, the bucket holds integers, or the loaded state does not fit.
+        MisuseError: the state is not a CompressionState, the bucket holds integers, or the loaded state belongs to another
+            model or to another number of ranks.
     """
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")

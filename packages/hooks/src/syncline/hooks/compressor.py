@@ -22,11 +22,11 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """A name for saved states and errors. It contains all settings that change a message."""
+        """The compressor's name, in saved states and in the texts of errors. It contains all settings that change a message."""
 
     @abstractmethod
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """Make the message.
+        """Make the message that stands for this rank's gradients.
 
         Args:
             gradients: tensors of one dtype and any shapes. They are not changed.
@@ -47,7 +47,7 @@ class Compressor(ABC):
         """
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start the collective. By default every rank gets every message.
+        """Start the collective that carries the messages of all ranks. By default every rank gets every message.
 
         Returns:
             The work, and a tensor [messages, length], which holds the messages when the work has finished.
@@ -68,7 +68,7 @@ class LinearCompressor(Compressor):
     """A compressor whose messages can be averaged before they are decompressed. So one all_reduce averages the messages."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start an all_reduce that averages. Its result is a single message."""
+        """Start an all_reduce that averages the messages of all ranks. The result is a single message."""
         mean = message.clone()
         return group.all_reduce(mean, ReduceOp.AVG, async_op=True), mean.unsqueeze(0)
 

@@ -30,7 +30,7 @@ class Bucket(Protocol):
     """The methods that our GradBucket and torch's both have."""
 
     def index(self) -> int:
-        """The bucket's number."""
+        """The bucket's number, counted from 0 in the order in which the buckets of a backward are reduced."""
 
     def buffer(self) -> torch.Tensor:
         """All gradients, flat."""
@@ -51,8 +51,9 @@ class Bucket(Protocol):
 def communication_hook(hook: Hook) -> Hook:
     """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
-    torch compares the hook's annotations with torch's types, by identity. A hook for both callers has other annotations. Also,
-    `from __future__ import annotations` turns annotations into texts. So `inspect.signature` must show no annotations.
+    torch compares the hook's annotations with torch's types, by identity. A hook that also runs under Syncline's DDP has other
+    annotations. Also, `from __future__ import annotations` turns annotations into texts. So `inspect.signature` must show no
+    annotations.
 
     torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ can see. This
     error has the text of the hook's error. See Note [Futures that fail] in `syncline.collectives.work`.

@@ -48,8 +48,9 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
             first rank's values.
         process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group. Pass
             either a group or `sites`.
-        sites: each site has one replica, and averages the gradients of its ranks at every step (by DDP over `sites.inside`).
-            Only the first rank of each site communicates with other sites.
+        sites: the group of all ranks, divided into sites. Each site has one replica: wrap the model in DDP over `sites.inside`,
+            which averages the gradients of the site's ranks at every step. Only the first rank of each site communicates with
+            other sites.
         sync_every: H, the number of inner steps between two outer steps. It is the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, 0 to below 1.

@@ -19,8 +19,8 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     with a NaN or an infinity yields NaN.
 
     Args:
-        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. They are not changed. 16 bits are
-            computed in float32.
+        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. They are not changed. 16-bit matrices
+            are computed in float32.
         epsilon: a number that is added to each column's length before the division by it, 0 or above. QR ignores it, as in
             torch.
 

@@ -24,7 +24,7 @@ class PendingAverage(ABC):
     _averages: list[torch.Tensor] | None = None
 
     def wait(self) -> list[torch.Tensor]:
-        """The averages, in the parameters' shapes and in their `math_dtype`. Every rank gets the same bits."""
+        """Wait for the averages. Return them in the parameters' shapes and `math_dtype`. Every rank gets the same bits."""
         if self._averages is None:
             self._averages = self._receive()
         return self._averages
@@ -45,6 +45,8 @@ class KnownAverage(PendingAverage):
 
 class OuterExchange:
     """Averages parameters over replicas, as whole tensors or as compressed differences from the anchors.
+
+    The anchors are the parameters after the latest synchronisation.
 
     Args:
         group: a group of one rank of each replica. None on a rank that is not the first of its site, because the first rank
@@ -150,7 +152,7 @@ class _WholeAverage(PendingAverage):
 
 
 class _CompressedAverage(PendingAverage):
-    """The average as the anchors minus the mean of the differences."""
+    """An average that is computed from compressed differences: the anchors minus the mean of the differences."""
 
     def __init__(
         self, work: Work, messages: torch.Tensor, compressor: Compressor, anchors: list[torch.Tensor], seed: int

@@ -41,7 +41,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Args:
         state: settings and memory.
-        bucket: the gradients, of a floating-point dtype. 16 bits are computed in float32 and sent in 16 bits.
+        bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32 and sent in 16 bits.
 
     Returns:
         A future of the bucket's buffer.
@@ -49,13 +49,17 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     Cost: two all_reduces (one if nothing is compressed), of `(rows + columns) * rank` elements for each compressed gradient.
 
     Raises:
-        MisuseError: the state is not a PowerSGDState, the bucket holds integers, or the loaded state does not fit.
+        MisuseError: the state is not a PowerSGDState, the bucket holds integers, or the loaded state belongs to another model
+            or to another number of ranks.
     """
     return run(state, bucket, _layerwise)
 
 
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
-    """The common part of both hooks: plain first steps, the step counter, and checks of the input."""
+    """Run `powerSGD_hook` or `batched_powerSGD_hook`: check the input, count steps, and compress after the plain first steps.
+
+    `algorithm` is the part in which the two hooks differ: the stages that compress a bucket.
+    """
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
     floating_buffer(bucket, "for PowerSGD")

@@ -39,8 +39,8 @@ class PowerSGDState:
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
-        matrix_approximation_rank: the number of columns of the factors, 1 or above, usually 1 to 4. More columns take more
-            bytes and time.
+        matrix_approximation_rank: the number of columns of the two factors (narrow matrices) whose product approximates a
+            gradient, 1 or above, usually 1 to 4. More columns take more bytes and time.
         start_powerSGD_iter: the number of first steps that average without compression. At least 2 with error feedback or warm
             start.
         min_compression_rate: compress a gradient only if it becomes smaller by this factor. With a factor below 1, a gradient
@@ -48,17 +48,19 @@ class PowerSGDState:
         use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
             much memory as the compressed gradients.
         warm_start: begin each step with the latest factors instead of random factors.
-        orthogonalization_epsilon: a number that is added to each column's length if there are one or two columns. (QR, for more
-            columns, has no epsilon.) You need no epsilon here, because a column of zeros is replaced.
-        random_seed: the seed of the first factors, 0 to 2**32 - 1.
+        orthogonalization_epsilon: a number that is added to the length of a factor's column before the column is divided by
+            this length. With more than two columns it has no effect. You need no epsilon here, because a column of zeros is
+            replaced.
+        random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: log `compression_stats()` after every so many steps.
         batch_tensors_with_same_shape: compute the gradients of one shape in one batch, which costs a copy. Each gradient is
             still compressed separately.
-        named_parameters: as from `model.named_parameters()`. `state_dict` saves under these names. None: parameters are
-            numbered.
+        named_parameters: as from `model.named_parameters()`. `state_dict` saves errors and factors under these names. Without
+            names it saves under the numbers of the parameters.
 
     Raises:
-        InvalidArgumentError: a rank or a rate is out of range, or the start is below 2 with error feedback or warm start.
+        InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
+            start.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class PowerSGDState:
         return self.iter >= self.start_powerSGD_iter
 
     def enter(self, group: ProcessGroup) -> None:
-        """Check that the state fits this rank of this group. The hook calls it for every bucket that it compresses."""
+        """Check that a loaded state fits this rank of this group; see `Origin.settle`. Call this before each compression."""
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
@@ -218,7 +220,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """The name under which `batched_powerSGD_hook` remembers values of a whole bucket."""
+    """The name for the factor of a bucket with these parameters in `batched_powerSGD_hook`, and for its padding's error."""
     return f"[{', '.join(names)}]"
 
 

@@ -68,7 +68,7 @@ class Int8(_Symmetric):
         per_channel: send one scale for each channel, not for each tensor. This is more accurate if channels differ in size, but
             sends more scales.
 
-    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. A rank receives as many from each rank.
+    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. A rank receives as many bytes from each rank.
     """
 
     _bits, _largest = 8, 127
@@ -83,7 +83,7 @@ class Int4(_Symmetric):
         per_channel: as for `Int8`.
 
     Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. A rank receives
-    as many from each rank.
+    as many bytes from each rank.
     """
 
     _bits, _largest = 4, 7
@@ -118,7 +118,7 @@ class OneBit(Compressor):
     Zero counts as positive. A NaN or infinity spoils the whole tensor.
 
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor. A rank
-    receives as many from each rank.
+    receives as many bytes from each rank.
     """
 
     @property

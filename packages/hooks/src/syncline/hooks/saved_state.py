@@ -28,7 +28,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for the errors of all ranks.
 
     Returns:
-        The first rank's state, with the mean of the errors (float32 for 16 bits) and without a rank.
+        The first rank's state, but with the mean of all ranks' errors (in float32 for 16-bit gradients). Its "rank" and
+        "world_size" are None, because it belongs to all ranks.
 
     Raises:
         InvalidArgumentError: there is no state, or the states do not come from the same step of the same job.
@@ -99,8 +100,8 @@ class Origin:
     """The rank and the number of ranks that a state belongs to.
 
     Args:
-        rank: the rank that saved a loaded state.
-        world_size: the number of ranks when the state was saved.
+        rank: the rank that saved the state. None for a new state, and for a merged state, which every rank can load.
+        world_size: the number of ranks when the state was saved; None in the same cases.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:

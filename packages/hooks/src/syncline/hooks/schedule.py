@@ -65,7 +65,10 @@ class ScheduleState:
         return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
 
     def enter(self, bucket: Bucket) -> Phase:
-        """The phase of this bucket's step. `schedule_hook` calls `enter` with every bucket."""
+        """Return the phase of this bucket's step. After the last bucket of a step, count the step.
+
+        `schedule_hook` calls `enter` with every bucket.
+        """
         phase = self.current
         for other in self.phases:
             # Parameters without names get numbers in the first step of a run. So every phase's state numbers them now, even

@@ -13,7 +13,7 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Check a seed. An error's text names the seed's argument: `name`.
+    """Check a seed. `name` is the name of the argument that holds the seed, for the error's text.
 
     Raises:
         InvalidArgumentError: the seed is out of range.

@@ -23,7 +23,7 @@ class TopK(Compressor):
         fraction: the fraction of each tensor's numbers that are sent, above 0 and up to 1. At least one number is sent.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
-    of the number's dtype. A rank receives as many from each rank.
+    of the number's dtype. A rank receives as many bytes from each rank.
     """
 
     def __init__(self, fraction: float) -> None:

@@ -40,7 +40,7 @@ def finished(tensor: torch.Tensor) -> TensorFuture:
 
 
 class Pipeline:
-    """The buckets in flight of one hook's state. See Note [Stages]."""
+    """Runs the stages of a hook's buckets, several buckets at a time. Each state of a hook has one. See Note [Stages]."""
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []

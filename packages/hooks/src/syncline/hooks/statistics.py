@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """Sums over all buckets of this rank since the state was made.
+    """Sums over all buckets of this rank since the hook's state was made.
 
     Attributes:
         bytes_before: the bytes of the gradients that the hook got.
