@@ -20,7 +20,7 @@ class BackwardReduction:
 
     Args:
         buckets: the reducer's buckets, in the order in which they are reduced.
-        usage: the usage model. The caller has called its `begin` for this backward.
+        usage: the usage model, which knows the parameters that this backward uses. The caller has called its `begin`.
         reduction: starts the reduction of a bucket.
         group: the group whose ranks average their gradients. After the last bucket, these ranks compare their calls.
         statistics: gets the times.
@@ -48,7 +48,9 @@ class BackwardReduction:
         self._left_alone: GloballyUnused = usage.globally_unused
 
     def start(self, numbers: range, *, is_last: bool) -> None:
-        """Collect these buckets and issue their reductions. Every backward starts with bucket 0, and leaves out no bucket.
+        """Collect these buckets and issue their reductions. Leave out a bucket if all ranks agree that no rank uses it.
+
+        The calls of one backward name all buckets in order, from bucket 0 on.
 
         See Note [Buckets start in order] in `readiness`.
 

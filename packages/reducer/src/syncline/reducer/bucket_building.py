@@ -17,12 +17,12 @@ from .sparse_bucket import AnyBucket, SparseBucket
 
 @dataclass(frozen=True)
 class BucketBuilder:
-    """Builds the buckets of some parameters, in any order.
+    """Assigns parameters to buckets, in an order that the caller chooses, and allocates the buckets.
 
     Attributes:
         names: the parameters' names, for errors.
         parameters: the parameters; their positions are the indices.
-        group: allocates the memory.
+        group: the group whose ranks average their gradients. It allocates the buckets' memory.
         caps_bytes: size limits of the first, second, ... bucket; the last limit holds for all further buckets.
         sparse: for each parameter, whether its gradient is sparse. A sparse gradient has a bucket of its own.
         delayed: indices of parameters that come after all others, in buckets without a size limit.

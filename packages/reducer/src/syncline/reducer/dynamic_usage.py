@@ -56,7 +56,7 @@ def without(indices: Collection[int], used: set[int], count: int) -> frozenset[i
 
 
 class DynamicUsage(UsageModel):
-    """The reached parameters may differ from backward to backward, and from rank to rank (`find_unused_parameters=True`).
+    """Backwards may reach different parameters, in each step and on each rank (`find_unused_parameters=True`).
 
     Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second all_reduce at the
     beginning of backward. A rank waits for this all_reduce only if it uses no parameter of some bucket.

@@ -33,8 +33,8 @@ class GradientHooks:
         group: the ranks that average.
         reads_in_place: whether this reducer averages gradients in their own memory. If so, another reducer would read gradients
             that this reducer is just averaging.
-        wake: a method. A hook calls it on the thread of backward, when a bucket is worth a look. Only a weak reference to
-            `wake` is kept, so that hooks do not keep the reducer alive.
+        wake: a method. A hook calls it on the thread of backward, when the reducer must look at a bucket (see
+            `PendingBucket.wake_at`). Only a weak reference to `wake` is kept, so that hooks do not keep the reducer alive.
         node_done: a method. A hook calls it with the arguments that `hook_node` got, when all hooks on that parameter have run.
             Only a weak reference is kept.
         retire: a method. Another reducer that this reducer would disturb calls it before a forward or a backward. `retire`
@@ -66,7 +66,7 @@ class GradientHooks:
         _introduce(self)
 
     def register(self, pending: PendingGradients) -> None:
-        """Take all earlier hooks off, and register a hook on every parameter. The new hooks note gradients in these buckets.
+        """Take all earlier hooks off, and register a hook on every parameter. The new hooks note gradients in `pending`.
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -15,7 +15,9 @@ Where: TypeAlias = tuple[int, int]
 
 
 class PendingBucket:
-    """The gradients of one bucket.
+    """The gradients of one bucket that have come, and that the reducer has not taken yet.
+
+    The bucket is "worth a look" when enough gradients have come for the reducer to take them; `expect` sets how many.
 
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -29,7 +31,7 @@ class PendingBucket:
 
     Attributes:
         members: the argument.
-        indices: the parameters whose gradients came, in the order of their arrival.
+        indices: the parameters of these gradients, in the order in which the gradients came.
         wake_at: the hook wakes the reducer when `indices` has one of these lengths.
     """
 

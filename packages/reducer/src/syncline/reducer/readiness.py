@@ -15,7 +15,7 @@ class MarkedTwiceError(ValueError):
 
 
 class Readiness:
-    """Counts gradients into buckets, and lets buckets start strictly in order."""
+    """Counts for each bucket the gradients that are ready, and lets buckets start strictly in order."""
 
     # Note [Buckets start in order]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -102,7 +102,8 @@ class Reducer(Inherited):
             second, ... bucket. The last size holds for all further buckets.
         first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If
             `bucket_cap_bytes` is a list, this argument is ignored.
-        gradient_as_bucket_view: let `parameter.grad` be a view of the bucket. This saves the copy back, and the memory.
+        gradient_as_bucket_view: let `parameter.grad` be a view of the bucket. This saves the copy back, and the memory of a
+            second copy of the gradients.
         sparse: for each parameter, whether its gradients are sparse (COO); None: no gradient is sparse. Each sparse gradient
             has its own bucket.
         find_unused_parameters: a backward may leave out parameters. Each rank may leave out different parameters. If no rank
@@ -439,7 +440,7 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def find_nodes_again(self) -> None:
-        """Look for the parameters' nodes again. Call this method after a conversion to another dtype or device and back."""
+        """Look for the parameters' nodes in autograd's graph again, after a conversion to another dtype or device and back."""
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
         self._usage.find_nodes_again()

@@ -84,7 +84,7 @@ class UsageModel(ABC):
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing
-        """Issue the collectives by which the ranks agree.
+        """Issue the collectives by which the ranks agree on the used parameters.
 
         Every rank calls this at the same point of its order of collectives.
         """
@@ -107,7 +107,7 @@ class UsageModel(ABC):
         """Look for the parameters' nodes again, because autograd may have new nodes."""
 
     def reset(self) -> None:  # noqa: B027 - most models remember nothing
-        """Forget this backward."""
+        """Forget what was noted in this backward, because it is over."""
 
 
 class CompleteUsage(UsageModel):
