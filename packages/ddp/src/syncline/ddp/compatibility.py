@@ -38,8 +38,8 @@ class JoinConfig(NamedTuple):
 
     Attributes:
         enable: whether the module is inside `join()`.
-        throw_on_early_termination: whether the context raises an error when a rank is out of inputs.
-        is_first_joinable: whether the module is the first of the context's joinables.
+        throw_on_early_termination: whether `join()` raises an error when a rank is out of inputs.
+        is_first_joinable: whether the module is the first of the objects that the join context got.
     """
 
     enable: bool
@@ -146,7 +146,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward broadcasts buffers."""
+        """Whether buffers may differ between ranks, so that the next forward synchronises them, if forwards do this at all."""
         return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter

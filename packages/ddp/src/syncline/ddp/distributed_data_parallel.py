@@ -570,7 +570,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Let rank 0 log, after every `every` steps, which rank was last most often, and how many seconds it was behind.
+        """Let rank 0 log, after every `every` steps, which rank most often got its last gradient last, and by how much time.
 
         Every rank must call this method with the same number. The variable `SYNCLINE_STRAGGLERS` has the same effect as this
         method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group changes.
@@ -591,7 +591,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """Compare the ranks' parameters after every `every` averaged backwards.
+        """Compare the ranks' parameters after every `every` steps. A step is a backward whose gradients are averaged.
 
         The ranks compare a hash of 16 bytes per parameter.
 
@@ -601,7 +601,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         context, or when the group changes.
 
         Args:
-            every: the number of averaged backwards from one check to the next. A check reads all parameters once.
+            every: the number of steps from one check to the next. A check reads all parameters once.
 
         Raises:
             InvalidArgumentError: the number is below 1.

@@ -92,7 +92,8 @@ class Elastic:
             their state. All ranks pass them in the same order.
         min_ranks: the training ends if fewer ranks are left.
         max_failures: how many ranks may be lost in the whole training; None: any number.
-        silence_timeout_s: see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
+        silence_timeout_s: how many seconds a recovery waits for a rank that is silent and is not known to have ended; see
+            [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: how many seconds one recovery may take. A newcomer also waits this long to be let in.
         admit_every: the ranks look for newcomers each time this number of steps was applied. If the group cannot let ranks in
             (`ProcessGroup.missing_for_admit`), they do not look.

@@ -14,7 +14,7 @@ from syncline.reducer import GradBucket
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Refuse a hook whose annotations contradict the contract, as torch does. Accept a hook without annotations.
+    """Refuse a hook that is annotated for anything but a bucket and a future, as torch does. Accept one without annotations.
 
     Raises:
         InvalidTypeError: the hook cannot be called.

@@ -41,7 +41,7 @@ _DEFAULT_SAMPLE_RATE = 100
 
 
 class RuntimeSamples:
-    """Mean times of the iterations that torch samples: the first ten, and then one in `sample_rate`.
+    """The mean times of some iterations, chosen as in torch: the first ten, and then one in `sample_rate`.
 
     Attributes:
         sample_rate: one iteration in this many is sampled; at least 1.

@@ -63,7 +63,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook. Its state is the dtype in which it averages. Complex buckets are averaged in their own dtype.
+    """Average a bucket in this dtype: a communication hook with a dtype as its state. Complex buckets keep their own dtype.
 
     Extra memory: a copy of the bucket in this dtype.
     """
@@ -75,7 +75,9 @@ def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[t
 
 
 def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, state: ModuleState) -> LowPrecision | None:
-    """Convert the buffers. If `param_dtype` is given, return an object that runs the module in this dtype, else None.
+    """Convert the module's buffers to `config.buffer_dtype`. Return an object that runs the module in `config.param_dtype`.
+
+    If `config` is None or has no `param_dtype`, return None.
 
     Raises:
         InvalidArgumentError: a gradient is sparse, so it cannot be averaged in another dtype.

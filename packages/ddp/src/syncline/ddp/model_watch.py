@@ -91,7 +91,10 @@ class ModelWatch:
         return self.has_sign
 
     def has_changed(self) -> bool:
-        """Whether the module has other parameters than at the last `take_note`, or a parameter has another kind."""
+        """Whether the module's parameters are others than at the last `take_note`, or have changed.
+
+        A change is another dtype, device, shape or strides, or that a frozen parameter now needs a gradient.
+        """
         if any(map(_requires_grad_of, self._frozen)):
             return True
         return [_kind(name, parameter) for name, parameter in self._state.parameters()] != self._kinds

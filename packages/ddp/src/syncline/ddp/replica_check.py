@@ -75,12 +75,12 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares the ranks' parameters after every `every` averaged backwards.
+    """Compares the ranks' parameters after every `every` steps. A step is a backward whose gradients are averaged.
 
     Args:
         group: the group whose ranks average their gradients.
         state: the module's state.
-        every: the number of averaged backwards from one check to the next.
+        every: the number of steps from one check to the next.
 
     Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, the ranks also gather 16 bytes for each
     parameter.

@@ -21,7 +21,7 @@ logger = logging.getLogger("syncline.ddp")
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that was last most often.
+    """The rank that was last in the most steps. A rank is last in a step if its last gradient comes later than all others'.
 
     Attributes:
         rank: the straggler's rank in the group.
@@ -42,7 +42,7 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """Return the rank that was last most often. If several ranks were last equally often, the longer delay decides.
+    """Return the rank that was last in the most steps. If several ranks were last equally often, the longer delay decides.
 
     A pure function.
 
@@ -64,7 +64,7 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Lets rank 0 log, after every `every` steps, which rank was last most often. The logger is `syncline.ddp`.
+    """Lets rank 0 log, after every `every` steps, which rank was the `Straggler` in them. The logger is `syncline.ddp`.
 
     The ranks need not compare their clocks, because all ranks measure from the same moment: the end of the previous step. (A
     reduction ends only after all ranks have contributed.) The time since this moment includes reading data, forward and

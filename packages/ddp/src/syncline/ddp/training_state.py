@@ -28,7 +28,7 @@ def can_be_saved(thing: object) -> bool:
 
 
 class TrainingState:
-    """The training's state that a newcomer gets: model, optimizers, sampler, random state of the CPU, and other objects.
+    """The state that a joining rank gets from another rank: model, optimizers, sampler, CPU random state, other objects.
 
     Args:
         model: the model with the parameters and buffers.

@@ -52,7 +52,7 @@ class UnevenInputs(JoinHook):
         replica: the objects that communicate.
         divide_by_initial_world_size: divide gradients by the number of all ranks. False: by the number of ranks with
             inputs.
-        throws: whether the context raises an error on all ranks as soon as one rank has no inputs.
+        throws: whether the join context raises an error on all ranks as soon as one rank has no inputs.
 
     Raises:
         MisuseError: the module communicates, and ranks without inputs cannot take part in this communication.

@@ -609,7 +609,7 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
-    """Take part in the other ranks' `allreduce` and optimizers with zeros, until all ranks have joined.
+    """Take part with zeros in each `allreduce` and optimizer's step of the other ranks, until all ranks have called `join`.
 
     Call `join` on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run.
     Collectives of process sets, and all other collectives, raise an error.
@@ -639,7 +639,7 @@ def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
-    """Tell joined ranks about a collective of all ranks. Collectives of process sets are not announced."""
+    """Tell ranks that have called `join` about a collective of all ranks. Collectives of process sets are not announced."""
     # Joined ranks take part only in collectives of all ranks, and a single rank has nobody to tell.
     if process_set.process_set_id != 0 or world().group.size == 1:
         return

@@ -197,7 +197,11 @@ def regroup() -> None:
 
 
 class _GradientCombining:
-    """Combines gradients through a `Reducer`, which the first `synchronize` makes."""
+    """Combines gradients through a `Reducer`, which the first `synchronize` makes.
+
+    Attributes:
+        passes: the number of backwards in a step.
+    """
 
     def __init__(
         self,

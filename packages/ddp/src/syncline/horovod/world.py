@@ -32,13 +32,14 @@ HorovodInternalError = TransportError
 
 
 class World:
-    """The result of `init`. After a change of ranks, `elastic` makes a new world.
+    """What `init` makes: the group of all ranks, and what belongs to it. After a change of ranks, `elastic` makes a new world.
 
     Attributes:
-        group: all ranks.
+        group: the group of all ranks.
         placement: the placement, which says which ranks share a node.
-        calls: announces collectives to ranks that have joined.
+        calls: announces collectives to ranks that have called `join`.
         is_ours: whether `init` made the group, so that `shutdown` destroys it.
+        process_sets: the sets that were added and not removed, except the set of all ranks.
     """
 
     def __init__(self, group: ProcessGroup, *, is_ours: bool) -> None:

@@ -69,7 +69,7 @@ AS_TRACED = Choice(None, "none")
 
 
 def forecast(workload: Workload, model: CostModel, ranks: Sequence[int], compressions: Sequence[Compression]) -> Forecast:
-    """Predict for all numbers of ranks, bucket sizes and compressions."""
+    """Predict a step for each of these numbers of ranks, each bucket size, and each of these compressions."""
     workloads: dict[int | None, Workload] = {None: workload}
     for cap_bytes in CAPS_BYTES:
         workloads[cap_bytes] = rebucket(workload, [cap_bytes])

@@ -81,7 +81,7 @@ class StepEvent:
 
     Attributes:
         number: the step's number, counted from 1.
-        layout: the number of the rank's layout of buckets in this step.
+        layout: which of the rank's layouts of buckets this step used: an index into `Part.layouts`.
         buckets: the buckets, in the order of their start.
         optimizers, calls: the events from the start of the step's forward to the start of the next step's forward.
     """

@@ -15,7 +15,7 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """The floor at some sizes: pairs of a size in bytes, and the seconds of one rank's share of the adds and copies.
+    """The least time of an all-reduce: pairs of a tensor's bytes, and the seconds of one rank's share of the adds and copies.
 
     There is at least one pair. Sizes ascend.
     """
@@ -23,7 +23,7 @@ class Floor:
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds of an all-reduce.
+        """Return the least possible seconds of an all-reduce of this many bytes.
 
         The seconds are linear between two sizes. Below the first and above the last size, the seconds are proportional to the
         size.

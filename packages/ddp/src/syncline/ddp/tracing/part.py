@@ -50,7 +50,7 @@ class Part:
     Attributes:
         header: the rank that traced.
         clocks: the offsets to rank 0's clock, in the order of measurement.
-        layouts: the layouts of the buckets.
+        layouts: which parameters were in which bucket: a layout for each time that the reducer had built new buckets.
         steps: the steps, in their order.
         is_complete: whether the file has the last line of a complete trace.
     """

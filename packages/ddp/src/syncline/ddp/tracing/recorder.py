@@ -118,7 +118,7 @@ class StepRecorder:
         self._close_step(self._optimizers.take(), self._calls.take())
 
     def end(self, *, is_complete: bool) -> None:
-        """Write all open events, close the file, and stop observing. A second call does nothing."""
+        """Close the open step, stop observing, and write and close the file. A second call does nothing."""
         if self._file.closed:
             return
         self.close_step()

@@ -55,7 +55,8 @@ class RankSummary:
 
     Attributes:
         rank: the rank in the group.
-        compute_s, exposed_s: the median of these times over the steps.
+        compute_s: this rank's time from the forward's start to the last gradient, as the median of the steps.
+        exposed_s: this rank's exposed communication, as the median of the steps.
         times_last: in how many steps this rank's last gradient came last.
         late_s: the median of this rank's delay over the steps in which it came last. 0 if there are no such steps.
         caused_s: how long the other ranks waited for this rank, added up over ranks and steps.

@@ -19,7 +19,7 @@ class RankTimeline:
 
     Attributes:
         header: the rank that traced.
-        layouts: the layouts of the buckets.
+        layouts: the layouts of the buckets; see `Part`.
         steps: the steps, by number.
         error_s: the largest error of the times; None if the clock was never measured.
         epoch_s: seconds since the epoch by this rank's host, minus the seconds of rank 0's clock at the same moment.

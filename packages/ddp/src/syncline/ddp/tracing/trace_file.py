@@ -27,7 +27,7 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, Path] | None = None) -> Path:
-    """Merge the parts in a folder into one file in the Chrome trace format.
+    """Merge the ranks' files in a folder into one file in the Chrome trace format.
 
     Args:
         folder: the folder with the ranks' files.
