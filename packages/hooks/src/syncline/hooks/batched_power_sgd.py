@@ -28,7 +28,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
     Source: see `powerSGD_hook`.
 
     Args:
-        state: settings and memory. The factor belongs to the whole bucket. After a change of buckets it starts at random.
+        state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket. After a change of
+            buckets it starts at random.
         bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32 and sent in 16 bits.
 
     Returns:

@@ -16,8 +16,8 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
     `bf16_compress_hook`, in contrast, rounds the gradients of each rank. It rounds their sum only at the end, so it sends
-    float32 between nodes. This hook sends bfloat16 between sites. It rounds only the sum of each site divided by the number of
-    all ranks, and then the sum over the sites.
+    float32 between nodes. This hook sends bfloat16 between sites. It rounds twice: first each site's sum, divided by the number
+    of all ranks, and then the sum of these results over the sites.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.

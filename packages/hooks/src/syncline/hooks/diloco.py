@@ -46,15 +46,15 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         named_parameters: the parameters to synchronise, with names, as from `model.named_parameters()`. They have
             floating-point dtypes. Pass the same names on all ranks. The constructor is a collective: it gives all ranks the
             first rank's values.
-        process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group. Pass
-            either a group or `sites`.
+        process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group. Do not
+            pass a group together with `sites`.
         sites: the group of all ranks, divided into sites. Each site has one replica: wrap the model in DDP over `sites.inside`,
             which averages the gradients of the site's ranks at every step. Only the first rank of each site communicates with
             other sites.
         sync_every: H, the number of inner steps between two outer steps. It is the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, 0 to below 1.
-        fragments: the number of fragments, or a list of parameter names for each fragment. Every name is in one list.
+        fragments: the number of fragments, or a list of parameter names for each fragment. Every name is in exactly one list.
         overlap_steps: the number of inner steps during which an average is under way, 0 to below `sync_every`.
         mixing: the weight of a parameter's own value, 0 to below 1. It must be 0 without overlap. The second paper
             recommends 0.5.
@@ -248,7 +248,9 @@ class _OuterSGD:
 
 
 class _Fragment:
-    """Parameters that are synchronised together, with the outer optimizer's state.
+    """Parameters that are synchronised together, with the outer optimizer's state: for each parameter an anchor and a velocity.
+
+    The anchor is the parameter's value after the latest synchronisation. The velocity is the momentum of the outer optimizer.
 
     Attributes:
         parameters: the parameters by name.
@@ -275,7 +277,7 @@ class _Fragment:
 
     @torch.no_grad()
     def finish_if_due(self, step: int | None) -> None:
-        """If the outer step is due, wait for the average and take the step. With None the step is always due."""
+        """If the outer step is due after `step`, wait for the average and take the outer step. With None it is always due."""
         if self._pending is None or (step is not None and step < self._due):
             # No average is under way, or its outer step is due later.
             return
@@ -301,7 +303,7 @@ class _Fragment:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
-        """Take saved tensors by name. `due` is the step and the mixing of an average under way, None if there was none."""
+        """Continue from saved tensors, by name. If an average is under way, `due` has its step and its mixing; else None."""
         mine = [saved[name] for name in self.parameters]
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])

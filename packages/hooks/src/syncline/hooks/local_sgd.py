@@ -28,7 +28,7 @@ class PostLocalSGDState:
         post_local_gradient_allreduce: if False, no gradient is averaged after these steps.
 
     Raises:
-        InvalidArgumentError: the start is negative, or the subgroup is missing.
+        InvalidArgumentError: `start_localSGD_iter` is negative, or the subgroup is missing.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PostLocalSGDState:
         self.iter = 0
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
-        """Count a step at its last bucket."""
+        """Count the step, if this is its last bucket."""
         if bucket.is_last():
             self.iter += 1
 

@@ -13,7 +13,7 @@ from .contract import Bucket
 
 
 class ParameterNames:
-    """Names for the parameters of buckets, so that a hook's memory stays valid when the buckets change.
+    """Names for the parameters of buckets. What a hook keeps under these names stays valid when the buckets change.
 
     Args:
         named_parameters: as from `model.named_parameters()`. None: the parameters are numbered in the order in which they first

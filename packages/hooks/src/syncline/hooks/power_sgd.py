@@ -40,7 +40,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     rank. Then the state drops the errors and factors of its bucket, so that the next step is sound.
 
     Args:
-        state: settings and memory.
+        state: the settings, and the errors and factors of earlier steps.
         bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32 and sent in 16 bits.
 
     Returns:

@@ -33,7 +33,9 @@ _logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """Settings and memory of `powerSGD_hook` and `batched_powerSGD_hook`. The arguments are those of torch's class.
+    """The settings of `powerSGD_hook` and `batched_powerSGD_hook`, and what they keep from step to step: errors and factors.
+
+    The arguments are those of torch's class.
 
     Every rank passes the same arguments. Ranks must train the same model, and one state serves one model.
 
@@ -126,7 +128,7 @@ class PowerSGDState:
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
-        """Count a step at its last bucket."""
+        """Count the step, if this is its last bucket."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
@@ -161,7 +163,7 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, which contains only numbers, texts and tensors. It loads under `weights_only=True`.
+        """This rank's state. It contains only numbers, texts and tensors, so `torch.load(..., weights_only=True)` loads it.
 
         The state differs from rank to rank. See `saved_state` if the number of ranks changes. The group is not saved.
         """
@@ -206,7 +208,7 @@ class PowerSGDState:
         self.total_numel_before_compression, self.total_numel_after_compression = state["numel"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes except the group, as in torch."""
+        """The result of `state_dict`. So the group is left out, as in torch."""
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,7 +222,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """The name for the factor of a bucket with these parameters in `batched_powerSGD_hook`, and for its padding's error."""
+    """The key under which `batched_powerSGD_hook` keeps a bucket's factor and its padding's error, made of these names."""
     return f"[{', '.join(names)}]"
 
 

@@ -1,4 +1,4 @@
-"""Saved states: plain dictionaries of numbers, texts and tensors (they load under `weights_only=True`).
+"""Saved states: plain dictionaries of numbers, texts and tensors, which `torch.load(..., weights_only=True)` can load.
 
 The errors of error feedback differ between ranks. Everything else in a state is the same on all ranks. So a saved state
 contains its rank and the number of ranks, and fits only a job with this number of ranks. For another number, `merge_states`
@@ -61,7 +61,7 @@ def _in_words(state: Mapping[str, Any]) -> str:
 
 
 def check_kind(state: Mapping[str, Any], kind: str) -> None:
-    """Check that the state is a result of a `state_dict()` of this kind.
+    """Check that a saved state was made by a `state_dict()` of this kind, such as "PowerSGD".
 
     Raises:
         MisuseError: the state has another kind or another format.
@@ -110,7 +110,7 @@ class Origin:
         self._is_settled = False
 
     def __reduce__(self) -> tuple[type[Origin], tuple[int | None, int | None]]:
-        """Pickle without the settled flag, because another rank may load the pickle."""
+        """Pickle without the note that `settle` was called, because another rank may load the pickle."""
         return Origin, (self.rank, self.world_size)
 
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
