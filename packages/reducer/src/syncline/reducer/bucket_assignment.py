@@ -29,7 +29,7 @@ class BucketAssignment:
     """One bucket.
 
     Attributes:
-        indices: the gradients in the bucket, in the order in which they were visited.
+        indices: the gradients in the bucket, in the order in which they were put into it.
         cap_bytes: the size limit of this bucket in bytes; None for the bucket of a sparse gradient.
     """
 
@@ -42,8 +42,9 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Fill buckets with the gradients in the order given, as torch.distributed does.
 
-    When a bucket reaches its cap, the latest gradient closes the bucket. So a bucket may become larger than its cap. Each kind
-    has its own open bucket and its own position in `caps_bytes`. The last cap holds for all further buckets.
+    A cap is a size limit. When a bucket reaches its cap, the latest gradient closes the bucket. So a bucket may become larger
+    than its cap. Each kind has its own open bucket and its own position in `caps_bytes`. The last cap holds for all further
+    buckets.
 
     Args:
         specs: one for each gradient; the positions are the indices in the result.

@@ -38,9 +38,9 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """Return the members of the first buckets, in reverse order of definition.
+        """Return the members of the buckets that are used until the order of gradients is known.
 
-        The order in which gradients come is not known yet.
+        The parameters are in reverse order of definition.
 
         With one size limit, the buckets are filled from the front of the model, as in torch. So each bucket has the same
         parameters as in torch, and `skip_all_reduce_unused_params` leaves out the same buckets. With several limits, the
@@ -70,7 +70,7 @@ class BucketBuilder:
         """Allocate buckets with these members. A collective.
 
         Args:
-            assigned: as `assign` returned it.
+            assigned: for each bucket, the indices of its parameters, as `assign` returns them.
             kept_views: indices of parameters whose gradients become views of the buckets now. These gradients keep their
                 values.
         """

@@ -17,6 +17,7 @@ class UsedMap:
     """The ranks' agreement on the used parameters.
 
     Each parameter has a byte, its level: 0 if no rank uses the parameter, else the highest level at which any rank uses it.
+    `DynamicUsage` has only level 1. `StaticUsage` has levels 1 and 2.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -106,7 +107,7 @@ class DynamicUsage(UsageModel):
         """Ask autograd which parameters this backward will not reach.
 
         Raises:
-            MisuseError: the gradient comes from inside a re-entrant checkpoint.
+            MisuseError: the backward began inside a re-entrant checkpoint.
         """
         # See Note [Unused parameters without a walk].
         if enclosing_function() is not None:

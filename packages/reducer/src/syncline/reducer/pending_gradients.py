@@ -84,7 +84,7 @@ class PendingGradients:
     has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
 
     Args:
-        buckets: the members of each bucket.
+        buckets: for each bucket, its parameters' indices, in the order in which their gradients are expected.
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:

@@ -20,7 +20,7 @@ class UsageModel(ABC):
     The reducer calls these methods on the thread of backward, under its lock, in this order:
 
         begin             when the first gradient of a backward has come (shadow_backward instead, on a rank without gradients)
-        needed            for each bucket, after begin: how many gradients make the bucket worth a look
+        needed            for each bucket, after begin: how many gradients the reducer waits for
         arrived           when this number has come, and at the end of backward (accumulated instead, in no_sync)
         ended             when the outermost backward has ended, before the reducer waits for the buckets
         sync_used_map     when all buckets have started, on every rank: collectives may be issued here

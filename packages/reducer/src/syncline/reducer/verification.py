@@ -43,7 +43,7 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
     Args:
         names: one name for each parameter, for errors.
         parameters: in order of definition. In errors, a tensor that is not a `torch.nn.Parameter` is called a buffer.
-        group: the ranks.
+        group: the group whose ranks are compared.
 
     Cost: an all_reduce of 16 bytes. Only if ranks differ: two broadcasts of a description, and an all-gather of a byte.
 
@@ -66,7 +66,7 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     Args:
         options: a value for each name. Names are as in the caller's signature. Values are numbers, strings, None, or sequences
             of these.
-        group: the ranks.
+        group: the group whose ranks are compared.
 
     Cost: as for `verify_same_parameters`.
 
