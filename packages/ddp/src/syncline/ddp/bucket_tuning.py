@@ -67,7 +67,10 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Lower each time to the shortest time of a larger size, because disturbances only make times longer. A pure function."""
+    """Lower each time to the shortest time of a larger size, because disturbances only make times longer. A pure function.
+
+    `seconds` has the measured time of each size, in ascending order of sizes.
+    """
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 

@@ -29,7 +29,7 @@ _IS_IGNORED = "_ddp_ignored"
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """Return the names that DDP must ignore in this module. The script has set them by a method of our DDP or of torch's."""
+    """Return the names of the parameters and buffers that DDP must ignore. A method of our DDP or of torch's has set them."""
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 
@@ -61,7 +61,7 @@ class ReducerNames:
         """Do nothing, because the wrapped module's forward prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
-        """Let the next backward be averaged. `tensors` is ignored, because autograd says which parameters backward reaches."""
+        """Let the next backward be reduced. `tensors` is ignored, because autograd says which parameters backward reaches."""
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
@@ -169,7 +169,7 @@ class TorchNames:
 
     @property
     def broadcast_bucket_size(self) -> int:
-        """How many bytes one broadcast carries."""
+        """The size in bytes of the buffers in which tensors are broadcast."""
         return DEFAULT_BUFFER_BYTES
 
     @property

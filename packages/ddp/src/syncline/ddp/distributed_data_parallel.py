@@ -240,7 +240,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backwards of later forwards are averaged. `no_sync` sets this to False."""
+        """Whether the backwards of later forwards are reduced. `no_sync` sets this to False."""
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter
@@ -628,7 +628,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return None if caps is None else [cap / 2**20 for cap in caps]
 
     def _tune_buckets(self) -> None:
-        """Start to tune the buckets if the script asks for this. Each new reducer is tuned again, on all ranks of its group."""
+        """Start to tune the buckets of the present reducer if the script asks for this, on all ranks of the group."""
         if self._bucket_tuning is not None:
             self._tell_no_more(self._bucket_tuning.note_step)
             self._bucket_tuning = None

@@ -334,7 +334,7 @@ class Elastic:
 
     @property
     def _vacancies(self) -> int:
-        """Return how many newcomers can join, so that each rank gets a share of every batch."""
+        """Return how many newcomers can join at most. With more, a rank would get no share of some batch."""
         return self._sampler.most_ranks - self._group.size
 
     def _count_step(self) -> None:
@@ -389,7 +389,10 @@ class Elastic:
         return present
 
     def _settle(self, most_agreements: int) -> bool:
-        """Apply or undo the step. Return whether this rank's latest agreement holds. See Note [Applied on all or on none]."""
+        """Apply or undo the step. Return whether this rank's latest agreement holds. See Note [Applied on all or on none].
+
+        `most_agreements` is the largest number of agreements in which a rank has taken part.
+        """
         # No rank is ahead, so no rank has applied this step.
         if most_agreements == self._agreements:
             self._undo_step()

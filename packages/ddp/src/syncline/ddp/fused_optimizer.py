@@ -46,12 +46,12 @@ class AverageHooks:
 
 
 class FusedOptimizer:
-    """Steps parameters one by one. Each parameter has its own optimizer, with its own state.
+    """Steps parameters one by one. Each parameter has optimizers of its own, with their own state.
 
     While the parameters of one bucket step, the next buckets are being reduced.
 
     Attributes:
-        optimizers: the optimizers of each parameter.
+        optimizers: for each parameter, a list of its optimizers: one from `register`, or one or several from `adopt`.
     """
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def describe_module(
     Args:
         module: the module.
         parameters: the parameters whose gradients are averaged.
-        group: the ranks.
+        group: the group whose ranks average their gradients.
         given: the same group, as the script passed it.
     """
     threads = gloo_threads(given)
@@ -146,7 +146,7 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
 
 
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
-    """Return the algorithm that reduced each bucket last.
+    """Return for each bucket the algorithm of its latest all_reduce.
 
     The result is empty if the group does not tell its algorithms, or if no bucket was reduced.
     """

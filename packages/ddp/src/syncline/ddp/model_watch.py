@@ -45,7 +45,7 @@ class ModelWatch:
     parameters are allowed.
 
     Args:
-        state: the module's state.
+        state: lists the parameters and buffers of the watched module.
         owner: the wrapper, whose module may be replaced.
 
     Attributes:

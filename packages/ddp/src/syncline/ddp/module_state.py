@@ -53,7 +53,7 @@ class ModuleState:
         """Check that the group can share all tensors. This does not communicate.
 
         Args:
-            group: the ranks.
+            group: the group that is to share the tensors.
             buffers: whether buffers are shared, too.
 
         Raises:

@@ -79,7 +79,7 @@ class ReplicaCheck:
 
     Args:
         group: the group whose ranks average their gradients.
-        state: the module's state.
+        state: lists the module's parameters.
         every: the number of steps from one check to the next.
 
     Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, the ranks also gather 16 bytes for each

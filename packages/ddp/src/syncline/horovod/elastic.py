@@ -121,7 +121,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Reset the state and call the callbacks. `run` calls `on_reset` after a change of ranks."""
+        """Call `reset`, then the callbacks. `run` calls `on_reset` after a change of ranks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()

@@ -107,7 +107,7 @@ def advice(found: Forecast) -> str:
 
 
 def _from(found: Forecast, compression: str, most: int) -> str:
-    """Say from how many ranks on a compression makes a step faster.
+    """Say which is the smallest number of ranks at which a compression makes a step clearly faster.
 
     The text is empty if this holds only for the largest number of ranks.
     """

@@ -79,7 +79,7 @@ class Transformer(torch.nn.Module):
 
 
 class Recurrent(torch.nn.Module):
-    """Two layers over a sequence of three."""
+    """An LSTM of two layers, over sequences of length 3."""
 
     def __init__(self) -> None:
         super().__init__()

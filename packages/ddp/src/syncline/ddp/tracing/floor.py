@@ -37,7 +37,7 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """Return the sum of the floors of tensors of these sizes, divided by the measured seconds.
+        """Return the least time of all-reduces of these sizes, added up, divided by the measured seconds.
 
         The best possible result is 1.
         """
