@@ -45,7 +45,7 @@ def with_details(headline: str, *details: str) -> str:
 def fitted(text: str) -> str:
     """The text as it is printed: a first line that is too long is broken after `HEADLINE_CHARACTERS` at most. A pure function.
 
-    Names, calls and paths in an error have any length. The break is at the end of a sentence if possible, else after a word.
+    Names, calls and paths in an error may be long. The break is at the end of a sentence if possible, else after a word.
     """
     first, newline, rest = text.partition("\n")
     if len(first) <= HEADLINE_CHARACTERS:
@@ -108,7 +108,7 @@ class SiteFileError(MisuseError):
 
 
 class LaunchError(MisuseError):
-    """The launcher and the caller, or the launcher and the MPI library, contradict one another."""
+    """The launcher, the arguments of the call and MPI contradict one another, or leave the ranks no way to find each other."""
 
 
 class DisagreementError(SynclineError):

@@ -60,7 +60,7 @@ def in_forks(function: Callable[[], object]) -> None:
 
 
 def generation() -> int:
-    """How many forks are between this process and the first process. An object of another generation belongs to a parent."""
+    """How many forks lie between the first process and this one. If an object noted another number, a parent has made it."""
     return _generation
 
 

@@ -38,9 +38,10 @@ class ProcessGroup(ABC):
     **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished. With
     `async_op=True` the collective may be in flight, and the tensors belong to it until `wait()` returns.
 
-    **How tensors are treated.** Any dtype moves; `ReduceOp` says what reductions do. Outputs are written in place, also through
-    strides. Tensors without elements or without dimensions are allowed. `device_types` says which devices a group serves. If
-    this rank can see that an argument is wrong, the method raises before the call is issued, and the group stays usable.
+    **How tensors are treated.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. Outputs are written in
+    place, also through strides. Tensors without elements or without dimensions are allowed. `device_types` says which devices
+    a group serves. If this rank can see that an argument is wrong, the method raises before the call is issued, and the group
+    stays usable.
 
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1. `ranks` maps them to ranks in the default group.
 
@@ -99,7 +100,7 @@ class ProcessGroup(ABC):
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the names that torch's profiler shows for the collectives; None if another group shows them."""
+        """The prefix of the collectives' names in torch's profiler; None if torch or groups inside this group show them."""
         return f"syncline-{self.backend_name}"
 
     def place(self) -> str:
@@ -396,7 +397,7 @@ class ProcessGroup(ABC):
         """Make new groups of the ranks that give the same color. Every rank of this group calls this.
 
         Args:
-            color: 0 or above; None joins no group.
+            color: 0 or above; None: this rank joins no new group.
             key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. None means
                 this rank's number in this group.
             timeout_s: the new group's time limit, in seconds; None takes this group's.
@@ -499,7 +500,8 @@ class ProcessGroup(ABC):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that this rank uses for a collective on tensors like this one.
 
-        Calls with another reduction or root may use another algorithm. The answer is for the call whose plan was made last.
+        Calls with another reduction or root may use another algorithm. If there were such calls, the answer is for the
+        call whose plan was made last.
 
         Args:
             name: the method's name, such as "all_reduce".
@@ -600,7 +602,7 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """A number for each rank. Processes keep their numbers in all groups that `shrink` and `admit` make from this group."""
+        """For each rank the number of its process. A process keeps its number in all groups that `shrink` or `admit` makes."""
         return tuple(range(self.size))
 
     @property

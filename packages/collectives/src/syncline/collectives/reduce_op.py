@@ -28,7 +28,8 @@ class ReduceOp(enum.Enum):
     PREMUL_SUM  sum of the terms, each multiplied by a factor; made by `premul_sum`
     =========== ====================================================================
 
-    float16 and bfloat16 are accumulated in float32 and rounded once. NCCL rounds each addition, unless a group is reproducible.
+    float16 and bfloat16 are accumulated in float32 and rounded once. NCCL rounds each addition, unless the group was made with
+    `reproducible=True`.
     """
 
     SUM = "sum"

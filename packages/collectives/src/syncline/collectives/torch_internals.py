@@ -5,8 +5,8 @@ private to torch                    without it
 ==================================  ===================================================================================
 ``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile (seconds)
 ``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func gets the error for freed memory
-``AsyncCollectiveTensor``           a result of torch's functional collectives is refused by name: pass its ``wait()``
-``FakeTensor``                      a tensor of torch's fake mode is refused by name
+``AsyncCollectiveTensor``           a result of torch's functional collectives is an error: pass its ``wait()``
+``FakeTensor``                      a tensor of torch's fake mode is an error
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
 ``_resolve_process_group``          a collective is an error under such a tool, and in a program of torch.compile
 ``dist.Backend._plugins``           registering our backends is an error
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def _find_eval_frame() -> Any:
-    """The module that switches the tracer; None if it lacks a function that is used here."""
+    """The module that switches torch.compile's tracer on and off; None if it lacks a function that is used here."""
     module = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     newer = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
     can_skip = hasattr(module, "skip_code") or all(hasattr(module, name) for name in newer)
@@ -98,8 +98,8 @@ def set_group_store(group: object, name: str, store: object) -> None:
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
     """Let torch's `destroy_process_group` call `shut_down` first for each group.
 
-    `shut_down` returns whether it has ended the group. A second call of this function does nothing. If torch lacks the private
-    function, no call does anything.
+    `shut_down` returns whether it has ended the group. If not, torch ends it. A second call of this function does nothing. If
+    torch lacks the private function, the first call does nothing, too.
     """
     module = _distributed()
     theirs = getattr(module, "_shutdown_backend", None)
@@ -131,7 +131,7 @@ def registered_creator(name: str) -> Callable[..., Any] | None:
 LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 
 
-#: How many modes watch the operators that this thread calls.
+#: How many dispatch modes of torch (`TorchDispatchMode`) see the operators that this thread calls.
 modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
@@ -149,7 +149,7 @@ def is_traced() -> bool:
 
 
 def modes_switched_off() -> AbstractContextManager[object]:
-    """A context in which no mode watches the operators that this thread calls."""
+    """A context in which no dispatch mode of torch (a `TorchDispatchMode`) sees the operators that this thread calls."""
     switched_off: Callable[[], AbstractContextManager[object]] = getattr(
         torch.utils._python_dispatch, "_disable_current_modes", nullcontext
     )

@@ -160,12 +160,12 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     tensor, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. Then C++ gets a
     RuntimeError with the text of the exception, which names the call, the rank and the group.
 
-    Our own futures keep the exception itself, because our callers catch it by its class. So we exchange the future where
-    torch gets it: in the works of our groups that torch gets, and in the future that our hooks return to torch's DDP.
+    Our own futures keep the exception itself, because our callers catch it by its class. So torch gets the new future instead:
+    from the works of our groups that torch gets, and from our hooks under torch's DDP.
 
     A callback that asks a work for its future gets our future, and may wait for our future (see `GroupFuture.wait`). If the
-    callback raises the error, the exchanged future to which the callback was attached fails. A callback must not wait for any
-    other exchanged future: it waits for the work instead.
+    callback raises the error, the new future to which the callback was attached fails. A callback must not wait for any other
+    new future that this function has made: it waits for the work instead.
 
     This function attaches a callback to `future`. If callbacks are attached to the new future before it is done, they run
     inside that callback. So the group knows that they are callbacks of its collective (see Note [Late callbacks] in
@@ -242,8 +242,8 @@ class Work(ABC):
     def before_end(self, action: Callable[[], None]) -> None:
         """Run a quick action once the call is over, before any thread returns from `wait`; at once if the call is over already.
 
-        The action must take no lock and call nothing of Syncline. (A work whose future decides the end cannot keep this order:
-        it runs the action as a callback, which may come a moment after `wait` has returned.)
+        The action must take no lock and call nothing of Syncline. (A work that ends when its future is done, such as
+        `FutureWork`, runs the action as a callback of the future. This may come a moment after `wait` has returned.)
         """
         self.get_future().add_done_callback(lambda _: action())
 

@@ -121,7 +121,7 @@ class DetachedCall(Generic[T]):
     the interpreter shuts down, the process would crash.
 
     Args:
-        function: the function. After the call, this object keeps no reference to it.
+        function: the function to call. After the call, this object keeps no reference to it.
         name: the name of the thread, which is a daemon.
         context: makes a context. The thread calls the function inside this context.
 

@@ -32,7 +32,7 @@ class Stream(ABC):
 
     Attributes:
         device: the stream's device.
-        handle: the value that a library takes as the stream.
+        handle: the stream as a number, which libraries such as NCCL take.
     """
 
     device: torch.device
@@ -168,7 +168,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy back to the device, on the current stream. The caller may drop `host` on return, before the copy is complete."""
+        """Copy `host` to `tensor`, on the current stream. The caller may drop `host` on return, before the copy is complete."""
 
     @abstractmethod
     def finish(self, tensor: torch.Tensor) -> None:

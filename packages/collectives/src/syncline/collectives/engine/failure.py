@@ -24,8 +24,9 @@ class FailureWords:
     def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
         """Return the error that the group raises after `error` has ended a call.
 
-        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` becomes a `RankLostError` if a rank
-        is lost, and its text begins with the call's name. Any other error (Ctrl-C, a bug) is not changed.
+        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. Any other `SynclineError` gets a text that begins with
+        the call; a `TransportError` becomes a `RankLostError` if a rank is lost. All other errors (Ctrl-C, a bug) are not
+        changed.
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):
@@ -84,7 +85,7 @@ class FailureWords:
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
         """If a lost rank made the transport fail, return a `RankLostError`.
 
-        If not, return the error, which then names the stopped ranks.
+        If not, return the error. If a transport fails while ranks are stopped, the error's text names these ranks, too.
         """
         # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):

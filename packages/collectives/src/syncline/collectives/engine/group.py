@@ -87,7 +87,7 @@ class EngineGroup(ProcessGroup, Inherited):
         carrier: exchanges numbers and texts between the ranks.
         compares_later: whether the ranks compare their histories of calls later, because the transport does not compare each
             call before it runs.
-        count: the count of calls that have begun. None makes a new count.
+        count: counts the calls that have begun, also for the notice of a rank that leaves. None makes a new counter.
         liveness: finds out which ranks are lost; None if nothing can find this out.
 
     Attributes:

@@ -111,7 +111,8 @@ def shown_to_observers(method: Method) -> Method:
     """A decorator of a group's public method that shows each call to the profiler and to observers.
 
     First the decorator replaces tensors that stand for other tensors (the results of functional collectives, for example). A
-    call on tensors without memory ends at once. See Note [Tensors that are no memory] in `tensors.checks`.
+    call on tensors without values (FakeTensors) communicates nothing, and returns a finished work. See
+    Note [Tensors that are no memory] in `tensors.checks`.
     """
     name = method.__name__
 

@@ -267,7 +267,8 @@ class Queue:
             place: the group in words, for the error.
 
         Returns:
-            The call's number. It counts the calls that were issued outside of callbacks.
+            The call's number: how many calls were issued outside of callbacks, with this one. If a callback issues this call, a
+            number above all others.
 
         Raises:
             MisuseError: the thread runs a late callback.

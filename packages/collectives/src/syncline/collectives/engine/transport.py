@@ -61,7 +61,7 @@ class Plan(ABC):
         Args:
             part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
             whole: the block with one part for each rank, if the collective has a block; else `part` itself. In a gather or
-                scatter, None on all ranks except the root.
+                scatter, None on all ranks except the root. In an all-to-all, `part` is the output, and `whole` is the input.
             call: the call. When its `CancelScope` is over or cancelled, the plan stops waiting and raises an error.
 
         Raises:
@@ -225,7 +225,7 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine the blocks of all ranks, and write part r to rank r's tensor.
+        """Combine the blocks of all ranks, and write part r of the result to rank r's tensor.
 
         `tensor` may be a part of the block. Do not change other parts of the block.
         """

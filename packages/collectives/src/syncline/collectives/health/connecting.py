@@ -42,7 +42,7 @@ class Connecting:
 
     Attributes:
         scope: the scope of the whole connection.
-        liveness: finds out which ranks are lost, once the ranks are known.
+        liveness: finds out which ranks are lost; None until the ranks are known.
         who: this rank in words.
         is_over: whether the thread has left the context.
     """

@@ -72,7 +72,7 @@ def set_exit_status(status: int) -> None:
 
 
 def exit_status() -> int:
-    """Return the status that `sys.exit` got, or 0 if no code has called `sys.exit`.
+    """Return the status of an uncaught `sys.exit`, or the status from `set_exit_status`; 0 if there is neither.
 
     Call this function at the interpreter's exit.
     """

@@ -42,7 +42,8 @@ class Leaving:
 
     Attributes:
         rank: the rank in the job.
-        started: for each group of this rank, the number of collectives that the rank has started.
+        started: for each group of this rank, by the group's key (see `Leavers.group`), the number of collectives that the rank
+            has started.
     """
 
     rank: int
@@ -72,9 +73,9 @@ class Leavers:
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
         """Count the calls of a new group. All members make groups with this name in the same order.
 
-        A group's key is the same on all members of the group, whichever other groups they have made. When the group is closed,
-        its key stays, because another member may still be in the last collective. This rank's notice must say that this rank
-        has started the last collective.
+        The group gets a key, under which notices name it. All members of the group compute the same key, whichever other groups
+        they have made. When the group is closed, this rank's notice still has the key: another member may still be in the last
+        collective, and must learn that this rank has started it.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
@@ -85,7 +86,7 @@ class Leavers:
         return calls
 
     def own(self) -> dict[str, int]:
-        """For each group, the number of collectives that this rank has started."""
+        """Return the content of this rank's own notice: by group key, how many collectives this rank has started."""
         with self._lock:
             return {key: calls.count.begun for key, calls in self._groups.items()}
 

@@ -89,7 +89,7 @@ class Monitored(Protocol):
 
 
 class Looked(Protocol):
-    """An object that the monitor calls now and then.
+    """An object whose `look` the monitor calls now and then.
 
     Attributes:
         period_s: seconds between two looks.
@@ -105,7 +105,7 @@ class Looked(Protocol):
         """Whether there is nothing to look at. The monitor's thread reads this; it must not block."""
 
     def look(self, now_s: float) -> None:
-        """Look once. This must not wait for another rank. After an exception, the monitor does not call `look` again."""
+        """Look once at what this object watches. Must not wait for another rank. After an exception, no other look follows."""
 
 
 class Step(Enum):

@@ -16,7 +16,7 @@ MOST_CALLS = 256
 
 
 class CallCount:
-    """Counts the calls of a group that have begun. Only calls that all ranks issue count.
+    """Counts the calls of a group that have begun. Calls that only some ranks issue are left out.
 
     Attributes:
         begun: the count; also the position of the next call in the group's total order.
@@ -37,7 +37,7 @@ class Recorder:
         group_name: the group's name in messages.
         rank: this rank in the group.
         ranks: for each rank of the group its rank in the job.
-        count: the count of calls that have begun. None makes a new count.
+        count: counts the calls that have begun, also for the notice of a rank that leaves. None makes a new counter.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:

@@ -109,7 +109,7 @@ class StallWatch:
             self._lock.release()
 
     def look(self, now_s: float) -> None:
-        """Look once.
+        """Look once at the call that the group runs.
 
         Args:
             now_s: the time on the monotonic clock.

@@ -16,7 +16,7 @@ class Statements:
 
     Attributes:
         ranks: for each text its ranks.
-        untold: ranks with another text. This rank does not know that text.
+        untold: ranks whose text is not in `ranks`, because it did not fit into a message.
         heard: all ranks of `ranks` and `untold`.
     """
 

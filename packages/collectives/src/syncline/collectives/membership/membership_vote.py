@@ -75,7 +75,8 @@ class MembershipVote:
             newcomers: returns the newcomers to propose. Survivors may propose different newcomers: only one proposal wins.
 
         Raises:
-            RankGivenUpError: the others have gone on without this member, or more members are silent but run than have come.
+            RankGivenUpError: the others have gone on without this member; or the silent members that run are more than the
+                members that have come.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")
@@ -94,7 +95,7 @@ class MembershipVote:
         return agreed
 
     def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
-        """Give up if more members are silent but run than have come. At equal numbers go on: only one proposal can win."""
+        """Give up if the silent members that run are more than `present`. At equal numbers go on: only one proposal can win."""
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):
             # This member ends, so the others must not propose it.

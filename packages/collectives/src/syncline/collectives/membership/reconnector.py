@@ -85,11 +85,11 @@ class Reconnector(ABC):
         """Release the resources for meeting again. All members call it, after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """The ranks that have left this generation's group; None if ranks do not tell. Called once for each generation."""
+        """An object that knows which ranks have left the group; None if ranks do not tell. Called once for each generation."""
         return None
 
     def raise_alarm(self, generation: Generation, why: str) -> None:  # noqa: B027 - the library may tell the members itself
-        """Tell the members of a generation that it has lost a member, so that no member waits uselessly."""
+        """Tell the members of a generation that their group has failed, and why, so that no member waits uselessly."""
 
     def alarm(self, generation: Generation) -> str | None:  # noqa: ARG002 - the library may tell the member itself
         """Why a member of a generation has raised the alarm; None if no member has."""

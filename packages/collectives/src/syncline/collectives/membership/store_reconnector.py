@@ -26,7 +26,7 @@ _MOST_ALARM_BYTES = 2000
 
 
 class StoreReconnector(Reconnector):
-    """A `MembershipVote` agrees on the members, and the backend connects them.
+    """The survivors agree on the members by a `MembershipVote`, and the backend connects them.
 
     See Note [Who is left] in `membership_vote`.
 

@@ -255,7 +255,7 @@ class ServedStore(Store):
 
     @abstractmethod
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:
-        """Ask for `op` and return the fields of the answer."""
+        """Let the server carry out `op`, and return the fields of its answer."""
 
     @override
     def set(self, key: str, value: bytes | str) -> None:

@@ -40,7 +40,7 @@ class Store(ABC):
     **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, as in torch: if `add` has returned 3,
     `get` returns ``b"3"``.
 
-    **Waiting** is limited by the `timeout` of the call. Without a `timeout`, the limit of the handle counts.
+    **Waiting** is limited by the `timeout` of the call. Without a `timeout`, the time limit of the handle applies.
 
     Args:
         timeout: the time limit of calls without a `timeout`, in seconds or as a timedelta. None means 300 s.

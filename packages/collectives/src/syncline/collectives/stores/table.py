@@ -1,7 +1,7 @@
-"""A table in this process. It has functions that change one value, and stores that run these functions under one lock.
+"""Functions that change one value of a table, and stores that run these functions under one lock.
 
-Such a function is called a change. It takes the value of a key (None if there is no value). It returns the new value (None to
-remove the key) and the answer for the caller.
+Such a function is called a change (type `Mutation`). It takes the value of a key (None if there is no value). It returns the
+new value (None to remove the key) and the answer for the caller.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
 def setting(value: bytes) -> Mutation[None]:
-    """A change that sets the value."""
+    """Make a change, for `apply`, that sets the value."""
     return lambda _: (value, None)
 
 
 def adding(key: str, amount: int) -> Mutation[int]:
-    """A change that adds `amount` to a value in decimal text."""
+    """Make a change, for `apply`, that adds `amount` to a value in decimal text. `key` is for the error."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
         total = _number(key, old) + amount
@@ -51,7 +51,7 @@ def _number(key: str, value: bytes | None) -> int:
 
 
 def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
-    """A change that sets `desired` if the value is `expected`, with torch's answers; see `Store.compare_set`."""
+    """Make a change, for `apply`, that sets `desired` if the value is `expected`. Its answers are in `Store.compare_set`."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
         if (old or b"") == expected:
@@ -62,7 +62,7 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """A change that removes the value. Its answer says whether there was a value."""
+    """Make a change, for `apply`, that removes the value. Its answer says whether there was a value."""
     return lambda old: (None, old is not None)
 
 
@@ -72,7 +72,7 @@ def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
 
 
 def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answer:
-    """Carry out `change` on a table in memory. The caller holds the lock."""
+    """Carry out `change` on one value of a table in memory, and return its answer. The caller holds the lock."""
     new, answer = change(values.get(key))
     if new is None:
         values.pop(key, None)
@@ -86,7 +86,7 @@ class LockedStore(Store):
 
     @abstractmethod
     def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
-        """Carry out `change` on the value of `key`, atomically."""
+        """Carry out `change` on the value of `key`, atomically, and return its answer."""
 
     @override
     def set(self, key: str, value: bytes | str) -> None:

@@ -75,12 +75,12 @@ class AsTorchStore(dist.Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value."""
+        """Wait until `key` exists, and return its value."""
         with _as_torchs_timeout():
             return self._store.get(key, _limit(_torch_timeout(self)))
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number."""
+        """Add `value` to the number stored under `key`, and return the sum."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
@@ -88,12 +88,12 @@ class AsTorchStore(dist.Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys."""
+        """Return once all keys exist."""
         with _as_torchs_timeout():
             self._store.wait(keys, _limit(_torch_timeout(self) if timeout is None else timeout))
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Exchange a value."""
+        """As `Store.compare_set`."""
         return self._store.compare_set(key, expected_value, desired_value)
 
     def delete_key(self, key: str) -> bool:

@@ -44,8 +44,8 @@ def resolved(value: Any) -> Any:
        writes. This function waits for the collective, and returns that tensor.
     2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. The call ends at once, without
        communication, because other ranks may not make this call at all (see `engine.observers.shown_to_observers`).
-    3. `no_memory` refuses all others by name, such as `DTensor` and `MaskedTensor`. It also refuses tensors inside
-       transformations of `torch.func`, and tensors whose memory was freed.
+    3. `no_memory` refuses all others, such as `DTensor` and `MaskedTensor`; the error names the class. It also refuses tensors
+       inside transformations of `torch.func`, and tensors whose memory was freed.
     """
     if isinstance(value, list | tuple):
         return [resolved(entry) for entry in value]

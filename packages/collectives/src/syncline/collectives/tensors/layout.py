@@ -20,7 +20,7 @@ def untracked() -> torch.inference_mode:
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which this tensor may be written, and new tensors may outlive it.
+    """A context in which this tensor may be written. It makes new tensors inference tensors only if this tensor is one.
 
     Prefer it to `untracked` for sparse tensors: CUDA's sparse operators fail in inference mode.
     """
@@ -116,8 +116,9 @@ def pack(
         size: the number of ranks.
 
     Returns:
-        The part (the data of one rank) and the whole (the data of all ranks). In a gather or scatter, the whole is None on
-        the ranks that are not the root.
+        The part (the data of one rank) and the whole (the data of all ranks). In an all-reduce, reduce or broadcast, both are
+        this rank's tensor. In an all-to-all, the part is the output, and the whole is the input. In a gather or scatter, the
+        whole is None on the ranks that are not the root.
     """
     if name in _ONE_TENSOR:
         wire = in_plain_order(writes[0])

@@ -86,15 +86,16 @@ def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype)
 
 
 def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Combine in rank order, in the accumulation dtype, without the division of AVG.
+    """Combine the terms in rank order, in the accumulation dtype, without the division of AVG.
 
     Args:
         op: as for `reduce_in_rank_order`.
         terms: as for `reduce_in_rank_order`.
-        out: may be one of the terms. It is written by the last operation, and only if it has the accumulation dtype.
+        out: has room for the result; may be one of the terms. Only the last operation writes it, and only if it has the
+            accumulation dtype.
 
     Returns:
-        `out`, or a new tensor.
+        The tensor with the result: `out`, or a new tensor.
     """
     function, dtype = _COMBINE[core_op(op)], accumulation_dtype(out.dtype)
     if isinstance(op, PremulSum) or dtype is not terms[0].dtype:

@@ -94,7 +94,7 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Leave the store of a run. The last process that leaves removes the store. Errors of the store are ignored.
+    """Give up this process's use of a run's store. The last process that does so removes the store. Store errors are ignored.
 
     Args:
         store: the store from `file_rendezvous` or `join_latest_run`.
@@ -200,7 +200,10 @@ def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> Disag
 
 
 class _Offer(NamedTuple):
-    """The id of a run, its size (0 from an earlier version of Syncline), and the numbers of the ranks that rank 0 has seen."""
+    """What rank 0 writes: the id of a run, its size, and for each rank that rank 0 has seen this rank's random number.
+
+    The size is 0 if an earlier version of Syncline wrote the offer.
+    """
 
     run: str
     size: int
@@ -208,7 +211,7 @@ class _Offer(NamedTuple):
 
 
 def _read_joined(store: FileStore) -> dict[str, str]:
-    """The numbers of the ranks above 0 that have come, by rank. Includes ranks of earlier and larger jobs."""
+    """The random numbers that the ranks above 0 have drawn, by rank. Ranks of earlier and larger jobs are there, too."""
     numbers = {key.removeprefix("join/"): store.get(key) for key in store.list_keys() if key.startswith("join/")}
     for rank, number in numbers.items():
         if not _NUMBER.fullmatch(number):

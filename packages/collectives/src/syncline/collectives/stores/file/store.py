@@ -64,7 +64,7 @@ class FileStore(table.LockedStore):
         return self._folder
 
     def describe(self) -> str:
-        """The folder of this run."""
+        """This store in words, with the folder of this run."""
         return f"file store {self._folder}"
 
     @override

@@ -82,7 +82,10 @@ class Connection:
         return not self._events.poll(0, zmq.POLLIN)
 
     def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
-        """Send a request for `table` and wait for the answer. Returns the table that answered, and the answer.
+        """Send a request, and wait for the answer. Returns the id of the server's table, and the answer.
+
+        `table` is the id of the table that the client has used so far; empty if the client has had no answer yet. Another
+        server, whose table has another id, refuses the request.
 
         After an error, close the connection, because the answer may still arrive.
 
