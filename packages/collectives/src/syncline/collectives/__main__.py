@@ -52,7 +52,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _wanted(words: Sequence[str]) -> list[str]:
-    """The command that the user named, or all commands. Load no other command, because another command may be broken."""
+    """The names of the commands to load: only the one that the user named, as another may be broken; else all commands."""
     from .plugins import plugin_names
 
     names = plugin_names(ENTRY_POINT_GROUP)

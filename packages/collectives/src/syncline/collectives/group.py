@@ -546,7 +546,7 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Choose whether the group skips the report when a rank is lost: a program that goes on without it needs no report."""
+        """Choose whether the group skips the report when a rank is lost. A program that goes on without the rank needs none."""
 
     def missing_for_shrink(self) -> str | None:
         """Why the survivors of this group cannot make a new one, with the remedy, in one sentence; None if they can."""

@@ -285,7 +285,7 @@ class FinishedWork(Work):
 
 
 class PendingWork(Work):
-    """A collective that another thread finishes by calling `succeed` or `fail`. The first of these calls counts."""
+    """A collective that another thread finishes by calling `succeed` or `fail`. Only the first of these calls has an effect."""
 
     __slots__ = ("_before_end", "_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
 
@@ -324,7 +324,7 @@ class PendingWork(Work):
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Set the outcome. The first call counts: an abort may come while another thread still runs the collective."""
+        """Set the outcome. Only the first call does so: an abort may come while another thread still runs the collective."""
         with self._lock:
             if self._is_done:
                 return

@@ -87,7 +87,8 @@ class EngineGroup(ProcessGroup, Inherited):
         carrier: exchanges numbers and texts between the ranks.
         compares_later: whether the ranks compare their histories of calls later, because the transport does not compare each
             call before it runs.
-        count: counts the calls that have begun, also for the notice of a rank that leaves. None makes a new counter.
+        count: counts the calls that have begun; a rank that leaves the job tells the others this number. None makes a new
+            counter.
         liveness: finds out which ranks are lost; None if nothing can find this out.
 
     Attributes:
@@ -833,7 +834,7 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Return why the running call will never end, or None if no reason is known. The call's own thread asks."""
+        """Return why the running call will never end, or None if no reason is known. The thread that runs the call asks."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
@@ -863,7 +864,7 @@ class HostGroup(EngineGroup):
         return self._words.missing()
 
     def report(self, reason: str) -> None:
-        """Write the report, unless this takes more than a few seconds."""
+        """Write a report. Wait for this only a few seconds."""
         if self._reporter is not None:
             self._reporter.write_within(reason, _REPORT_S)
 

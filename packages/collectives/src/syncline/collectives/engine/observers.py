@@ -37,7 +37,7 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank in the group."""
+        """This process's rank in the group."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class Leavers:
             return {key: calls.count.begun for key, calls in self._groups.items()}
 
     def has_open_group(self) -> bool:
-        """Whether a group is still open. A group that was made from another group does not count."""
+        """Whether a group is still open. Groups that were made from another group are ignored."""
         with self._lock:
             return any(not (calls.is_part or calls.is_closed) for calls in self._groups.values())
 

@@ -85,7 +85,7 @@ class Monitored(Protocol):
         """Return a sentence for the end of the process: where this rank waits, and for which ranks, as far as known."""
 
     def report(self, reason: str) -> None:
-        """Write a report to a file, unless this takes more than a few seconds."""
+        """Write a report to a file. Wait for this only a few seconds."""
 
 
 class Looked(Protocol):
@@ -192,7 +192,7 @@ class Monitor:
             self._looked.append((weakref.ref(looked), _Turn()))
 
     def look(self, now_s: float | None = None) -> None:
-        """Look once at all groups and objects."""
+        """Look once at each group, and call `look` of each `Looked` object whose time has come."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             self._groups = [entry for entry in self._groups if entry[0]() is not None]

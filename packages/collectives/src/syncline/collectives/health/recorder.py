@@ -37,7 +37,8 @@ class Recorder:
         group_name: the group's name in messages.
         rank: this rank in the group.
         ranks: for each rank of the group its rank in the job.
-        count: counts the calls that have begun, also for the notice of a rank that leaves. None makes a new counter.
+        count: counts the calls that have begun; a rank that leaves the job tells the others this number. None makes a new
+            counter.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:

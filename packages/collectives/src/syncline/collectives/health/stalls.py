@@ -41,7 +41,7 @@ class StatusPost(ABC):
 
     @abstractmethod
     def post(self, line: str) -> None:
-        """Leave this rank's line, and replace its earlier one."""
+        """Leave this rank's line for rank 0. It replaces the earlier line of this rank."""
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:

@@ -12,7 +12,7 @@ _LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
 class Statements:
-    """The texts of ranks. Only the first text of each rank counts.
+    """The texts of ranks. Only the first text of each rank is kept.
 
     Attributes:
         ranks: for each text its ranks.
@@ -34,7 +34,7 @@ class Statements:
         return said
 
     def add(self, text: str, ranks: Iterable[int]) -> None:
-        """Add a text of these ranks."""
+        """Add the text that each of these ranks has given."""
         # The first text of a rank counts, but an unknown text may still become known.
         new = [rank for rank in ranks if rank not in self.heard or rank in self.untold]
         if new:

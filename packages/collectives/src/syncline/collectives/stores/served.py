@@ -174,7 +174,7 @@ class Service(Generic[Client]):
         return [(client, self._carry_out(op, fields)), *self._arrived(list(self._waiting))]
 
     def expire(self, now: float) -> list[tuple[Client, bytes]]:
-        """The answers to clients whose time limit was reached."""
+        """The answers to clients whose time limit was reached. These clients wait no more."""
         late = [(client, waiting) for client, waiting in self._waiting.items() if waiting.until <= now]
         for client, _ in late:
             del self._waiting[client]

@@ -210,7 +210,7 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
-    """The problem unless a list has one tensor for each rank, all with the dtype of `mine`, and number `rank` like `mine`."""
+    """The problem unless a list has one tensor for each rank, all with the dtype of `mine`, and `mine`'s shape at `rank`."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
