@@ -25,7 +25,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
     keep the learning rate of one process for any number of ranks.
 
     Args:
-        tensors: floating point, one dtype and device; the same shapes on every rank. All ranks get the same bits.
+        tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten; all ranks get the same bits.
         group: the default group if None.
 
     Cost, for p ranks: log2(p) exchanges of all tensors between two ranks, two more exchanges if p is not a power of two, and a
@@ -52,7 +52,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
 
 
 def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> None:
-    """Combine in place. Every rank takes part in every exchange, because an exchange is a collective."""
+    """Combine `flat` of all ranks, in place. Every rank takes part in every exchange, because an exchange is a collective."""
     rank, power = group.rank, 1
     while power * 2 <= group.size:
         power *= 2
@@ -93,7 +93,7 @@ def _exchange(
     receive_from: int | None = None,
     group: ProcessGroup,
 ) -> None:
-    """Send to at most one rank, and receive from at most one rank. A collective."""
+    """Send `mine` to at most one rank, and receive `theirs` from at most one rank. A collective."""
     sends = [mine.numel() if rank == send_to else 0 for rank in range(group.size)]
     receives = [mine.numel() if rank == receive_from else 0 for rank in range(group.size)]
     source = mine if send_to is not None else mine[:0]

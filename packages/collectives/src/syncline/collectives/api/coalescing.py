@@ -33,7 +33,7 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
     Args:
         nbytes: size of each tensor in bytes.
         kinds: the kind of each tensor, such as (dtype, device). A buffer holds tensors of one kind only.
-        buffer_size_bytes: no buffer exceeds this size. A larger tensor gets a buffer of its own.
+        buffer_size_bytes: the largest size of a buffer. Only a larger tensor gets a larger buffer, all to itself.
 
     Returns:
         Lists of indices. Each list is ascending, and the lists are ordered by their first index.
@@ -147,7 +147,7 @@ def all_gather_coalesced(
         async_op: return a `Work` at once.
 
     Raises:
-        InvalidArgumentError: the wrong number of lists, or a list that is not like the input.
+        InvalidArgumentError: there is not one list for each rank, or a list differs from the input in number, shapes or dtypes.
     """
     chosen = resolve_group(group)
     inputs, are_fake = _checked("all_gather_coalesced", input_tensor_list, chosen, are_written=False)

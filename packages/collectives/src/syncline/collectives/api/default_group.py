@@ -100,13 +100,14 @@ def init_process_group(
             for CUDA tensors.
         init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
             `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
-        timeout: the time limit of each collective, in seconds or as a timedelta. Default: the site file's, else 30 minutes.
+        timeout: the time limit of each collective, in seconds or as a timedelta. Default: `SYNCLINE_TIMEOUT_S`, else the site
+            file's limit, else 30 minutes.
         world_size: number of ranks; -1 takes the launcher's number. Another value must agree with the launcher.
         rank: this process's rank; -1 takes the launcher's rank. Another value must agree with the launcher.
         store: the store in which the ranks of Gloo meet, instead of an `init_method`: a store of the package `stores`, or a
             `torch.distributed.Store`. The store must not contain keys of an earlier run.
-        communicator: an mpi4py communicator. Its ranks become the group's ranks, and only these ranks call. Use a
-            communicator if other ranks of the MPI job serve data, simulate or do inference.
+        communicator: an mpi4py communicator. Its ranks become the group's ranks, and only these ranks call this function. Use
+            a communicator if other ranks of the MPI job serve data, simulate or do inference.
         reproducible: reductions give the same bits in every run; the backend's documentation states the cost. Default: the site
             file's, else False. (Within one run, all ranks always get the same bits.)
         check_calls: the ranks compare their calls before each collective (not before sends and receives). If a script is
@@ -297,7 +298,13 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """The rank in a group for a pair of arguments such as `src` (a rank of the default group) and `group_src`.
+    """The rank in a group that a caller named by one of two arguments, such as `src` and `group_src`.
+
+    Args:
+        group: the group.
+        rank: a rank of the default group, such as `src`, or None.
+        group_rank: a rank of `group`, such as `group_src`, or None.
+        default: the result if both are None.
 
     Raises:
         InvalidArgumentError: both were given, or none was given and there is no default, or `rank` is not in the group.

@@ -21,7 +21,7 @@ _NO_QUESTION = 0
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until all ranks have called this function. On a time-out, rank 0 names the missing ranks in torch's words.
+    """Wait until all ranks have called this function. On a time-out, the error of rank 0 names the missing ranks, as in torch.
 
     Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
     4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step.
@@ -78,7 +78,7 @@ class _Messages:
     def post(self, group: ProcessGroup, peer: int) -> Work:
         """Start to receive the peer's next message, and return the work.
 
-        A receive that timed out is still open. After it, return the work of this receive instead of starting another.
+        If a receive from this peer is open already, such as one that timed out, return its work instead of starting another.
         """
         if peer not in self._receives:
             message = torch.zeros(2, dtype=torch.int64)
@@ -96,7 +96,7 @@ _messages: WeakKeyDictionary[ProcessGroup, _Messages] = WeakKeyDictionary()
 
 
 def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_all_ranks: bool) -> None:
-    """Do the steps of rank 0."""
+    """Do the steps of rank 0 in Note [Messages of the monitored barrier]."""
     others = range(1, group.size)
     sent: list[Work] = []
 
@@ -153,7 +153,7 @@ def _missing(group: ProcessGroup, missing: Iterable[int], scope: CancelScope, wa
 
 
 def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> None:
-    """Do the steps of a rank that is not rank 0."""
+    """Do the steps of every other rank in Note [Messages of the monitored barrier]."""
     sent = [_send(group, 0, messages.call, _NO_QUESTION)]
     try:
         while True:
@@ -174,5 +174,5 @@ def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> Non
 
 
 def _send(group: ProcessGroup, peer: int, call: int, question: int) -> Work:
-    """Send a message. Keep the work until the barrier is over: over Gloo, a send whose work is dropped may never be sent."""
+    """Send a message. The caller keeps the work until the barrier is over: if it drops the work, Gloo may never send."""
     return group.send(torch.tensor([call, question]), peer, MONITORED_BARRIER, async_op=True)

@@ -65,9 +65,9 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
 
 
 def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
-    """The device for small tensors by which ranks agree.
+    """The device for tensors by which ranks tell each other lengths, pickles and the like.
 
-    If the group serves the CPU, it is the CPU, because reading a tensor on a GPU waits for the GPU.
+    If the group serves the CPU, the device is the CPU, because reading a tensor on a GPU waits for the GPU.
 
     Args:
         group: the group of the collectives.

@@ -180,7 +180,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 def all_gather_rows_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_gather_rows` of several tensors, with one all-gather for each dtype. All ranks pass equally many. Returns a list."""
+    """`all_gather_rows` of several tensors, as many on every rank, with one all-gather for each dtype. Returns a list."""
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_gather_rows", chosen.place(), tensors=tensors)
     # Without a tensor there is nothing to send, not even the numbers of rows.

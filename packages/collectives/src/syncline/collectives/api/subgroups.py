@@ -95,7 +95,7 @@ def new_subgroups_by_enumeration(
 
 
 def verify_request(group: ProcessGroup, request: str) -> None:
-    """Compare the requests of the ranks of a group. Every rank of the group calls this.
+    """Check that all ranks of a group ask for the same new groups. Every rank of the group calls this.
 
     Cost: an all_reduce of 16 bytes. If the requests differ, the ranks also gather the first 1024 bytes of each request, in
     two all-gathers. (A request may name all ranks. Without this limit, the gathered bytes would grow with the square of the
@@ -103,7 +103,7 @@ def verify_request(group: ProcessGroup, request: str) -> None:
 
     Args:
         group: the group.
-        request: the same text on every rank, such as "new_group([0, 1])".
+        request: what this rank asks for, such as "new_group([0, 1])".
 
     Raises:
         DisagreementError: the requests differ. All ranks raise it.
@@ -115,10 +115,10 @@ def verify_request(group: ProcessGroup, request: str) -> None:
 
 
 def different_requests(requests: Sequence[str], place: str) -> str:
-    """The message for requests that differ. A pure function.
+    """The error message for requests that differ. A pure function.
 
     Args:
-        requests: the request of each rank, by rank.
+        requests: what each rank asks for, by rank; see `verify_request`.
         place: this rank and the group, in words.
     """
     said = Statements.of(requests).in_words()

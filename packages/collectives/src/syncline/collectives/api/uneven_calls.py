@@ -52,7 +52,8 @@ class UnevenCalls:
         """Add a kind of step: several collectives that are announced together. All ranks add the same steps in the same order.
 
         Args:
-            shadow: a method that takes part in the other ranks' step with zeros. The method's object is not kept alive.
+            shadow: a method, called on a rank that has joined: it takes part in the other ranks' step with zeros. The method's
+                object is not kept alive.
 
         Returns:
             The step's number, for `announce_step`.
@@ -128,7 +129,7 @@ class UnevenCalls:
         return self._group.all_gather_into_tensor(all_entries, mine, async_op=not is_blocking), all_entries
 
     def _hear(self, work: Work, heard: torch.Tensor) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ranks that have not joined, and the answer of each rank."""
+        """Wait for a roll call. Returns the ranks that have not joined, and what each rank said."""
         work.wait()
         entries = [(entry, number) for entry, number in heard.tolist()]
         return [rank for rank, (entry, _) in enumerate(entries) if entry != _Entry.JOINED], entries
