@@ -30,7 +30,7 @@ NAME = "mpi"
 def init_as_mpi(timeout: timedelta | float | None = None) -> None:
     """Initialise torch.distributed with our MPI backend, under the name of torch's own backend "mpi".
 
-    Start the ranks with mpirun or srun. All ranks call this function.
+    Start the ranks with mpirun or srun. All ranks call this function. Without a launcher the process is alone.
 
     After this call `is_mpi_available()` of torch is true, and `new_group` of torch also makes groups of our MPI backend.
 
@@ -39,7 +39,7 @@ def init_as_mpi(timeout: timedelta | float | None = None) -> None:
 
     Raises:
         MisuseError: this torch was built with its own MPI backend.
-        LaunchError: no MPI launcher started this process.
+        LaunchError: a launcher that does not start MPI, such as torchrun, started this process.
     """
     if dist.is_mpi_available() and getattr(distributed_c10d, "ProcessGroupMPI", None) is not ProcessGroupMPI:
         raise MisuseError(

@@ -99,7 +99,7 @@ class CallIssuer(dist.ProcessGroup):
         return _FINISHED
 
     def _held(self, work: Work, limit_s: float | None) -> TorchSideWork:
-        """A torch work that stays alive even if no Python code but this group holds it."""
+        """A torch work that this group keeps alive, because C++ does not; see Note [A work that only C++ holds]."""
 
         def asked(one: TorchSideWork) -> None:
             self._kept.append(one)

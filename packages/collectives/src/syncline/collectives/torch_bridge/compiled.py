@@ -31,7 +31,7 @@ _served: dict[str, torch.library.Library] = {}
 
 
 def serve(device_types: frozenset[str]) -> None:
-    """Serve the operators for tensors on these devices, from now on. A second call does nothing.
+    """Register our kernels of the three operators, for tensors on these devices. Devices that have them already are skipped.
 
     If torch.library has no `get_kernel`, torch's own kernels stay, and on our groups they raise an error: there is no backend.
     """

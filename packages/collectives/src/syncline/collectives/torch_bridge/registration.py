@@ -61,7 +61,7 @@ def check_torch(version: str, *, is_available: bool) -> None:
 
 
 def devices_there(devices: list[str]) -> list[str]:
-    """The devices that this machine has. torch's libraries make tensors on each device that a backend names.
+    """Those of the devices that this machine has. torch's libraries make tensors on each device that a backend names.
 
     A backend that serves only CUDA keeps "cuda", even on a machine without a CUDA device.
     """

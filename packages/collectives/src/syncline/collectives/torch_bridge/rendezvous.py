@@ -34,7 +34,8 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
 
     Raises:
         InvalidArgumentError: the URL has anything after "mpi://".
-        LaunchError: no MPI launcher started this process, or `rank` or `world_size` contradicts the launcher.
+        LaunchError: a launcher that does not start MPI, such as torchrun, started this process. Or `rank` or `world_size`
+            contradicts the launcher; without a launcher they may only be 0 and 1.
     """
     rank, world_size = _asked_for(url)
     launch = take_launch(os.environ)

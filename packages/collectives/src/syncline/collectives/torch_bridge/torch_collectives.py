@@ -57,7 +57,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine many tensors, with one collective for each dtype."""
+        """Combine each tensor of the list with that of the other ranks, in place. One collective carries many tensors."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",

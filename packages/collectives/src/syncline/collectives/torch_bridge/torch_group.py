@@ -137,7 +137,10 @@ class TorchGroup(ProcessGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the marks since the last comparison, by an all_reduce of 16 bytes. Needs a backend for the CPU."""
+        """Compare the ranks' marks since the last comparison, by an all_reduce of 16 bytes.
+
+        If the group does not serve the CPU, there is no comparison.
+        """
         if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
         self._marks_compared = self._marks_said
@@ -274,12 +277,12 @@ class TorchGroup(ProcessGroup):
         return self._transfer(self.start_recv(wire, src, tag), tensor, deliver, async_op)
 
     def start_send(self, wire: torch.Tensor, dst: int, tag: int) -> TorchRequest:
-        """Begin to send a tensor in plain order."""
+        """Begin to send a tensor that `in_plain_order` has returned."""
         torch_work = _begun(lambda: self.torch_group.send([bytes_of(wire)], dst, tag))
         return TorchRequest(torch_work, wire, receives=False)
 
     def start_recv(self, wire: torch.Tensor, src: int | None, tag: int) -> TorchRequest:
-        """Begin to receive into a tensor in plain order."""
+        """Begin to receive into a tensor that `in_plain_order` has returned."""
         into = [bytes_of(wire)]
         group = self.torch_group
         torch_work = _begun(lambda: group.recv_anysource(into, tag) if src is None else group.recv(into, src, tag))
@@ -294,7 +297,10 @@ class TorchGroup(ProcessGroup):
     # ---- shared ----
 
     def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
-        """Whether exchanging halves sends fewer bytes than a ring of float32, of `8 * (size - 1) / size` for each element."""
+        """Whether sending this float16 or bfloat16 tensor to every rank takes fewer bytes than a ring of float32.
+
+        The ring sends `8 * (size - 1) / size` bytes for each element. False for other dtypes.
+        """
         return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
 
     def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
@@ -303,7 +309,10 @@ class TorchGroup(ProcessGroup):
         return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
 
     def _swapped(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """All ranks' tensors, flat, in rank order. torch copies less in this exchange than in its all-gather."""
+        """Start to exchange the tensors of all ranks. Returns these tensors, flat, in rank order, and torch's work.
+
+        torch copies less in this exchange than in its all-gather.
+        """
         wire = in_plain_order(tensor).view(-1)
         received = wire.new_empty(self.size - 1, wire.numel())
         counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]

@@ -64,7 +64,7 @@ class TorchBackendShim:
         """Do nothing: the other ranks can split without this one."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: our groups count from 0 on every rank."""
+        """Do nothing: our groups count their collectives from 0 on every rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of a collective."""
@@ -164,11 +164,11 @@ class TorchProcessGroup(TorchCollectives):
 
     @disable_dynamo
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The name under which the backend is registered. For a name such as "gloo", C++ looks for its own group."""
+        """The name under which the backend is registered. If it were "gloo", C++ would look for a Gloo group of its own."""
         return self._backend_name
 
     def go_by(self, name: str) -> None:
-        """Report another name from now on: `syncline run` gives this group to a script that asks for "gloo"."""
+        """Report `name` as the backend from now on: `syncline run` gives this group to a script that asks for "gloo"."""
         self._asked_as = name
 
     @disable_dynamo
@@ -216,7 +216,7 @@ class TorchProcessGroup(TorchCollectives):
         self.syncline_group.set_timeout(seconds(timeout))
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: our groups count from 0 on every rank."""
+        """Do nothing: our groups count their collectives from 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has issued on this group. If ranks differ, a rank has left out a call."""
