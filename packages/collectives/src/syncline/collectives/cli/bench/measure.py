@@ -164,7 +164,10 @@ def repeats_of(estimate_s: float) -> int:
 
 
 def rounds_of(sample_s: Sequence[float], budget_s: float) -> int:
-    """Return how many samples each subject takes. Each subject has `budget_s` seconds. A pure function."""
+    """Return how many samples each subject takes in `budget_s` seconds. `sample_s` has the time of a sample of each subject.
+
+    A pure function.
+    """
     if not sample_s:
         return 0
     with_warm_up_s = 2 * sum(sample_s)

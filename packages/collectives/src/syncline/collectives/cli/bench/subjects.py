@@ -43,7 +43,7 @@ class Subject(ABC):
     communicates = True
 
     def allocate(self) -> Allocate | None:
-        """Return the function that allocates this subject's block. None: the subject uses the block of the other subjects."""
+        """Return the function that allocates `Buffers.block` for this subject. None: it uses the buffers of other subjects."""
         return None
 
     @abstractmethod
@@ -98,7 +98,7 @@ class GroupSubject(Subject):
 
 
 class InWindowSubject(GroupSubject):
-    """One of our process groups. The group allocates the block in its own memory, as a reducer does for gradients."""
+    """One of our process groups. The group allocates `Buffers.block` in its own memory, as for a reducer's gradients."""
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         super().__init__(group, owned=owned)
@@ -227,7 +227,7 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """Return the names of the chosen backend and of the baselines that this job can connect."""
+    """Return the subjects to measure if the command line names none: the group's backend, and what to compare it with."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]
@@ -237,8 +237,8 @@ def connect_subject(name: str, control: ProcessGroup) -> Subject:
     """Connect the subject that the command line names. Every rank of `control` must call this.
 
     Raises:
-        InvalidArgumentError: the name is neither a backend nor a baseline, or it asks for a baseline in a window, or MPI does
-            not connect these ranks.
+        InvalidArgumentError: the name is neither a backend nor one of `_BASELINES`, or it is such as "raw-mpi-in-window" (only
+            our backends have windows), or MPI does not connect these ranks.
     """
     if name in _BASELINES:
         return _BASELINES[name](control)

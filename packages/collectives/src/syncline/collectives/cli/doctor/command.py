@@ -141,7 +141,10 @@ def _sharing(group: ProcessGroup) -> str | None:
 
 
 def _wrong_sum(group: ProcessGroup) -> str | None:
-    """Check an all_reduce of numbers that differ between ranks and indices. Every rank returns the same result."""
+    """Check an all_reduce of numbers that differ between ranks and indices. Returns the error in words, or None if it is right.
+
+    All ranks return the same.
+    """
     indices = torch.arange(1000, dtype=torch.float64)
     total = indices * (group.rank + 1)
     group.all_reduce(total)

@@ -319,7 +319,7 @@ def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_fau
         launcher: the launcher in words, or None.
         size: the number of ranks.
         lack: why the group cannot shrink, or None.
-        tolerates_faults: whether mpirun was told not to end the other ranks.
+        tolerates_faults: whether mpirun was told not to end the other ranks when one is lost.
     """
     if size == 1:
         return ok(_LOSS, "nobody would be left: there is one rank")

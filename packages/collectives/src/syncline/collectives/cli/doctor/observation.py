@@ -26,7 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class MPIFacts:
-    """Facts that mpi4py tells when the MPI library is loaded.
+    """What mpi4py tells while MPI runs in this process.
 
     Attributes:
         library: name and version, such as "MPICH 5.0.2".
@@ -50,13 +50,13 @@ class Observation:
     """What one process sees.
 
     Attributes:
-        host: the node.
+        host: the node that the process runs on.
         software: names and versions that must be the same on every rank.
         launcher: the launcher in words, or None.
         launch_problem: what is wrong with the launcher's variables, or None.
         launch_world_size: the number of processes according to the launcher, or None.
         launch_is_mpi: whether the launcher starts MPI programs. The MPI library must then see the same number of processes.
-        mpi: the facts from the MPI library, or None if it was not loaded.
+        mpi: the facts from the MPI library, or None if MPI does not run in this process.
         mpi_lack: why MPI cannot be used on this host, or None.
         cores: the cores that this process may run on.
         node_cores: the number of cores of the node.

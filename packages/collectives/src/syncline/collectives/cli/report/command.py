@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the reports of the folder, and write the page.
+    """Print the reports of the folder. With `--html`, also write them as a page.
 
     Raises:
         InvalidArgumentError: there is no such folder, or no reader knows a file in it, or the page cannot be written.

@@ -63,7 +63,7 @@ class Ending:
             os._exit = self._exit_at_once
 
     def note_exit(self, error: SystemExit) -> None:
-        """Note that the script ended with SystemExit."""
+        """Take the exit status from the SystemExit with which the script ended."""
         self.status = as_status(error.code)
         set_exit_status(self.status)
 
@@ -106,7 +106,7 @@ class Ending:
         return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Replace `atexit.register`.
+        """Called in place of `atexit.register`.
 
         Keep a list of Syncline's handlers, which close objects that use MPI: `_exit_at_once` runs them.
         """
@@ -133,7 +133,7 @@ class Ending:
         end_mpi()
 
     def _exit_at_once(self, status: int) -> NoReturn:
-        """Replace `os._exit`, which does not finalize MPI. Syncline's exit handlers run, but the script's do not."""
+        """Called in place of `os._exit`, which does not finalize MPI. Runs Syncline's exit handlers, but not the script's."""
         if self._has_mpi():
             while self._ours:
                 self._ours.pop()()
@@ -182,7 +182,7 @@ def first_to_fail(world: MPI.Intracomm, failed_at: float) -> int:
     """Return the first of the ranks that fail at about the same time as this rank. Each of these ranks calls this function.
 
     Args:
-        world: connects all ranks.
+        world: a communicator of all ranks.
         failed_at: when this rank failed, in seconds since the epoch.
     """
     from mpi4py import MPI
