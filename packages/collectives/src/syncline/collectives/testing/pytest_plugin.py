@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Under mpirun, join the other ranks.
+    """Under mpirun, start MPI together with the other ranks, and register a `RankPlugin`.
 
     This runs after pytest has made its terminal reporter, so that ranks can silence the reporter.
     """

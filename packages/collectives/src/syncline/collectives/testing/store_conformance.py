@@ -7,9 +7,9 @@ Each check takes a function that opens another handle on the same store. The sto
         server = MyServer()
         check(lambda: MyStore(server.address))
 
-If the handle of a store is the table itself (for threads of one process), the function returns the same object each time. A
-check fails with an AssertionError that says what was expected and what was found. The checks do not measure time. A
-store passes a check of a time limit if the limit ends the call, and all earlier events have happened before.
+If the handle itself holds the keys and values (for threads of one process), the function returns the same object each time. A
+check fails with an AssertionError that says what was expected and what was found. The checks do not measure time. They only
+check that a time limit ends a call, and in which order events happen.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def single_even(group: ProcessGroup) -> None:
 
 
 def single_uneven(group: ProcessGroup) -> None:
-    """Check splits, some of them 0."""
+    """Check splits: the number of rows differs between pairs of ranks, and is 0 for some."""
     sent = [(group.rank + dst) % 3 for dst in range(group.size)]
     received = [(src + group.rank) % 3 for src in range(group.size)]
     tensor = torch.cat([_parcel(group.rank, dst, (rows, 4)) for dst, rows in enumerate(sent)])
