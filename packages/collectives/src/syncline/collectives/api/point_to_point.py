@@ -77,7 +77,7 @@ def recv(
 
 @dataclass
 class P2POp:
-    """One transfer of `batch_isend_irecv`: `op` is `isend` or `irecv`, and the other fields are its arguments."""
+    """One transfer of `batch_isend_irecv`: `isend` or `irecv`, and its arguments (`peer` is `dst` or `src`)."""
 
     op: Callable[..., Work]
     tensor: torch.Tensor

@@ -48,7 +48,7 @@ class CallIssuer(dist.ProcessGroup):
     holds the latest of these works after that.
 
     Args:
-        ours: our group.
+        ours: our group, which becomes `syncline_group`.
         backend_name: the name under which torch knows the backend.
     """
 

@@ -27,7 +27,7 @@ class UnservedDeviceError(InvalidArgumentError, RuntimeError):
 
 
 class TorchBackendShim:
-    """Answers torch's questions to the backend of one device. One group of ours serves all devices."""
+    """What torch gets when it asks a group for the backend of one device. One group of ours serves all its devices."""
 
     supports_splitting = True
     supports_coalescing = False  # torch's word for NCCL's group calls

@@ -115,7 +115,7 @@ class Kind:
         bus_factor: returns a factor for a number of ranks. Bus bandwidth is algorithm bandwidth times this factor, as in
             nccl-tests.
         fill: puts this rank's data into the buffers.
-        is_right: whether the result is right on this rank.
+        is_right: returns whether the result in the buffers is right on this rank.
         least_ranks: the smallest number of ranks with which this collective can be measured.
     """
 

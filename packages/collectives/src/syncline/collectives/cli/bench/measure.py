@@ -63,7 +63,7 @@ class Case:
 def measure(
     case: Case, subjects: Sequence[Subject], control: ProcessGroup, budget_s: float = 0.3, device: torch.device = CPU
 ) -> list[Measurement]:
-    """Measure a case on all subjects, for about `budget_s` seconds each. Every rank of `control` calls this function.
+    """Measure a case on all subjects, for about `budget_s` seconds each. A collective of `control`, by which the ranks agree.
 
     Raises:
         TransportError: a subject's result is wrong.

@@ -234,7 +234,7 @@ def default_subjects(group: ProcessGroup) -> list[str]:
 
 
 def connect_subject(name: str, control: ProcessGroup) -> Subject:
-    """Connect the subject that the command line names. Every rank of `control` must call this.
+    """Connect the subject that the command line names. A collective of `control`, the group that the bench has already.
 
     Raises:
         InvalidArgumentError: the name is neither a backend nor one of `_BASELINES`, or it is such as "raw-mpi-in-window" (only

@@ -47,7 +47,7 @@ class Answers:
     """Changes torch.distributed in this process.
 
     Args:
-        job: the ranks of the job.
+        job: this process's rank, and the other ranks of its job.
         backend: a key of `BACKENDS`.
         ddp: returns the class that replaces torch's `DistributedDataParallel`. Called when torch is loaded. None: torch's
             class stays.

@@ -185,7 +185,7 @@ def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: f
 
     Args:
         local_cores: for each rank of the node, the cores that it may use. A launcher may give each rank its own cores.
-        local_rank: the rank.
+        local_rank: the rank's index in `local_cores`.
         quota: how many cores all ranks of the node together may keep busy (a container's limit).
     """
     share = sum(1 / sum(core in cores for cores in local_cores) for core in local_cores[local_rank])

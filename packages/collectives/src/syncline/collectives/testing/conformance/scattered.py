@@ -56,7 +56,7 @@ def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_sum(group: ProcessGroup) -> None:
-    """Check the sum in every layout against its closed form, which differs between parts."""
+    """Check the sum in every layout. Each part has another sum, so that a wrong part is noticed."""
     for layout in LAYOUTS:
         inputs = [Laid(layout, terms(layout.shape, group.rank) * (part + 1)) for part in range(group.size)]
         output = Laid(layout, values(layout.shape, group.size))
