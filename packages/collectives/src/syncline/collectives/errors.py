@@ -9,7 +9,7 @@
     │   ├── UnknownBackendError      no backend of that name is installed
     │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
     │   ├── SiteFileError            the site file is missing, misspelt or of the wrong type
-    │   └── LaunchError              the launcher and the call, or the launcher and MPI, contradict each other
+    │   └── LaunchError              the launcher, the call and MPI contradict one another, or the ranks cannot meet
     ├── DisagreementError            each call may be right alone, but the ranks do not match
     └── TransportError               the machinery between the ranks failed
         ├── RankLostError            processes of the group ended; names their ranks
