@@ -17,6 +17,8 @@ from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
+from syncline.collectives.transports.mpi.library import Tag
+from syncline.collectives.transports.mpi.neighbours import MPIStatusPost, drop_status_lines
 from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 from syncline.collectives.transports.mpi.transport import PRESYNC_MIN_BYTES, MPITransport
 
@@ -103,6 +105,20 @@ def test_on_one_node_communicators_are_freed_if_all_ranks_close(all_close: bool,
         assert (transport._communicator == MPI.COMM_NULL) == (all_close or group.size == 1)
     if not all_close and not closes_late:
         world.Barrier()
+
+
+def test_a_status_line_that_nobody_has_read_is_dropped() -> None:
+    """Otherwise Open MPI would keep it for its next communicator with the same number."""
+    world = MPI.COMM_WORLD.Dup()
+    post = MPIStatusPost(world)
+    if world.Get_rank() == 1:
+        post.post("waits")
+    world.Barrier()
+    if world.Get_size() > 1 and world.Get_rank() == 0:
+        world.Probe(MPI.ANY_SOURCE, Tag.STATUS)
+        drop_status_lines(world)
+        assert not world.Iprobe(MPI.ANY_SOURCE, Tag.STATUS)
+    world.Free()
 
 
 def test_reproducible_reductions_are_in_rank_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_if_a_rank_does_not_come_nothing_is_closed_and_nobody_fails(
 ) -> None:
     monkeypatch.setattr(engine_group, "_CLOSE_S", 0.2)
     monkeypatch.setattr(engine_group, "_FREE_S", 0.2)
-    have_closed = threading.Barrier(2)
+    have_closed = threading.Barrier(3)
 
     def body(group: HostGroup, transport: Together) -> None:
         if group.rank < 2:
@@ -99,6 +100,7 @@ def test_if_a_rank_does_not_come_nothing_is_closed_and_nobody_fails(
             assert transport.times_closed == 0
             have_closed.wait(LIMIT_S)
         else:
+            have_closed.wait(LIMIT_S)
             group.abort()
 
     on_ranks(3, kind, body)
@@ -143,22 +145,47 @@ def test_abort_ends_a_close_that_waits(kind: type[Together], monkeypatch: pytest
 
 
 @BOTH
-def test_a_second_thread_that_closes_returns_at_once(kind: type[Together], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_group, "_CLOSE_S", LIMIT_S)
-    monkeypatch.setattr(engine_group, "_FREE_S", LIMIT_S)
-    returned = threading.Event()
+def test_if_two_threads_close_a_group_the_second_finds_it_closed(kind: type[Together]) -> None:
+    seen: list[int] = []
 
     def body(group: HostGroup, transport: Together) -> None:
         if group.rank == 1:
-            assert returned.wait(LIMIT_S / 2), "both threads of rank 0 wait for this rank"
             group.close()
             return
-        threads = [threading.Thread(target=lambda: (group.close(), returned.set())) for _ in range(2)]
+
+        def close() -> None:
+            group.close()
+            seen.append(transport.times_closed)
+
+        threads = [threading.Thread(target=close) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert transport.times_closed == 1
+
+    on_ranks(2, kind, body)
+    assert seen == [1, 1]
+
+
+@BOTH
+def test_abort_ends_a_close_that_waits_for_a_call_in_flight(kind: type[Together]) -> None:
+    ended = threading.Event()
+
+    def body(group: HostGroup, transport: Together) -> None:
+        if group.rank == 1:
+            assert ended.wait(LIMIT_S / 2), "the close has waited for its own limit"
+            group.abort()
+            return
+        work = group.all_reduce(torch.ones(1), async_op=True)
+        aborting = threading.Timer(0.2, group.abort)
+        aborting.start()
+        with suppress(SynclineError):  # no error if `abort` came before the close had begun
+            group.close()
+        ended.set()
+        aborting.join()
+        assert transport.times_closed == 0
+        with pytest.raises(SynclineError):
+            work.wait()
 
     on_ranks(2, kind, body)
 
@@ -172,10 +199,10 @@ def test_a_rank_that_is_interrupted_before_it_meets_the_others_closes_nothing(mo
     def body(group: HostGroup, transport: Together) -> None:
         if group.rank == 1:
             group.close()
-            return
-        group.recorder.add = interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            group.close()
+        else:
+            group.recorder.add = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                group.close()
         assert transport.times_closed == 0
 
     on_ranks(2, Together, body)

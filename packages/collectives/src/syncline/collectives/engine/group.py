@@ -116,8 +116,9 @@ class EngineGroup(ProcessGroup, Inherited):
         self._numbers = itertools.count()
         self._splits_made = itertools.count()
         self._companions: list[ProcessGroup] = []
-        self._closed = False
-        self._closing = threading.Lock()  # the first thread that closes the group takes it, for ever
+        self._closed = False  # the group takes no new calls
+        self._is_over = False  # no call is left that `abort` could end
+        self._closing = threading.RLock()  # held while a thread closes the group
         self._is_in_fork = False
         self._reporter: Reporter | None = None
         self._losses_are_expected = False
@@ -251,34 +252,37 @@ class EngineGroup(ProcessGroup, Inherited):
     @override
     def in_fork(self) -> None:
         """Mark the group as closed in a forked child. Takes no lock and sends nothing. See Note [Forks] in `forks`."""
-        self._closed = self._is_in_fork = True
+        self._closed = self._is_over = self._is_in_fork = True
         self._plans = {}
         self._queue.leave_to_parent()
 
     def close(self) -> None:
         """Finish all calls, compare the calls with the other ranks, then release what the group holds.
 
-        All ranks call it, and wait for one another: up to 60 seconds, or 5 if each call was compared before it ran, and over
-        NCCL. If a rank does not come, that is no error, but communicators of MPI stay open until the process ends. A second
-        call, also from another thread, returns at once.
+        All ranks call it. They wait for one another if they compare their calls only now (up to 60 seconds, over NCCL up to 5),
+        or if the library can be closed only together, such as MPI (up to 5 seconds). If a rank does not come, that is no error,
+        but communicators of MPI stay open until the process ends. A second call waits for the first, and does nothing.
 
         Raises:
-            DisagreementError: the ranks have made different calls.
+            DisagreementError: the ranks have made different calls, or another rank still uses the group.
             SynclineError: a call that was in flight has failed.
             MisuseError: a future's callback calls this method. The method would wait for this callback for ever.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
-        if self._closed or not self._closing.acquire(blocking=False):
+        if self._closed:  # also in a fork, whose lock may be held for ever
             return
-        # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
-        with ExitStack() as ending:
-            ending.callback(self._close)
-            for companion in self._companions:
-                ending.callback(self._end, companion)
-            # After a failure, other ranks may not come to this comparison, so it could only time out.
-            if self.first_failure is None:
-                self._meet_before_close()
+        with self._closing:
+            if self._closed:  # by another thread, while this one waited
+                return
+            # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
+            with ExitStack() as ending:
+                ending.callback(self._close)
+                for companion in self._companions:
+                    ending.callback(self._end, companion)
+                # After a failure, other ranks may not come to this comparison, so it could only time out.
+                if self.first_failure is None:
+                    self._meet_before_close()
 
     @abstractmethod
     def _meet_before_close(self) -> None:
@@ -289,7 +293,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _close(self) -> None:
-        """Finish all calls, set `_closed`, and release everything the group holds."""
+        """Set `_closed`, finish all calls, set `_is_over`, and release everything the group holds."""
 
     def _end(self, companion: ProcessGroup) -> None:
         """Close the companion group.
@@ -307,9 +311,9 @@ class EngineGroup(ProcessGroup, Inherited):
 
     def abort(self) -> None:
         """Let the running call and all queued calls fail."""
-        if self._closed:
+        if self._is_over:
             return
-        self._closed = True
+        self._closed = self._is_over = True
         self._plans.clear()
         for companion in self._companions:
             companion.abort()
@@ -730,8 +734,6 @@ class HostGroup(EngineGroup):
 
     @override
     def _meet_before_close(self) -> None:
-        # A status line that came after another rank had closed the library's objects would be lost there.
-        self._stop_watching()
         if self.size > 1 and (self._compares_later or self._transport.closes_together):
             self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
 
@@ -752,6 +754,9 @@ class HostGroup(EngineGroup):
                 self._agreed.same_history(scope, closes=True)
             else:
                 self._check_same_call(call, scope)
+            # All ranks close. Meet again when no rank sends status lines any more: none must come after the library is closed.
+            self._stop_watching()
+            self._agreed.meet(scope)
             self._all_close = True
         # Only a disagreement is an error here. The group closes in any case.
         except (TimeoutError, TransportError) as error:
@@ -762,6 +767,7 @@ class HostGroup(EngineGroup):
         self._closed = True
         self._stop_watching()
         drained = self._queue.drain(self.timeout_s)
+        self._is_over = True
         self._plans.clear()
         self._queue.stop()
         is_in_order = drained and self._first_failure is None

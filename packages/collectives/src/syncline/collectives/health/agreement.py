@@ -243,6 +243,14 @@ class Agreement:
                 self._statements("close()" if closes else "a comparison of calls, as after a backward", scope)
             )
 
+    def meet(self, scope: CancelScope) -> None:
+        """Wait until all ranks have called this. A collective, in the group's total order.
+
+        Raises:
+            TimeoutError: another rank did not come.
+        """
+        self._carrier.maximum((0,), scope)
+
     # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
@@ -253,7 +261,7 @@ class Agreement:
         """
         said = self._carrier.statements(text, scope)
         with suppress(TimeoutError, TransportError):
-            self._carrier.maximum((0,), scope)
+            self.meet(scope)
         return said
 
     def _who_did_what(self, calls: int, fewest: int, most: int, scope: CancelScope) -> str:

@@ -21,7 +21,7 @@ from ...tensors.reduction import core_op, reduce_in_rank_order
 from .datatypes import memory, message, mpi_reduction
 from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
 from .library import MPIRequest, Tag, library_name, mpi_errors
-from .neighbours import MPIStatusPost, TimeoutReport
+from .neighbours import MPIStatusPost, TimeoutReport, drop_status_lines
 from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
 from .sync import MessageSync, Sync
@@ -279,7 +279,8 @@ class MPITransport(LibraryTransport):
         return MPITransport(communicator, reproducible=self._reproducible, on_device=self._on_device)
 
     def close(self) -> None:
-        """Free the communicators. All ranks call it."""
+        """Free the communicators. All ranks call it, after their last status line."""
+        drop_status_lines(self._private)
         self._private.Free()
         self._communicator.Free()
 

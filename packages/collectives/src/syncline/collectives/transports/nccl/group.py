@@ -559,7 +559,9 @@ class NcclGroup(EngineGroup):
         self._beside.stop()
         self._plans.clear()
         try:
-            if self._in_flight.drain(self.timeout_s):
+            is_drained = self._in_flight.drain(self.timeout_s)
+            self._is_over = True
+            if is_drained:
                 # Stop before the communicators are destroyed: from now on, the monitor does not ask them.
                 self._in_flight.stop()
                 self._connections.give_back()
