@@ -123,10 +123,10 @@ def address_towards(address: str) -> str:
 
 
 class Doors:
-    """Sockets at some addresses of this host. Inside the context a thread answers connections.
+    """Listening sockets at some addresses of this host. Inside the context, a thread sends a word to everybody who connects.
 
     Attributes:
-        word: the word that is sent to every connection.
+        word: a random text, made for this object. A peer that receives it knows that it has reached this process.
         places: the addresses and ports of the sockets.
     """
 
@@ -169,12 +169,12 @@ class Doors:
 
 @dataclass
 class Tried:
-    """The results of one rank at the doors of rank 0.
+    """What one rank found when it tried to connect to each listening socket of rank 0 (each of its doors: see `Doors`).
 
     Attributes:
         host: the name of the rank's host.
-        own: by the number of each door that the rank reached: the address of the rank's own end of the connection.
-        failed: by the number of each other door: the reason.
+        own: maps the number of each door that the rank has reached to the address of the rank's own end of the connection.
+        failed: maps the number of each other door to the reason why the rank did not reach it, in words.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -192,7 +192,7 @@ class Tried:
 
 
 def try_doors(places: Sequence[Place], word: str, scope: CancelScope) -> Tried:
-    """Try all doors at once."""
+    """Connect to all doors of rank 0 (the sockets at `places`) at once, and note which of them answer with the word."""
     tried = Tried()
     end_s = time.monotonic() + min(_LONGEST_TRY_S, scope.remaining_s())
     with selectors.DefaultSelector() as selector, ExitStack() as opened:
@@ -236,7 +236,7 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
 
     Args:
         places: the addresses and ports at which rank 0 listens, its doors.
-        tried: the results of each other rank.
+        tried: for each rank except 0, which doors it has reached.
 
     Raises:
         LaunchError: a rank has reached no door.

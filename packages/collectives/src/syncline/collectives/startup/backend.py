@@ -1,4 +1,4 @@
-"""Backend: makes process groups of one kind."""
+"""Backend: connects the ranks of a job by one library, such as MPI, and makes a process group of them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ConnectRequest:
 
     Attributes:
         launch: the launcher's facts about this process, or None if nothing launched it.
-        rank, world_size: the caller's arguments, or None.
+        rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store, ours or torch's, in which the ranks meet instead of an `init_method`; or None. Only this group uses the
-            store's keys.
+        store: a store, ours or torch's, in which the ranks meet instead of an `init_method`; or None. It has no keys of an
+            earlier run.
         timeout_s: the group's time limit in seconds.
         group_name: the group's name in error messages.
         reproducible: reductions must give the same bits in every run. A backend that cannot do this must refuse to connect.
@@ -39,7 +39,7 @@ class ConnectRequest:
             its `send` and `recv` as long as the group lives.
         check_calls: the ranks must compare each collective before it starts. A backend that cannot do this must refuse to
             connect.
-        thresholds: the sizes from which ranks of a node use shared memory, for a backend that has shared memory.
+        thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend that has several.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which; 0: never.
         communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the

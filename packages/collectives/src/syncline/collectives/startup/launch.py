@@ -209,11 +209,14 @@ _OF_A_JOB = (
 
 
 def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
-    """Call `detect_launch`, and take the place that the launcher describes; see Note [The place of a process].
+    """Call `detect_launch`. If it finds a launcher, mark in `environ` that this process is the rank that the launcher started.
+
+    A child process inherits the launcher's variables and the mark, so it knows that it is not itself this rank. See Note [The
+    place of a process].
 
     Args:
-        environ: the environment variables; the place is written there.
-        is_given: whether the caller has passed rank and world size. Then a child of a rank ignores the launcher.
+        environ: the environment variables; the mark is the variable SYNCLINE_PLACE.
+        is_given: whether the caller has passed rank and world size. Then a child of a rank gets None instead of an error.
 
     Raises:
         LaunchError: `detect_launch` raises it, or this process is a child of a rank.
@@ -294,7 +297,7 @@ SRUN_PMIX, SRUN_PMI2, OPEN_MPI, HYDRA = "srun --mpi=pmix", "srun --mpi=pmi2", "O
 
 
 def process_manager(environ: Mapping[str, str]) -> str | None:
-    """The process manager of this MPI job: one of the four above; None if it is not known. A pure function.
+    """The process manager of this MPI job: SRUN_PMIX, SRUN_PMI2, OPEN_MPI or HYDRA; None if not known. A pure function.
 
     An mpirun may run inside a step of Slurm, or start its daemons with srun. Then mpirun connects the processes, although
     Slurm's variables are visible.

@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Met:
-    """The facts that a rank learns at the meeting.
+    """What a rank has learnt about the others when all ranks have met in the store.
 
     Attributes:
-        processes: the process identities of the ranks of this node, as far as the system tells.
+        processes: maps each rank of this node to the identity of its process. Empty if the system does not tell identities.
         share_loopback: whether all ranks certainly reach each other at the loopback address.
     """
 
@@ -39,7 +39,7 @@ class Met:
 
 
 def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
-    """Return when all ranks have come.
+    """Wait in the store until all ranks have called this function, and compare their sizes and their versions of Syncline.
 
     A rank learns only the processes of its own node, because it cannot watch processes of other nodes.
 
@@ -109,7 +109,7 @@ def _disagree(problem: str, store: Store, rank: int, size: int) -> NoReturn:
 
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
-    """Tell rank 0 that this rank has read the problem. Rank 0 waits up to `_READ_S` seconds until all have read it."""
+    """Tell rank 0 that this rank has read the error. Rank 0 waits up to `_READ_S` seconds until all have read it."""
     with suppress(StoreError):  # others are late, or rank 0 has ended and its store with it
         store.set(f"read/{rank}", "")
         if rank == 0:

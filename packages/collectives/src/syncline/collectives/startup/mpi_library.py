@@ -82,7 +82,10 @@ def _load() -> None:
 
 
 def start_mpi(timeout_s: float) -> None:
-    """Start MPI if it does not run, for code that uses mpi4py without a group. Check before that MPI fits the launcher."""
+    """Start MPI if it does not run, for code that uses mpi4py without a group.
+
+    This function does not check whether MPI fits the launcher; see `conflict_with_launcher`.
+    """
     with Connecting(timeout_s, 0) as connecting:
         start(connecting)
 

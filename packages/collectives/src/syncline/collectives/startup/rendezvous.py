@@ -196,7 +196,7 @@ def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str =
     Args:
         secret_file: the path of the file with the secret, or None.
         environ: the environment variables.
-        host: the host where the ranks meet.
+        host: the host where the ranks meet. On a loopback address, the default is the secret of this user.
 
     Raises:
         LaunchError: there is no secret, there are two, or others could read it.

@@ -29,16 +29,16 @@ DEFAULT_SITE_FILE = Path("/etc/syncline/site.toml")
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmThresholds:
-    """Sizes in bytes. A size that is never reached (such as 2**62) switches an algorithm off.
+    """Sizes in bytes that decide which algorithm a collective uses. A size such as 2**62 switches an algorithm off.
 
     Attributes:
         eager_bytes: the largest size for the eager algorithm, in bytes that a rank reads from its peers. A larger value means
             fewer waits per call, but each rank reads and reduces everything, and the group needs more shared memory.
-        window_bytes: the smallest memory that `allocate` puts in a window, and the smallest tensor for which the ranks compare
-            whether the tensor is in a window. A smaller value means that more tensors are reduced in place, but each tensor
-            takes whole pages.
-        staged_bytes: the smallest reduction of plain memory that is copied into shared memory and out again. A smaller value
-            means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
+        window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write),
+            and the smallest tensor for which the ranks compare whether the tensor is in a window. A smaller value means that
+            more tensors are reduced in place, but each tensor takes whole pages.
+        staged_bytes: the smallest tensor outside of windows that a reduction copies into shared memory and out again. A smaller
+            value means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
             for the other ranks at least twice.
         ring_bytes: use our own ring between nodes if a part (the tensor's size divided by the number of ranks) has at least
             this size. A smaller value means that more reductions use the whole bandwidth of a TCP network, but a ring takes as
@@ -52,7 +52,7 @@ class AlgorithmThresholds:
     ring_bytes: int = 128 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
-        """These sizes. Environment variables replace them, such as SYNCLINE_RING_BYTES for `ring_bytes`.
+        """These sizes, but those of environment variables that are set, such as SYNCLINE_RING_BYTES for `ring_bytes`.
 
         Raises:
             InvalidArgumentError: a variable is not a positive integer.

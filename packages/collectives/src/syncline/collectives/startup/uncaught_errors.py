@@ -82,8 +82,8 @@ def are_handled_elsewhere() -> bool:
 def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) -> None:
     """Print an uncaught exception in full on one rank of a node, and briefly on others. See Note [Who speaks].
 
-    Ranks that are not connected have no name for their run. But ranks that one launcher has started on a node share a parent
-    process. If several of these fail with the same text, only the first prints it.
+    Before the ranks are connected, they do not know which other processes belong to their run. But ranks that one launcher has
+    started on a node share a parent process. If several of these fail with the same text, only the first prints it.
 
     Args:
         is_connected: returns whether the ranks are connected; called when an exception is not caught.
@@ -104,7 +104,7 @@ def print_failures_of_the_run(*, has_siblings: bool) -> None:
 
 
 class _OncePerNode:
-    """An excepthook. If the user had set a hook before, that hook prints instead."""
+    """An excepthook that lets one rank of a node print the exception. If the user had set a hook, that hook prints it."""
 
     def __init__(self, previous: _Hook, is_connected: Callable[[], bool], has_siblings: bool) -> None:
         self._previous = previous
@@ -151,7 +151,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
 
 def _who_spoke(run: Run, error: BaseException) -> str | None:
-    """The rank of this node that has spoken before, in words; None if this rank speaks."""
+    """The rank of this node that has printed its error in full before, in words; None if this rank is to print its error."""
     name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", run_began_s()
     end_s = time.monotonic() + _VAGUE_S
     while _is_vague(error) and time.monotonic() < end_s:
@@ -296,20 +296,22 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
     process's run is ignored: it belongs to an earlier run.
 
     Args:
-        name: the key in the file. It is different for other texts, and for processes with another parent.
+        name: what this process would print, as a key: the same only for the same text from processes with the same parent.
         began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
-        folder: the folder of the file that lists who has spoken.
+        folder: the folder of the file that lists which processes have printed. None: see `private_folder`.
     """
     return spoke_before(name, began_s, "", folder) is None
 
 
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
-    """The argument `who` of the process that has spoken. If no process has spoken, this process speaks; return None.
+    """Return the `who` of the process that has spoken (printed its error in full) for this name; None if none has spoken.
+
+    If none has spoken, note in a file that this process now speaks.
 
     Args:
-        name: as for `is_first`.
+        name: as for `is_first`; for ranks that are connected, a key of their run.
         began_s: as for `is_first`.
-        who: how other processes name this process. If None, only ask: this process does not speak.
+        who: this process in words, for the other processes. If None, only ask, and note nothing.
         folder: as for `is_first`.
     """
     try:

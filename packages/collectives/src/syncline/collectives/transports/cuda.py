@@ -189,7 +189,7 @@ class CudaRuntime(DeviceRuntime):
     # ---- copies ----
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned memory."""
+        """Pinned host memory for as many elements as the tensor has. It is not filled."""
         return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,10 @@ class DeviceTransport(Transport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """The host transport's answer. A direct transport compares every call: see Note [Presync] in `mpi.transport`."""
+        """Whether the host transport compares every call.
+
+        A direct transport always does: see Note [Presync] in `mpi.transport`.
+        """
         return self._host.compares_every_call
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The backend "gloo": the Gloo that is built into torch, with one total order of calls."""
+"""The backend "gloo": connects processes over TCP with the Gloo that is built into torch."""
 
 from __future__ import annotations
 
@@ -178,7 +178,10 @@ class GlooTransport(LibraryTransport):
         return connect(store, rank, len(members), name, scope, self.devices)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
-        """Set the store where subsets meet, and the time limit of collectives. The limit for connecting may be different."""
+        """Set what holds after connecting: the store where subsets meet, and the time limit of collectives.
+
+        While the ranks connected, both may have been others.
+        """
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
 
@@ -206,7 +209,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """One line for each rank in the store, and a count of all lines written. If the count is unchanged, no line is new."""
+    """Keeps each rank's status line in the store, and a count of all lines written. An unchanged count means: no new line."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -253,7 +256,7 @@ def connect(
         name: the group's name.
         scope: the time limit for everything.
         devices: the places where this rank's Gloo listens; default: `interfaces`, or an address that all ranks can reach.
-        liveness: the liveness of the ranks, if they already know each other.
+        liveness: finds out which ranks are lost, if the ranks already know each other; else None.
         interfaces: see `ConnectRequest`.
 
     Raises:

@@ -68,13 +68,13 @@ class Job:
 
 
 class GlooReconnector(StoreReconnector):
-    """Connects members that are processes. Each member writes its process identity to the store.
+    """Connects the members of a Gloo group again. Each member is a process, and writes its process identity to the store.
 
     So the other members on the same machine can find out whether this process has ended.
 
     Args:
-        store: the store in which the first generation met.
-        generation: the group's current generation.
+        store: the store in which the ranks met at the start of the job.
+        generation: the group's current members, and this process's number among them.
         job: the facts that newcomers must know.
         connect: connects by Gloo; takes `(generation, liveness, store, timeout_s)`, and uses the store only while it connects.
         lack: why the members cannot meet again, or None.

@@ -33,9 +33,10 @@ class MPIBackend(Backend):
     """The backend "mpi". Its ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
 
     def missing(self) -> str | None:
-        """Return the problem if mpi4py is missing, finds no MPI library, or does not fit the launcher. None: no problem.
+        """Return why this process cannot use MPI; None if it can. To find out, mpi4py loads the MPI library.
 
-        To find out, mpi4py loads the MPI library.
+        The reasons: the process is a fork of a rank, mpi4py is missing or finds no MPI library, or the library does not fit the
+        launcher.
         """
         # A fork shares the parent's connections but not its threads, so MPI in it would hang.
         if _parent_has_mpi or is_fork_of_rank():

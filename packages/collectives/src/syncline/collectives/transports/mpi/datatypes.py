@@ -84,8 +84,8 @@ def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
 
     Args:
         tensor: as for `memory`.
-        unit_bytes: a tensor with more bytes is one element of an MPI type. This type consists of units of `unit_bytes`. The
-            type is not part of the message, so the other rank may count in bytes.
+        unit_bytes: a tensor with more bytes than this is sent as one element of an MPI type that consists of units of this
+            size. The type is not part of the message, so the other rank may count in bytes.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

@@ -43,7 +43,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
     """Return when all ranks of the communicator have come and run the same version of Syncline. A collective.
 
     Raises:
-        CollectiveTimeout: some ranks did not come. The message names these ranks, or names the listeners that know them.
+        CollectiveTimeout: some ranks did not come. The message names these ranks, or the ranks that know them (the listeners).
         DisagreementError: the ranks run different versions. All ranks raise it.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)

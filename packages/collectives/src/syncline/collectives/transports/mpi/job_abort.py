@@ -64,7 +64,10 @@ _PATIENCE_S = 10.0
 
 
 def abort_on_uncaught() -> None:
-    """Install the first guard. This guard needs no other rank, so call this function before any step that may fail."""
+    """Install the first guard: an uncaught exception aborts the job.
+
+    This guard needs no other rank, so call this function before any step that may fail.
+    """
     # `syncline run` or another caller prints the exception itself.
     if are_handled_elsewhere():
         return
@@ -98,15 +101,16 @@ def is_interactive() -> bool:
 
 
 class ExitBarrier(Inherited):
-    """The second and the third guard. The constructor is a collective of all processes of the job.
+    """Lets ranks that exit wait for each other, and aborts the job if one exits with an error status and an open group.
 
-    The job is all ranks of MPI, or the ranks of the communicator that `init_process_group` got.
+    These are the second and the third guard of this module. The constructor is a collective of all processes of the job. The
+    job is all ranks of MPI, or the ranks of the communicator that `init_process_group` got.
 
     Args:
         job: a communicator of all ranks of the job.
 
     Attributes:
-        leavers: the ranks that have left.
+        leavers: knows which ranks have left, and which collectives this rank has started.
         liveness: finds out whose process is gone.
         period_s: the seconds between two calls of `look` by the monitor. The monitor calls `look` also while the rank computes,
             so that the rank receives notices and passes them on.
@@ -157,7 +161,7 @@ class ExitBarrier(Inherited):
         return _made[-1]
 
     def look(self, _: float) -> None:
-        """Receive notices and pass them on. The monitor calls it every `period_s` seconds."""
+        """Receive notices of ranks that have left, and pass them on. The monitor calls it every `period_s` seconds."""
         with suppress(MPI.Exception), while_mpi_runs() as runs:  # if a rank is lost, others may still leave
             if runs:
                 self.leavers.left()

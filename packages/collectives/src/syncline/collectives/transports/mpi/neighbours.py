@@ -148,11 +148,11 @@ class TimeoutReport:
 
 
 class MPIStatusPost(StatusPost):
-    """Sends lines to rank 0, from neighbour to neighbour. Each line takes up to two routes. See Note [Neighbours].
+    """Sends a rank's status line (the call in which it waits) to rank 0, from neighbour to neighbour, by up to two routes.
 
-    For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13 without its highest bit). So
-    a line reaches rank 0 even if one rank on a route is stopped. No rank waits, because a line has at most 4 KB, and MPI
-    accepts such a message at once.
+    See Note [Neighbours]. For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13
+    without its highest bit). So a line reaches rank 0 even if one rank on a route is stopped. No rank waits, because a line has
+    at most 4 KB, and MPI accepts such a message at once.
 
     Args:
         communicator: a communicator with connected neighbours, on which no other message has the tag `STATUS`.
