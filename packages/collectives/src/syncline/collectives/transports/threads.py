@@ -127,7 +127,7 @@ class SharedState:
 
 
 class InProcessTransport(LibraryTransport):
-    """Each collective has two rounds. In the first, ranks show each other their tensors.
+    """The collectives of ranks that are threads. Each has two rounds. In the first, ranks show each other their tensors.
 
     After the second, a rank may overwrite the tensor that it has shown, because all ranks have read it.
     """

@@ -22,7 +22,7 @@ Connect = Callable[[MPI.Intracomm, Sequence[int]], Transport]
 
 
 class MPIReconnector(Reconnector):
-    """Reconnects members that are ranks of the first generation's communicator.
+    """Connects the survivors of an MPI group again. A member's number is its rank in the group's first communicator.
 
     Note [Shrinking by ULFM]
     ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -42,10 +42,10 @@ class MPIReconnector(Reconnector):
     MPI counts a silent rank as alive, so it never leaves a silent rank out. `shrink` then fails, and may be called again.
 
     Args:
-        communicator: a communicator of all members of the first generation, for this object only.
+        communicator: a communicator of all ranks that the group has at the start, for this object only.
         connect: makes the transport. It takes a communicator, and the ranks of the communicator's members in the job. All
             members call it.
-        leavers: the leavers of the job.
+        leavers: knows which ranks of the job have left, and counts the collectives that this rank has started.
         name: the group's name.
     """
 

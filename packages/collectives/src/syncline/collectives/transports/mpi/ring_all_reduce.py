@@ -50,7 +50,7 @@ class RingAllReduce:
 
     Args:
         communicator: a communicator on which no other message has the tag `Tag.RING`.
-        sync: the sync of this communicator.
+        sync: the `MessageSync` of this communicator. It waits for each message.
         piece_bytes: the largest piece; the same on all ranks. See `largest_piece_bytes`.
     """
 
@@ -67,7 +67,7 @@ class RingAllReduce:
 
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
-            op: a reduction that `core_op` returns.
+            op: a reduction that `core_op` returns, so neither AVG nor PREMUL_SUM.
             call: the call that this reduction belongs to.
             divisor: divides the result. Each rank divides its part of the result, piece by piece.
         """

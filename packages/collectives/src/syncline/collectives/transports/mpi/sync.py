@@ -56,11 +56,11 @@ class Sync(ABC):
 
 
 class MessageSync(Sync):
-    """Syncs by MPI collectives on its own communicator. It can also run any non-blocking MPI operation to its end.
+    """Lets the ranks wait for each other by MPI collectives. It can also run any non-blocking MPI operation to its end.
 
     Args:
         communicator: a communicator on which nobody else starts collectives.
-        report: asks the other ranks after a time-out.
+        report: after a time-out, asks the other ranks in which calls they wait.
     """
 
     def __init__(self, communicator: MPI.Intracomm, report: TimeoutReport) -> None:

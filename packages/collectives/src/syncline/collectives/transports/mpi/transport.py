@@ -55,7 +55,7 @@ class MPITransport(LibraryTransport):
         communicator: a communicator for this transport only.
         reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
             library chooses.
-        report: asks the other ranks after a time-out; default: a report over this communicator.
+        report: after a time-out, asks the other ranks in which calls they wait; default: a new one for this communicator.
         on_device: whether tensors are in a device's memory. MPI must be able to take this memory.
     """
 
@@ -104,7 +104,7 @@ class MPITransport(LibraryTransport):
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
     def sync(self, call: Call) -> Sync:
-        """Return the sync with which all ranks come together for a call."""
+        """Return the object by which all ranks wait for each other, and compare their calls."""
         return self._messages
 
     @override
@@ -139,7 +139,7 @@ class MPITransport(LibraryTransport):
 
         Args:
             wide: this rank's terms, at most 1 GiB.
-            op: a reduction that `core_op` returns.
+            op: a reduction that `core_op` returns, so neither AVG nor PREMUL_SUM.
             divisor: divides the result.
             tensor: a tensor of the narrower dtype with as many elements as `wide`. It gets the result.
             call: the call that this reduction belongs to.
@@ -180,7 +180,7 @@ class MPITransport(LibraryTransport):
     # ---- moves ----
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
-        """Copy bytes."""
+        """Broadcast bytes."""
         for piece in _pieces(tensor):
             spec = (memory(piece), MPI.BYTE)
             self._collective("Bcast", (spec, root), piece.nbytes, call)
@@ -289,7 +289,7 @@ class MPITransport(LibraryTransport):
         return failed_ranks(self._communicator)
 
     def interrupt(self) -> None:
-        """Revoke the communicators, if MPI can."""
+        """If MPI can (ULFM), revoke the communicators: all operations on them end with an error, on all ranks."""
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:
@@ -405,7 +405,7 @@ class MPITransport(LibraryTransport):
 
 
 class MPIPlan(LibraryPlan):
-    """Runs the transport's collective after the presync.
+    """Runs the transport's collective. Before a large one, all ranks come together: see Note [Presync].
 
     Args:
         transport: the transport.

@@ -109,7 +109,7 @@ class Communicator:
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
-        raw: the module's `NcclCommunicator`.
+        raw: an object of the module's class `NcclCommunicator`.
         stream: the handle of the CUDA stream.
     """
 
@@ -128,7 +128,13 @@ class Communicator:
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
     def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
-        """Make a communicator of `members`, which are ranks of this one. All ranks call it; no call may be in flight."""
+        """Make a communicator of `members`, which are ranks of this one. All ranks call it; no call may be in flight.
+
+        Args:
+            members: the members; None on a rank that belongs to no part.
+            color: a number that all members give, and no other rank; None on a rank that belongs to no part.
+            stream: the handle of the new communicator's CUDA stream.
+        """
         with mapped(self._nccl, "ncclCommSplit"):
             if members is None or color is None:  # a rank outside of all parts must call NCCL, too
                 self._raw.commSplit(_NO_COLOR, 0)

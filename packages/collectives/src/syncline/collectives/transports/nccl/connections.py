@@ -358,7 +358,7 @@ class Pair:
 
     @property
     def is_connected(self) -> bool:
-        """Whether transfers are issued by the caller."""
+        """Whether the ranks are connected, so that the caller of `submit` issues the transfer itself."""
         return self._made is not None
 
     def submit(self, direction: Direction, task: Task) -> None:

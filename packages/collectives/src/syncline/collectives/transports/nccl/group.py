@@ -53,8 +53,9 @@ class NcclGroup(EngineGroup):
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
-    1. All collectives of the group run on one stream, in the order of issue. Each is issued on the caller's thread, in the
-       queue's turn. It starts after all operations on this thread's current stream, so its tensors are ready.
+    1. All collectives of the group run on one stream, in the order of issue. Each is issued on the caller's thread, when the
+       group's queue gives this thread its turn. It starts after all operations on this thread's current stream, so its tensors
+       are ready.
     2. The call returns when the collective is on the stream. `wait` orders the current stream after the collective. It blocks
        the CPU only with a timeout, or for a barrier. But if NCCL must connect ranks first, the call waits for them: at the
        group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see `NcclPlan`).
@@ -527,7 +528,10 @@ class NcclGroup(EngineGroup):
 
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
-        """Shrink the host group, which finds out which ranks are left, and connect beside it. NCCL only reports a failure."""
+        """Shrink the host group, which finds out which ranks are left, and make a new group over NCCL of these ranks.
+
+        NCCL itself only reports that something has failed.
+        """
         host = self._connector.rendezvous.group
         assert host is not None
         self._closed = True

@@ -35,7 +35,7 @@ class FatalError(Exception):
 
 
 class InFlight:
-    """Releases the memory of launches that are over, and ends the group if a launch fails or never ends.
+    """Watches launches (see `Launch`): releases their tensors when they are over, and ends the group if one fails or hangs.
 
     Note [Failure over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -61,7 +61,7 @@ class InFlight:
     Args:
         place: returns the group and the rank in words, for errors.
         background: makes a context for `look`, and for each thread that aborts a communicator.
-        report: writes a report of a failure, and returns the failure with the place of the report.
+        report: writes a report of a failure, if the group writes reports, and returns the failure; see `EngineGroup._reported`.
         tell: tells the other ranks that the group has failed here; may block.
         hear: returns why another rank will not come any more, or None; may block.
     """
@@ -245,7 +245,7 @@ class InFlight:
         DetachedCall(lambda: self._tell(error), "syncline-nccl-tell")
 
     def report_and_fail(self, error: BaseException) -> BaseException:
-        """Write the report of a failure, then `fail`. Returns the failure with the place of the report."""
+        """Write the report of a failure, then `fail`. Returns the failure, as `report` has returned it."""
         # Only the first failure gets a report; later ones follow from it.
         failure = error if self._failure is not None else self._report(error)
         self.fail(failure)

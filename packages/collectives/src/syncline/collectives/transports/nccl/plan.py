@@ -43,11 +43,11 @@ class NcclPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """The name of NCCL's own algorithm, or of an exchange of the terms."""
+        """Either "NCCL", or "exchange over NCCL" if the ranks exchange their terms and reduce them themselves."""
         return "exchange over NCCL" if self.in_steps else "NCCL"
 
     def pack(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Pack a call's tensors into the contiguous part and whole; see `tensors.layout.pack`."""
+        """Return a call's tensors as the contiguous `part` and `whole` of `run`; see `tensors.layout.pack`."""
         match self._signature.name:
             case "barrier":
                 return torch.zeros(1, dtype=torch.uint8, device=self._device), None

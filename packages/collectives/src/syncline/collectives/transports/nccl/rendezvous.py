@@ -39,7 +39,8 @@ _LOOK_S = 0.1
 class Rendezvous(ABC):
     """Lets some ranks agree on a decision, once for each topic.
 
-    The first rank receives the payloads of all ranks and decides. All ranks get its decision. Payloads go through JSON.
+    Each rank gives a payload: a dictionary that JSON can hold. The first rank receives all payloads and decides. All ranks get
+    its decision, a payload, too.
     """
 
     def agree(
@@ -269,7 +270,7 @@ def _tag(topic: str) -> ReservedTag:
 
 
 class RendezvousCarrier(Carrier):
-    """Carries the ranks' statements by `Connector.agree`.
+    """Exchanges the ranks' numbers and texts by `Connector.agree`.
 
     Cost: two messages for each rank except the first. The first rank sends or receives all of them.
 

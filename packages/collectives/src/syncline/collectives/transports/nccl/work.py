@@ -218,7 +218,7 @@ class StreamWork(Work):
         self.settle()
 
     def settle(self) -> None:
-        """Wake threads that wait for the issue, and complete the future if it was asked for. Callbacks run here."""
+        """Wake threads that wait until the call is issued, and complete the future if it was asked for. Callbacks run here."""
         with self._changed:
             self._is_issued = True
             self._changed.notify_all()

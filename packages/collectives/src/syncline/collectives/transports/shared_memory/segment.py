@@ -236,7 +236,7 @@ class FdServer:
 
 
 def request_fd(address: str, token: bytes) -> socket.socket:
-    """Connect to a server and show the token.
+    """Connect to an `FdServer`, and send the token.
 
     Raises:
         OSError: the server cannot be reached, because it is on another machine or in another network namespace.

@@ -1,4 +1,4 @@
-"""Reductions of plain memory: copy into a window of the group, reduce there, and copy out."""
+"""Reductions of tensors that are in no window: copy them into a window of the group, reduce there, and copy the result out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group with three slots for each rank. The first call that needs the window makes it.
+    """A window of the group with three slots for each rank; a slot holds one chunk. The first call that needs it makes it.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
@@ -34,7 +34,7 @@ class StagingArea:
     and no further barriers are needed.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
     """
 
     def __init__(self, node: Node) -> None:
@@ -110,7 +110,7 @@ class CopyInCopyOut(Algorithm):
     n - n/p bytes copied out. One barrier for each chunk; for `all_reduce` one more.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
         signature: the signature of the calls.
         operation: the collective.
         staging: the group's staging area.

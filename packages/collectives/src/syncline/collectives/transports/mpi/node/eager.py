@@ -1,4 +1,4 @@
-"""Collectives of small tensors: each rank writes its tensor to its eager slot, and reads the slots of all ranks."""
+"""Collectives of small tensors: each rank writes its tensor to its slot in shared memory, and reads the slots of all ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Eager(Algorithm):
-    """Moves small tensors. The ranks wait for one another only once: in one arrival, which also compares the call.
+    """Moves small tensors. The ranks wait for one another only once: at a `ShmBarrier`, which also compares the call.
 
     If tensors have n bytes, each of p ranks reads p n bytes.
 
-    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that only the number of arrivals matters, this
+    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that only the number of such waits matters, this
     algorithm is the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
         signature: the signature of the calls.
         operation: the collective.
         size: the size of each call. The data that a rank lets the other ranks read must fit in a slot.

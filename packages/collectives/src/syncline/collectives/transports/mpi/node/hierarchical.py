@@ -20,10 +20,12 @@ STAGE_BYTES = 16 << 20
 
 
 class NodeReduction:
-    """Combines a slice inside the node, then between the slice's leaders, and copies the result to all ranks of this node.
+    """Reduces the slice that this rank leads (see `Hierarchy`): inside the node, then between the leaders of this slice.
+
+    Then it copies the result to all ranks of this node.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
         between: the transport between the leaders of this rank's slice; None if this rank leads no slice.
         ranks: the number of ranks in the group.
     """
@@ -60,7 +62,7 @@ class NodeReduction:
             self._reduce([row[begin:end] for row in rows], self._between, op, call)
 
     def forget(self) -> None:
-        """Release the stage."""
+        """Release the shared memory that `stage` has made."""
         self._stage, self._may_stage = None, False
 
     def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
@@ -92,7 +94,7 @@ class HierarchicalWindow(InWindow):
     """Reduces tensors that are in a window on every node.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
         signature: the signature of the calls.
         reduction: the group's reduction across nodes.
     """
@@ -117,7 +119,7 @@ class Hierarchical(Algorithm):
     only this rank uses this part.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
         reduction: the group's reduction across nodes.
     """
 

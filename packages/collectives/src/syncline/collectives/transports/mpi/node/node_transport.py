@@ -58,8 +58,8 @@ class NodeTransport(MPITransport):
         reproducible: as for `MPITransport`. If True and there are several nodes, all reductions use MPI. With shared memory,
             the order of additions would depend on which rank is on which node.
         thresholds: the sizes from which each algorithm is used. They are the same on all ranks.
-        piece_bytes: the largest piece of a ring of nodes, the same on all ranks. None: the result of `largest_piece_bytes` on
-            this rank.
+        piece_bytes: the size of the largest piece that a rank sends in a ring between nodes; the same on all ranks. None: the
+            result of `largest_piece_bytes` on this rank.
         split: makes the communicator of this rank's node.
         ranks_on_node: how many ranks of the job are on this node. None: as many as the group has on this node.
     """

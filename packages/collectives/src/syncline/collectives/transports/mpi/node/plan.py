@@ -117,7 +117,7 @@ def choose(
 
 
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
-    """Return the size of an eager slot in bytes, a multiple of 64, or 0 if the group uses no eager slots."""
+    """Return the size in bytes of a rank's slot in the eager algorithm, a multiple of 64; 0 if the group cannot use it."""
     others = capabilities.ranks - 1
     # Without a barrier, or across nodes, no rank sees another rank's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
@@ -153,11 +153,11 @@ _warned_of: set[str] = set()  # for the whole process, because every group would
 
 
 class Place(NamedTuple):
-    """The place of a tensor.
+    """The place of a tensor in shared memory.
 
     Attributes:
-        segment: the shared memory.
-        offset_bytes: the offset from the start of this rank's part.
+        segment: the shared memory, which has a part for each rank of the node.
+        offset_bytes: where the tensor begins, counted from the start of its rank's part.
     """
 
     segment: Segment
@@ -327,18 +327,24 @@ class Node:
         self._shared: SharedSync | None = None
 
     def sync(self, call: Call) -> Sync:
-        """Return the sync of all ranks of the group. All ranks call this method at the same point of their order of calls."""
+        """Return the object by which all ranks of the group wait for each other.
+
+        All ranks call this method at the same point of their order of calls.
+        """
         return self._messages if self.hierarchy.nodes > 1 else self.shared_sync(call) or self._messages
 
     def local_sync(self, call: Call) -> Sync:
-        """Return the sync of the ranks of this node.
+        """Return the object by which the ranks of this node wait for each other.
 
-        All ranks of the group call this method at the same point of their order.
+        All ranks of the group call this method at the same point of their order of calls.
         """
         return self.shared_sync(call) or self._local_messages
 
     def shared_sync(self, call: Call) -> SharedSync | None:
-        """Return the sync in shared memory, or None on all ranks if it cannot be made. The first call makes it."""
+        """Return the object by which the ranks of this node wait for each other in shared memory. The first call makes it.
+
+        Return None on all ranks if it cannot be made.
+        """
         if self._shared is None and self._fence is not None:
             # Making the sync is a collective, so first make sure that all ranks are here, for the same call.
             self._messages.same(call)
@@ -382,7 +388,7 @@ class Algorithm(ABC):
     compares = True
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the algorithm has its memory. The first call makes the memory.
+        """Whether the algorithm has the shared memory that it needs. The first call makes this memory.
 
         A collective with the same result on all ranks.
         """
@@ -435,7 +441,7 @@ class NodePlan(Plan):
     [3] If not, another algorithm moves the data. If its memory cannot be made, the plan uses MPI from then on.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
         algorithm: the algorithm for tensors in no window.
         by_mpi: MPI's own collective, which needs no shared memory.
         in_window: the algorithm for tensors in a window; None if a window would not make these calls faster.

@@ -29,7 +29,7 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
     """Make memory with a part for each rank of a node. Every rank of the group calls this.
 
     Args:
-        hierarchy: the group's hierarchy.
+        hierarchy: which ranks of the group share a node.
         communicator: the group's communicator.
         part_bytes: the size of each rank's part.
         run: runs an MPI operation to its end.

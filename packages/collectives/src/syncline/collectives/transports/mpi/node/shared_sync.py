@@ -101,7 +101,7 @@ class ShmBarrier:
         self._complete = 0  # the latest arrival for which this rank has seen all others
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Return for each rank a flat tensor in its eager slot for arrivals of this turn.
+        """Return for each rank a flat tensor in its eager slot for arrivals of this turn (an arrival's number mod 2).
 
         The tensors have one or more elements.
 
@@ -176,11 +176,11 @@ class ShmBarrier:
 
 
 class SharedSync(Sync):
-    """Syncs the ranks of one node by a `ShmBarrier`.
+    """Lets the ranks of one node wait for each other by a `ShmBarrier`.
 
     Args:
         barrier: the barrier of these ranks.
-        messages: the sync of all ranks of the group. After an error, this sync finds out what each rank did.
+        messages: communicates with all ranks of the group. After an error, it finds out what each rank did.
     """
 
     def __init__(self, barrier: ShmBarrier, messages: MessageSync) -> None:

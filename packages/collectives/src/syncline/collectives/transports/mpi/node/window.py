@@ -50,7 +50,7 @@ class Window(InWindow):
     this (see Note [Order in memory] in `shared_sync`). With MPI, it is true because the ranks have received messages.
 
     Args:
-        node: the group's node.
+        node: the group's ranks on this node, with their shared memory.
         signature: the signature of the calls.
         operation: the collective.
     """
@@ -95,7 +95,7 @@ class _Chunk(NamedTuple):
 
 
 def _all_reduce(place: Place, signature: Signature) -> Share:
-    """Reduce this rank's slice, chunk by chunk, and copy each result into the tensors of the other ranks."""
+    """Return a function that reduces this rank's slice, chunk by chunk, and copies each result to the other ranks' tensors."""
     mine, itemsize = place.segment.mine, signature.element_dtype.itemsize
     start, stop = slice_of(signature.numel, place.segment.parts, mine)
     planned = []
@@ -116,7 +116,7 @@ def _all_reduce(place: Place, signature: Signature) -> Share:
 
 
 def _reduce_scatter(place: Place, signature: Signature) -> Share:
-    """Reduce this rank's part of all blocks."""
+    """Return a function that reduces this rank's part of all blocks."""
     start, itemsize = place.segment.mine * signature.numel, signature.element_dtype.itemsize
     planned = []
     for begin, end in _chunks(place, start, start + signature.numel, signature.element_dtype):
@@ -136,7 +136,7 @@ def _reduce_scatter(place: Place, signature: Signature) -> Share:
 
 
 def _all_gather(place: Place, signature: Signature) -> Share:
-    """Copy this rank's tensor into the blocks of all ranks."""
+    """Return a function that copies this rank's tensor into the blocks of all ranks."""
     nbytes = signature.nbytes
     targets = _addresses(place, place.segment.mine * nbytes)
 
@@ -150,7 +150,7 @@ def _all_gather(place: Place, signature: Signature) -> Share:
 
 
 def _broadcast(place: Place, signature: Signature) -> Share:
-    """Copy the root's tensor into this rank's tensor."""
+    """Return a function that copies the root's tensor into this rank's tensor."""
     nbytes = signature.nbytes
     source = _addresses(place, 0)[signature.root_rank]
     is_root = signature.root == place.segment.mine
