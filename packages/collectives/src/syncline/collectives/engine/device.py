@@ -1,4 +1,7 @@
-"""DeviceRuntime: streams, events and copies of one type of accelerator. Abstract, so that tests need no accelerator."""
+"""DeviceRuntime: streams, events and copies of one type of accelerator. Abstract, so that tests need no accelerator.
+
+For CUDA, `transports.cuda` has the implementation.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,10 @@ class FailureWords:
 
         A `TimeoutError` of the transport becomes a `CollectiveTimeout`. Any other `SynclineError` gets a text that begins with
         the call; a `TransportError` becomes a `RankLostError` if a rank is lost. All other errors (Ctrl-C, a bug) are not
-        changed.
+        changed. The text of a call that a lost rank has ended begins like this::
+
+            all_reduce(float32[4], op=SUM), number 3 on rank 0 of 2 in group 'default': rank(s) 1 (pid 16893 on node7) ended, or
+            cannot be reached any more; look there for what ended it
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):

@@ -519,7 +519,8 @@ class HostGroup(EngineGroup):
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
         """Run one call to its end. An error is the group's first failure. See [2]."""
-        # The monitor asks the same question, and may cancel the scope first; see Note [Who ends a call] in `health.monitor`.
+        # While the call waits, `CancelScope.check` calls `ask` every 10 ms, and raises the error that `ask` returns. The
+        # monitor asks the same question, and may cancel the scope first; see Note [Who ends a call] in `health.monitor`.
         ask = self.reason_to_give_up if call.number is None else self._why_call_cannot_end
         call.scope = CancelScope(self.timeout_s, ask)
         # `abort` sets the first failure, then cancels the running call. Here the order is the other way round: set the running
@@ -557,7 +558,10 @@ class HostGroup(EngineGroup):
             raise self._first_failure
 
     def _move(self, call: Call) -> None:
-        """Carry out a collective by its plan. See [3]."""
+        """Carry out a collective by its plan. See [3].
+
+        In an all-reduce, reduce or broadcast, `part` and `whole` are one tensor: the program's own, or a contiguous copy of it.
+        """
         signature = call.signature
         # Not `setdefault`: it would make a plan at every call.
         plan = self._plans.get(signature) or self._make_plan(signature)
@@ -825,7 +829,10 @@ class HostGroup(EngineGroup):
         raise failure from failure.__cause__
 
     def _on_failure(self, failure: BaseException) -> None:
-        """Do nothing. The group calls this method once, when the group has failed. A subclass may then tell other ranks."""
+        """Do nothing. The group calls this method once, when the group has failed.
+
+        `membership.ShrinkableGroup` then raises an alarm in the group's store.
+        """
 
     def _why_sender_will_not_send(self) -> TransportError | None:
         """Return an error if another rank is lost or has left the job, so that its message will never come.
@@ -847,7 +854,10 @@ class HostGroup(EngineGroup):
         return reason or self.reason_to_give_up() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
-        """Return None. A subclass whose ranks have a store returns an error if another rank has raised an alarm there."""
+        """Return None. `membership.ShrinkableGroup` returns an error if another rank has raised an alarm in the group's store.
+
+        Over MPI the ranks have no such store.
+        """
         return None
 
     # ---- for the monitor; see Note [Who ends a call] in `health.monitor` ----

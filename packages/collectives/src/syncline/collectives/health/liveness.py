@@ -172,7 +172,8 @@ class Liveness:
     comes back: two threads that look at the same time find the same ranks.
 
     Args:
-        members: for each rank of the group its process, as far as known.
+        members: for each rank of the group its process, as far as known. Over MPI, `transports.mpi.job_abort.ExitBarrier` has
+            collected the processes.
         rank: this rank.
         lost_ranks: another source of lost ranks.
     """

@@ -257,7 +257,7 @@ class NcclGroup(EngineGroup):
                 event = connected.stream.run(body, after)
         except BaseException as error:
             raise FatalError(_described(work, error)) from error
-        work.is_issued(connected.stream, event, captured=captured)
+        work.note_issued(connected.stream, event, captured=captured)
 
     def _take_number(self, call: Call) -> None:
         call.number = next(self._numbers)

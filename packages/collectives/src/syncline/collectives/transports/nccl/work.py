@@ -97,7 +97,7 @@ class Launch:
         self._event: Event | None = None
         self._work = weakref.ref(work)
 
-    def is_issued(self, event: Event, *, captured: bool) -> None:
+    def note_issued(self, event: Event, *, captured: bool) -> None:
         """Note that the launch is on a stream or was captured, and at which event it will be over."""
         self._event, self.captured = event, captured
 
@@ -203,10 +203,10 @@ class StreamWork(Work):
         self.launch.calls.append(call)
         self._tensors += call.writes
 
-    def is_issued(self, stream: Stream, event: Event, *, captured: bool) -> None:
+    def note_issued(self, stream: Stream, event: Event, *, captured: bool) -> None:
         """Note that all calls are on a stream, or captured into a CUDA graph. Call `settle` next, while you hold no lock."""
         self._stream, self._event = stream, event
-        self.launch.is_issued(event, captured=captured)
+        self.launch.note_issued(event, captured=captured)
         if captured:  # the recorder sees the calls as over, but the tensors are needed until `wait` has ordered the stream
             self._held = [tensor for call in self.launch.calls for tensor in (*call.reads, *call.writes)]
             for call in self.launch.calls:
