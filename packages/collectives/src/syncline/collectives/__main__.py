@@ -52,7 +52,10 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _wanted(words: Sequence[str]) -> list[str]:
-    """The names of the commands to load: only the one that the user named, as another may be broken; else all commands."""
+    """The names of the commands to load.
+
+    If the first word names a command, load only this command, because another command may fail to load. Otherwise load all.
+    """
     from .plugins import plugin_names
 
     names = plugin_names(ENTRY_POINT_GROUP)

@@ -81,7 +81,7 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 
 
 class _Batch:
-    """Gradients of one matrix shape. They are computed in one batch, but each is compressed separately.
+    """Gradients of one matrix shape. One batched call multiplies them, but each gradient has its own factors.
 
     `matrices` is [members, rows, columns]. With error feedback, `matrices` does not share memory with the gradients, because it
     becomes the next error. A batch of one gradient reuses the memory of the gradient's latest error, if there is an error.

@@ -134,9 +134,9 @@ _LIBRARIES = ("syncline.", "torch.")
 class Call:
     """One call of a collective that this rank has issued.
 
-    The group makes the call. The group's thread or the caller's thread runs the call, and the monitor looks at the call's
-    scope. The recorder keeps the call after its end. So the call releases its tensors when it ends, and the recorder keeps no
-    memory alive.
+    The group makes the call. The group's thread or the caller's thread runs the call. The monitor can end the call's waits
+    through `scope`. The recorder keeps the call after its end. So the call releases its tensors when it ends, and the recorder
+    keeps no memory alive.
 
     Args:
         signature: which collective is called.

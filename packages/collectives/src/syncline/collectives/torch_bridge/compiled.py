@@ -1,4 +1,4 @@
-"""Operators that compiled programs call on a group by its name, and that C++ does not pass to a group in Python.
+"""Kernels for three operators of compiled programs. Torch's own kernels of these operators do not reach a group in Python.
 
 torch.compile turns collectives into functional operators. Most of these operators reach our groups. But three of them go to the
 group's C++ backend, which our groups do not have: two operators that write into a given tensor (the compiler's bucketing of

@@ -1,4 +1,4 @@
-"""The tables of a forecast for the terminal, by rich."""
+"""A forecast as tables for the terminal, made with the package rich."""
 
 from __future__ import annotations
 
