@@ -380,6 +380,21 @@ def test_a_newcomer_with_other_options_is_refused() -> None:
     made.close()
 
 
+def test_a_newcomer_needs_no_interface_although_the_job_has_chosen_one() -> None:
+    store = dist.PrefixStore("job", HashStore())
+    with patch.object(gloo, "_generations", itertools.count()):  # as in a process of its own
+        made = GlooBackend().connect(ConnectRequest(None, 0, 1, None, 30, store=store, interfaces=("lo",)))
+    with patch.object(gloo, "_generations", itertools.count()):
+        newcomer = GlooBackend().connect(ConnectRequest(None, None, None, None, 30, store=store, joins=True))
+
+    def play(number: int) -> object:
+        if number == 0:
+            until(lambda: made.newcomers() == 1)
+        return met_and_summed((made, newcomer)[number].admit())
+
+    assert in_threads(2, play) == [((0, 1), rank, 1.0) for rank in range(2)]
+
+
 @pytest.mark.parametrize("value", ["yes", "true", "2"])
 def test_the_variable_must_be_one_or_zero(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("SYNCLINE_JOIN", value)

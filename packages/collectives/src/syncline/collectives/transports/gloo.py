@@ -299,6 +299,12 @@ def _at(address: str) -> Devices:
     return ({"hostname": address},)
 
 
+def _address_of(device: Mapping[str, str]) -> str:
+    """An address at which other hosts reach this rank's Gloo."""
+    interface = device.get("interface")
+    return device["hostname"] if interface is None else own_addresses([interface])[0].address
+
+
 def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: CancelScope, devices: Devices) -> Any:
     patience = CancelScope(scope.remaining_s(), liveness.reason_to_give_up)
     mine = ", ".join(value for device in devices for value in device.values())
@@ -377,7 +383,7 @@ class GlooBackend(Backend):
         transport = connect(store, rank, size, request.group_name, scope, devices, interfaces=request.interfaces)
         generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
         if rank == 0 and admit_lack(request) is None:
-            store.set(_HOST_0, json.dumps([loopback_domain(), *transport.devices[0].values()]))
+            store.set(_HOST_0, json.dumps([loopback_domain(), _address_of(transport.devices[0])]))
         again = _connect_again(request, store, transport.devices)
         reconnector = GlooReconnector(store, generation, Job(size, _options(request)), again, lack, admit_lack(request))
         return _started(transport, reconnector, request)
