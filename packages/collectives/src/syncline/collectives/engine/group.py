@@ -254,6 +254,7 @@ class EngineGroup(ProcessGroup, Inherited):
         """Mark the group as closed in a forked child. Takes no lock and sends nothing. See Note [Forks] in `forks`."""
         self._closed = self._is_over = self._is_in_fork = True
         self._plans = {}
+        self._closing = threading.RLock()  # a thread that the fork lacks may hold the other lock
         self._queue.leave_to_parent()
 
     def close(self) -> None:
@@ -270,10 +271,8 @@ class EngineGroup(ProcessGroup, Inherited):
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
-        if self._closed:  # also in a fork, whose lock may be held for ever
-            return
         with self._closing:
-            if self._closed:  # by another thread, while this one waited
+            if self._closed:  # perhaps by another thread, while this one waited for the lock
                 return
             # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
             with ExitStack() as ending:
