@@ -1,1 +1,1 @@
-"""Groups that outlive some of their ranks. The other ranks agree on who is left, and connect anew."""
+"""Replace a group after ranks were lost, or when processes join: agree on the members of the next group, and connect them."""

@@ -1,4 +1,4 @@
-"""JoinQueue: processes that start later wait in a store until the members of a group let them in."""
+"""JoinQueue: processes that want to join a running job wait in a store until the job's ranks let them in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reconnector import Generation
 
 
 class JoinQueue:
-    """The queue in which newcomers get a number and wait.
+    """The queue of newcomers: processes that want to join a running job. Each newcomer takes a number, and waits to be let in.
 
     Note [How a newcomer comes in]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -29,13 +29,14 @@ class JoinQueue:
         5. reads the decisions, from generation 0 on,
            until a decision has its number; then all members connect
 
-    Note [Who is left] in `membership_vote` says how the members agree. A newcomer that dies before step 3 is not proposed, if
-    it is on the same machine as the proposing member. A newcomer that dies later is a lost member: the next generation cannot
-    connect, and the members vote again. Because of step 4, this newcomer is not proposed again.
+    Note [Who is left] in `membership_vote` says what a generation is, and how the members agree. A newcomer that dies before
+    step 3 is not proposed, if it is on the same machine as the proposing member. A newcomer that dies later is a lost member:
+    the next generation cannot connect, and the members vote again. Because of step 4, this newcomer is not proposed again.
 
     Args:
         store: the store in which the members meet.
-        first_size: the number of members of the first generation. The first newcomer gets this number.
+        first_size: how many members the first generation has. Their numbers are 0 to `first_size - 1`, so the first newcomer
+            gets the number `first_size`.
     """
 
     def __init__(self, store: Store, first_size: int) -> None:
@@ -47,7 +48,7 @@ class JoinQueue:
         return self._first_size + self._store.add("newcomers", 1) - 1
 
     def waiting(self) -> list[int]:
-        """The numbers of the waiting newcomers, ascending. Some may have ended."""
+        """The numbers of the waiting newcomers, ascending. The processes of some of them may have ended."""
         # If no newcomer ever came, `get` would wait for one.
         if not self._store.check(["newcomers"]):
             return []
@@ -60,10 +61,10 @@ class JoinQueue:
             self._store.delete_key(_waiting(number))
 
     def wait(self, me: int, silence_timeout_s: float, has_ended: HasEnded) -> Generation:
-        """Wait until the members let this newcomer in. Returns the first generation that contains this newcomer.
+        """Wait until the members let this process in, the newcomer with the number `me`. Returns the first generation with it.
 
         Raises:
-            CollectiveTimeout: the members did not let it in within `silence_timeout_s` seconds.
+            CollectiveTimeout: the members did not let this process in within `silence_timeout_s` seconds.
             RankLostError: all members have ended.
         """
         self._store.set(_waiting(me), b"")

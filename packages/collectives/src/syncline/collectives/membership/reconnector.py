@@ -1,4 +1,4 @@
-"""Reconnector: connects the members that are left of a group."""
+"""Reconnector: connects the members of the next group: those that are left of a group, and newcomers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MOST_ATTEMPTS = 4
 """How often the same members try to connect before a shrink fails."""
 
 WAITING = -1
-"""The number of a newcomer's generation."""
+"""The value of `Generation.number` in a newcomer that was not let in yet."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One group of members. All members use the same number for a generation.
+    """The members of one group. When members are lost or let in, the next generation follows, with a new group.
 
     Attributes:
-        number: 0 for the first group of the job; `WAITING` for the group of a newcomer that was not let in yet.
-        members: the members' numbers, in the order of their ranks.
+        number: counts the generations of the job from 0; `WAITING` in a newcomer that was not let in yet.
+        members: the members' numbers, in the order of their ranks. A member keeps its number in later generations.
         me: this process's number as a member.
     """
 
@@ -31,7 +31,7 @@ class Generation:
     me: int
 
     def next(self, members: Sequence[int]) -> Generation:
-        """The generation after this one."""
+        """The generation after this one, with the given members."""
         return Generation(self.number + 1, tuple(members), self.me)
 
     @property
@@ -46,7 +46,7 @@ class Generation:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's rank in the group of this generation."""
         return self.members.index(self.me)
 
 
@@ -73,7 +73,7 @@ class Reconnector(ABC):
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """Do the same as `shrink`, and let in waiting newcomers, at most `limit`. A newcomer calls it to be let in.
+        """Connect the survivors as in `shrink`, and at most `limit` newcomers (None: all). A newcomer calls this to be let in.
 
         Raises:
             CollectiveTimeout: the members did not let this newcomer in.
@@ -85,7 +85,10 @@ class Reconnector(ABC):
         """Release the resources for meeting again. All members call it, after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """An object that knows which ranks have left the group; None if ranks do not tell. Called once for each generation."""
+        """The object that finds calls that wait for ranks that have left; None if ranks do not tell that they leave.
+
+        Called once for each generation.
+        """
         return None
 
     def raise_alarm(self, generation: Generation, why: str) -> None:  # noqa: B027 - the library may tell the members itself

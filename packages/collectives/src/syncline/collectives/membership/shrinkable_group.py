@@ -1,4 +1,4 @@
-"""ShrinkableGroup: a host group whose survivors can meet again, together with newcomers."""
+"""ShrinkableGroup: a `HostGroup` from which the survivors of a loss, and newcomers, can make a new group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reconnector import Reconnector
 
 
 class ShrinkableGroup(HostGroup):
-    """A `HostGroup` whose members can meet again.
+    """A `HostGroup` whose members can meet again after a loss, also with newcomers, and make a new group.
 
     If a collective fails on a rank, the rank raises an alarm in the reconnector's store. (Without a store, MPI itself tells the
     ranks.) The other ranks look for the alarm when a collective takes long. So all ranks leave a broken group soon, even if no
@@ -25,7 +25,7 @@ class ShrinkableGroup(HostGroup):
     Args:
         transport: connects the members of the reconnector's generation.
         reconnector: lets the members meet again.
-        options: as for `HostGroup`.
+        options: the other arguments of `HostGroup`.
     """
 
     def __init__(self, transport: Transport, reconnector: Reconnector, **options: Any) -> None:

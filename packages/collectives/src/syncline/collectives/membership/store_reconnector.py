@@ -1,4 +1,4 @@
-"""StoreReconnector: members meet again in the store of the first rendezvous."""
+"""StoreReconnector: after a loss, the members of a group meet again in the store in which they met at the start."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .reconnector import MOST_ATTEMPTS, Generation, Reconnector
 logger = logging.getLogger("syncline.collectives")
 
 CONNECT_S = 15.0
-"""How many seconds the members of a new generation have to connect. After this time they vote again."""
+"""If the members of a new generation have not connected after this time, in seconds, they vote again."""
 
 _MOST_ALARM_BYTES = 2000
 
 
 class StoreReconnector(Reconnector):
-    """The survivors agree on the members by a `MembershipVote`, and the backend connects them.
+    """Lets the survivors agree on the members of the next group by a `MembershipVote`. The subclass of a backend connects them.
 
     See Note [Who is left] in `membership_vote`.
 
     Args:
         store: a store that all members can reach, and that outlives each of them.
         generation: the group's current generation.
-        first_size: the number of members of the first generation.
+        first_size: how many members the first generation has.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int) -> None:
@@ -54,7 +54,7 @@ class StoreReconnector(Reconnector):
         """Connect the members of a generation. All of them call it.
 
         Raises:
-            TransportError: members did not come within `timeout_s` seconds, or one has ended.
+            TransportError: members did not come within `timeout_s` seconds, or a member has ended.
         """
 
     @override

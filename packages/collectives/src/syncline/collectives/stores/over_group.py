@@ -33,8 +33,8 @@ class GroupStore(ServedStore):
     """A store for the ranks of a group. The group must not be used for anything else.
 
     Rank 0 serves the others from a thread that checks for requests every 0.2 ms to 20 ms, and with many ranks less often. The
-    interval grows while no request comes. A call costs four messages, and none on rank 0. A call that waits for a key repeats
-    its request.
+    interval grows while no request comes. A call costs four messages on other ranks, and none on rank 0. A call that
+    waits for a key repeats its request.
 
     Args:
         group: the group whose ranks share the store. All ranks make a `GroupStore` and close it. The store closes the group.
@@ -76,8 +76,8 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank leaves, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most for all other ranks to leave. If not all ranks can leave together, the group is
-        aborted. In a forked child of a rank, `close` does nothing.
+        Rank 0 waits a few seconds at most for all other ranks to leave. If a rank does not leave in time, or rank 0
+        is gone, the group is aborted instead. In a forked child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -134,13 +134,13 @@ class _Server:
             self._thread.start()
 
     def answer(self, client: int, message: bytes) -> bytes:
-        """Carry out one request."""
+        """Carry out one request of the rank `client`, and return the answer."""
         with self._lock:
             ((_, reply),) = self._service.request(client, message, time.monotonic())
             return reply
 
     def stop(self) -> bool:
-        """Wait a few seconds until all other ranks have left. Returns whether all of them have."""
+        """Wait a few seconds for all other ranks to leave, then end the thread. Returns whether all of them have left."""
         if self._thread.is_alive():
             self._thread.join(_GOODBYES_S)
         self._stopping.set()

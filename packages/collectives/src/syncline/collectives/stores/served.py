@@ -1,8 +1,8 @@
 """A table that one process serves to others: the protocol, the server's side, and the client's side.
 
-A message is a code, then fields. Before each field comes its length. No field is ever unpickled or evaluated. `Service` does no
-I/O: it gets the time as an argument and returns the answers, so tests need no network. The TCP store and the store over a group
-use this module.
+A message is a code (an `Op` or a `Status`), then fields. Before each field comes its length. No field is ever unpickled or
+evaluated. `Service` does no I/O: it gets the time as an argument and returns the answers, so tests need no network. The TCP
+store and the store over a group use this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ProtocolError(Exception):
 
 
 class Op(IntEnum):
-    """A client's operation. The comments show the fields of the request and of the answer."""
+    """The operation that a client requests. The comments show the fields of the request and of the answer."""
 
     SET = 1  # key, value -> (nothing)
     GET = 2  # seconds, key -> value
@@ -43,7 +43,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """The result in an answer. The comments show the fields that follow."""
+    """The result of a request, with which the answer begins. The comments show the fields that follow."""
 
     DONE = 1  # the fields of the operation
     TIMED_OUT = 2  # the keys that are missing
@@ -82,12 +82,12 @@ def _field(message: bytes, start: int) -> tuple[bytes, int]:
 
 
 def pack_seconds(seconds: float) -> bytes:
-    """A time limit as a field."""
+    """Encode a time limit as a field."""
     return _SECONDS.pack(seconds)
 
 
 def unpack_seconds(field: bytes) -> float:
-    """A time limit from a field.
+    """Decode a time limit.
 
     Raises:
         ProtocolError: the field is not a number, is negative, or is longer than any store waits.
@@ -100,7 +100,7 @@ def unpack_seconds(field: bytes) -> float:
 
 
 def unpack_text(field: bytes) -> str:
-    """A key from a field.
+    """Decode a key.
 
     Raises:
         ProtocolError: the field is not UTF-8.
@@ -112,7 +112,7 @@ def unpack_text(field: bytes) -> str:
 
 
 def unpack_int(field: bytes) -> int:
-    """A number from a field.
+    """Decode a number.
 
     Raises:
         ProtocolError: the field is not a number of at most 20 characters.
@@ -135,7 +135,7 @@ forgets the wait of a client that is gone."""
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A client that gets its answer when all of `keys` exist, or at the time `until`."""
+    """The request of a client that waits. The client gets its answer when all of `keys` exist, or at the time `until`."""
 
     keys: list[str]
     until: float
@@ -143,7 +143,7 @@ class _Waiting:
 
 
 class Service(Generic[Client]):
-    """Answers requests. `Client` is the type that identifies a connection."""
+    """The server's table. Answers the requests of clients. `Client` is the type by which the caller names a client."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -251,7 +251,7 @@ def _take(fields: list[bytes], count: int) -> list[bytes]:
 
 
 class ServedStore(Store):
-    """A store in which every method that does not wait uses `_call`."""
+    """The client's side. Each method that does not wait sends its operation to the server by `_call`."""
 
     @abstractmethod
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:

@@ -28,7 +28,7 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class Store(ABC):
-    """A table from text to bytes that all processes (or threads) of a job share.
+    """A table from text to bytes that all processes (or threads) of a job share. An object of this class is a *handle* on it.
 
     **Who may call:** any thread of any process that has a handle, at any time. No method is a collective. A call that waits in
     one thread does not block other threads of the same handle, or other processes.
@@ -182,7 +182,7 @@ def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
     same time.
 
     Returns:
-        Whether `done` returned true before the scope was over.
+        Whether `done` returned true before `scope` was over.
     """
     pause_s = _FIRST_PAUSE_S
     while not done():
@@ -194,7 +194,7 @@ def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
 
 
 class PrefixStore(Store):
-    """Every key `k` is `prefix/k` in `store`, so that several users share one store without knowing of each other.
+    """The key `k` of this store is the key `prefix/k` of `store`. So uses of `store` with other prefixes do not interfere.
 
     Args:
         prefix: the beginning of the keys, without the slash that follows.

@@ -1,4 +1,4 @@
-"""Functions that change one value of a table, and stores that run these functions under one lock.
+"""Changes of one value of a table, as functions, and stores that carry out these functions under one lock.
 
 Such a function is called a change (type `Mutation`). It takes the value of a key (None if there is no value). It returns the
 new value (None to remove the key) and the answer for the caller.
@@ -82,7 +82,7 @@ def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answe
 
 
 class LockedStore(Store):
-    """A store in which every method that changes a value uses `_apply`."""
+    """A store whose methods change values only by `_apply`. A subclass carries out `_apply` under a lock."""
 
     @abstractmethod
     def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
@@ -118,7 +118,7 @@ class InMemoryStore(LockedStore):
         self._changed = threading.Condition()
 
     def describe(self) -> str:
-        """The words "in-memory store": it has no address."""
+        """The words "in-memory store". There is no address to show."""
         return "in-memory store"
 
     @override

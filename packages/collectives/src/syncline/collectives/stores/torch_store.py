@@ -115,8 +115,8 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as one of our stores.
 
-    It waits by asking again and again. Other peculiarities of torch's stores remain: FileStore counts a key of its own in
-    `num_keys`, and TCPStore closes the connection of a client that calls `add` on a text.
+    A call that waits asks torch's store again and again. Some peculiarities of torch's stores remain: FileStore counts a key of
+    its own in `num_keys`, and TCPStore closes the connection of a client that calls `add` on a text.
 
     Args:
         store: the store with the values.

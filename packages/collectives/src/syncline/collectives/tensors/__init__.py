@@ -1,1 +1,1 @@
-"""Tensors in memory: layout, checks, packing, and reductions on the host."""
+"""Tensors as the arguments of collectives: checks, layout in memory, packing, and reductions on the host."""

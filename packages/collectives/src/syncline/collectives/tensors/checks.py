@@ -1,4 +1,4 @@
-"""Checks of a collective's arguments. Each check is a pure function that returns a problem as text for an error, or None."""
+"""Checks of a collective's arguments. Most are pure functions that return a problem as text for an error, or None."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..reduce_op import PremulSum, ReduceOp
 from ..torch_internals import awaited_value, is_fake, is_functorch_wrapped
 from .layout import overlaps_itself
 
-# Nearly all arguments have one of these types, and need no further check.
+# Nearly all arguments have one of these types, and need neither `resolved` nor `has_fakes`.
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, bool, str, type(None)})
 
 
 def are_usual(values: Iterable[object]) -> bool:
-    """Whether a quick test shows that `resolved` and `has_fakes` would find nothing in the arguments of a call."""
+    """Whether a quick test shows that no argument stands for another tensor. If true, skip `resolved` and `has_fakes`."""
     for value in values:
         kind = type(value)
         if kind in _USUAL:
@@ -34,7 +34,7 @@ def are_usual(values: Iterable[object]) -> bool:
 
 
 def resolved(value: Any) -> Any:
-    """Replace tensors that stand for other tensors, in an argument or in a list of arguments.
+    """Replace each `AsyncCollectiveTensor` in an argument by the tensor for which it stands.
 
     Note [Tensors that are no memory]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -42,8 +42,8 @@ def resolved(value: Any) -> Any:
 
     1. An `AsyncCollectiveTensor` (the result of torch's functional collectives) stands for the tensor that the collective
        writes. This function waits for the collective, and returns that tensor.
-    2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. The call ends at once, without
-       communication, because other ranks may not make this call at all (see `engine.observers.shown_to_observers`).
+    2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. A collective that gets one ends
+       at once, without communication, because other ranks may not call it at all (see `engine.observers.shown_to_observers`).
     3. `no_memory` refuses all others, such as `DTensor` and `MaskedTensor`; the error names the class. It also refuses tensors
        inside transformations of `torch.func`, and tensors whose memory was freed.
     """
@@ -62,7 +62,7 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
-    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. If not, call both."""
+    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. If false, call both."""
     return (
         type(tensor) in _PLAIN_TYPES
         and ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
@@ -74,7 +74,7 @@ def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a library may read memory at the tensor's address. An empty tensor may have no address."""
+    """Whether a library may read the tensor at its address. Also true for an empty tensor, which may have no address."""
     try:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # inside a transformation of torch.func
@@ -137,7 +137,7 @@ def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None
 
     Args:
         call_arguments: the arguments by name.
-        only_on_root: the name of a list that only the root gives. It may be None.
+        only_on_root: the name of an argument that only the root gives. This argument may be None.
     """
     for name, given in call_arguments.items():
         if given is None and name == only_on_root:
@@ -154,11 +154,11 @@ def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None
 
 
 def refuse_no_tensors(collective: str, place: str, **call_arguments: object) -> None:
-    """Check arguments by `no_tensors`.
+    """Raise an error if `no_tensors` finds a problem in the arguments.
 
     Args:
         collective: the name of the call, for the message.
-        place: this rank and the group in words.
+        place: this rank and the group in words, for the message.
         call_arguments: the arguments by name.
 
     Raises:
@@ -170,7 +170,7 @@ def refuse_no_tensors(collective: str, place: str, **call_arguments: object) -> 
 
 
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
-    """The problem if a group cannot read or write the tensor at all."""
+    """The problem if a group of this backend, which serves `device_types`, cannot read or write the tensor at all."""
     if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything
         return f"expected a torch.Tensor, found {type(tensor).__name__}"  # type: ignore[unreachable]
     problem = no_memory(tensor)
@@ -210,7 +210,7 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
-    """The problem unless a list has one tensor for each rank, all with the dtype of `mine`, and `mine`'s shape at `rank`."""
+    """The problem unless a list has a tensor for each rank: all with the dtype of `mine`, number `rank` also with its shape."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -238,7 +238,7 @@ def no_size(numel: object, dtype: object) -> str | None:
 
 
 def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
-    """The problem if `splits` (None: evenly) do not divide the first dimension of a tensor over `size` ranks."""
+    """The problem if `splits` (rows for each rank; None: equally many) do not divide a tensor's rows among `size` ranks."""
     if tensor.dim() == 0:
         return f"expected the {what} to have at least one dimension to split, found a 0-dimensional tensor"
     rows = tensor.shape[0]
@@ -267,12 +267,12 @@ def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] 
 
 
 def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | None:
-    """The problem if a tensor shares memory with a block, unless it is exactly the block's part number `rank`."""
+    """The problem if `part` shares memory with `block` (the parts of all ranks) and is not exactly the block's part `rank`."""
     if not part.is_contiguous() or not block.is_contiguous():
         return None  # a tensor with gaps is copied before the call, and the copy shares no memory
     start, end = _extent(part)
     first, last = _extent(block)
-    # In this order: an empty part, a part before the block, a part behind it, and this rank's own part.
+    # These are no problem, in this order: an empty part, a part before the block, a part behind it, and this rank's own part.
     if start >= end or end <= first or start >= last or start == first + rank * part.nbytes:
         return None
     return (

@@ -1,4 +1,4 @@
-"""The layout of tensors in memory, and the contiguous tensors and blocks into which a collective packs them."""
+"""The layout of tensors in memory. How a collective packs its tensors into contiguous ones, and unpacks the results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def untracked() -> torch.inference_mode:
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which this tensor may be written. It makes new tensors inference tensors only if this tensor is one.
+    """A context in which this tensor may be written. New tensors are inference tensors only if this tensor is one.
 
-    Prefer it to `untracked` for sparse tensors: CUDA's sparse operators fail in inference mode.
+    Prefer this context to `untracked` for sparse tensors: CUDA's sparse operators fail in inference mode.
     """
     return untracked() if tensor.is_inference() else torch.no_grad()
 
@@ -34,7 +34,7 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 
 def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of the tensors needs `untracked`. Most need nothing, and this test is cheaper than entering the context."""
+    """Whether one of the tensors can be written only in `untracked`. Most need no context, and this test costs less."""
     for tensor in tensors:  # noqa: SIM110 - `any` with a generator would double the cost
         if tensor.requires_grad or tensor.is_inference():
             return True
@@ -44,7 +44,7 @@ def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two different indices mean the same place in memory. A pure function.
 
-    Cost: a sort of the dimensions. If the dimensions interleave, as only `as_strided` makes them, a look at every element.
+    Cost: a sort of the dimensions. If dimensions interleave (only in results of `as_strided`), also a look at every element.
     """
     # Without an element, no two elements can meet.
     if 0 in shape:
@@ -62,7 +62,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its memory holds its values in order, else a contiguous copy.
 
-    A copy is needed for tensors with strides, and for tensors that torch conjugates or negates lazily (`conj()`,
+    A copy is needed for tensors that are not contiguous, and for tensors that torch conjugates or negates lazily (`conj()`,
     `conj().imag`).
     """
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -107,7 +107,7 @@ _WHOLE_IS_LIST = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"}
 def pack(
     name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pack a call's tensors into the contiguous tensors that a plan moves.
+    """Pack a call's tensors into the contiguous tensors that the library moves.
 
     Args:
         name: the collective's name.
@@ -140,7 +140,7 @@ def pack(
 def unpack(
     name: str, part: torch.Tensor, whole: torch.Tensor | None, writes: Sequence[torch.Tensor], *, is_root: bool = False
 ) -> None:
-    """Copy the results to the tensors that the call writes, and tell autograd of tensors that were written in place."""
+    """Copy the results of a call from the tensors of `pack` to `writes`. Tell autograd if the library wrote a tensor itself."""
     wire = whole if name in _PART_IS_READ else part
     if wire is None or not writes or name == ("broadcast" if is_root else "reduce"):
         return  # this rank got no result: it is the root of a broadcast, or is not the root of a reduce or gather

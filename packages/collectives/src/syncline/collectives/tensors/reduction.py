@@ -26,19 +26,19 @@ _PIECE_NUMEL = 64 * 1024
 
 
 def core_op(op: Reduction) -> ReduceOp:
-    """The reduction between the ranks. For AVG and PREMUL_SUM it is SUM: they only scale before or after the sum."""
+    """The operation between two terms: SUM for AVG and PREMUL_SUM, which only scale before or after the sum; else `op`."""
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are combined: float32 for halves, else the dtype itself."""
+    """The dtype in which values are combined: float32 for halves (float16, bfloat16), else the dtype itself."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combine one tensor of each rank, in the order of ranks, so that every rank that computes it gets the same bits.
+    """Combine one tensor of each rank, in the order of ranks, so that every rank that computes the result gets the same bits.
 
-    Halves are widened to float32, combined and scaled in float32, and rounded once.
+    Halves (float16, bfloat16) are widened to float32, combined and scaled in float32, and rounded once.
 
     Args:
         op: a reduction that is defined for the dtype (see `check_reduction`).
@@ -59,7 +59,7 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
 
 def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor]) -> None:
     """As `reduce_in_rank_order`, but write the result to `out`, which may be one of the terms."""
-    if len(terms) == 1 and not isinstance(op, PremulSum):  # with one rank, only the factor changes anything
+    if len(terms) == 1 and not isinstance(op, PremulSum):  # with one term, only the factor changes anything
         if terms[0] is not out:
             out.copy_(terms[0])
         return
@@ -74,9 +74,9 @@ def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor])
 
 
 def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype) -> Callable[..., object]:
-    """Make a function that does `reduce_into` on these terms. The function takes the keyword `out`.
+    """Make a function that reduces these terms as `reduce_into` does. The function writes the result to its keyword `out`.
 
-    Use it if the same terms are reduced often, because the arithmetic is chosen only once.
+    If the same terms are reduced often, this is cheaper than `reduce_into`, because the arithmetic is chosen only once.
     """
     if _is_one_addition(op, terms, dtype):
         return functools.partial(torch.add, *terms)
@@ -86,13 +86,13 @@ def reducer_of(terms: Sequence[torch.Tensor], op: Reduction, dtype: torch.dtype)
 
 
 def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Combine the terms in rank order, in the accumulation dtype, without the division of AVG.
+    """Combine the terms in rank order, in the dtype of `accumulation_dtype`, without the division of AVG.
 
     Args:
         op: as for `reduce_in_rank_order`.
         terms: as for `reduce_in_rank_order`.
-        out: has room for the result; may be one of the terms. Only the last operation writes it, and only if it has the
-            accumulation dtype.
+        out: has room for the result; may be one of the terms. Only the last operation writes `out`, and only if `out`
+            has the accumulation dtype.
 
     Returns:
         The tensor with the result: `out`, or a new tensor.

@@ -1,4 +1,4 @@
-"""Reductions of sparse tensors. They gather all elements, because each rank may have elements at different indices."""
+"""All-reduce of sparse tensors. Every rank gathers all elements, because each rank may have elements at different indices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gatherer(Protocol):
         """The number of ranks."""
 
     def place(self) -> str:
-        """Where an error happened, in words."""
+        """This rank and the group in words, for errors."""
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Work:
         """See `ProcessGroup.all_gather`."""
@@ -36,18 +36,18 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     """Add up the COO tensors of all ranks, in place. Every rank ends with the same elements and bits, coalesced.
 
     Args:
-        group: the process group; all its ranks call.
+        group: the process group; all its ranks call this function.
         tensor: sparse COO. Every rank passes the same shape, dtype and number of sparse dimensions, and any elements.
         op: SUM, AVG or a `premul_sum`.
-        async_op: return at once.
+        async_op: return at once, and not only when the result is there.
 
     Raises:
         InvalidArgumentError: `op` is another reduction.
         DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise it, from the call or from
             `wait()`.
 
-    Cost: an all-gather of the element counts, then one of the indices and one of the values. The tensors of ranks with
-    fewer elements are padded: with p ranks, p times the bytes of the rank with the most elements are on the wire. If most
+    Cost: an all-gather of the element counts, then one of the indices and one of the values. All tensors are
+    padded to the most elements that any rank has: each of p ranks gathers p times the bytes of the largest tensor. If most
     elements are present, a dense all-reduce is cheaper.
     """
     if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
@@ -72,7 +72,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     future = new_future([tensor])
 
     def finish(done: TensorsFuture) -> None:
-        """Complete the future. A callback and not `then`, because torch's `then` keeps only the text of an error."""
+        """Set the future's result or error. Use it as a callback: torch's `then` would keep only the text of an error."""
         try:
             gather_elements(done)
         except Exception as error:  # noqa: BLE001 - the future's waiters must get it
@@ -90,7 +90,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
     """Gather all elements and add them up.
 
-    A callback calls it, so its collectives run before all later calls: see Note [One total order] in `engine.queue`.
+    A callback calls this function, so its collectives run before all later calls: see Note [One total order] in `engine.queue`.
     """
     values = mine.values()
     if isinstance(op, PremulSum):

@@ -1,4 +1,4 @@
-"""Reduce-scatter with results of different sizes: one reduction for each rank."""
+"""Reduce-scatter with results of different sizes, by one `reduce` to each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reducing(Protocol):
         """This process's rank."""
 
     def place(self) -> str:
-        """Where an error happened, in words."""
+        """This rank and the group in words, for errors."""
 
     def marked(self, mark: str) -> AbstractContextManager[None]:
         """See `ProcessGroup.marked`."""
@@ -31,7 +31,7 @@ class Reducing(Protocol):
 
 
 def is_uneven(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the inputs of a reduce-scatter differ in shape. All ranks get the same answer if they pass matching inputs."""
+    """Whether the inputs of a reduce-scatter differ in shape. Ranks whose inputs have the same shapes get the same answer."""
     return any(entry.shape != inputs[0].shape for entry in inputs[1:])
 
 
@@ -41,11 +41,11 @@ def reduce_scatter(
     """Combine the r-th inputs of all ranks on rank r, for every r.
 
     Args:
-        group: the process group; all its ranks call.
-        output: like `inputs[rank]`; shares no memory with any input.
-        inputs: one for each rank, of any shape, also empty; number r has the same shape on every rank.
+        group: the process group; all its ranks call this function.
+        output: gets the result; has the shape and dtype of `inputs[rank]`, and shares no memory with any input.
+        inputs: one tensor for each rank, of any shape, also empty; number r has the same shape on every rank.
         op: a reduction that is defined for the dtype.
-        async_op: return at once.
+        async_op: return at once, and not only when the result is there.
 
     Cost: one `reduce` for each rank.
     """

@@ -96,7 +96,7 @@ def _make(path: Path) -> None:
 
 
 def _open_here(path: Path, flags: int, folder: int | None = None) -> int:
-    """Open without following a symbolic link, relative to `folder` if it is given."""
+    """Open a file or folder, but no symbolic link. If `folder` is given, open the name of `path` inside this folder."""
     try:
         return os.open(path if folder is None else path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:

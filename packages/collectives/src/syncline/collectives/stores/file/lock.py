@@ -8,16 +8,16 @@ of one process. Making a hard link is atomic on the *server* of all these file s
 `lock` to its own file. So::
 
     1. write a file `ticket-<random>` that says who we are
-    2. link(ticket, "lock"), again and again until the scope ends
+    2. link(ticket, "lock"), again and again until the time limit
     3. the lock is ours if link succeeds, or if the ticket now has two names: an NFS client that lost the server's answer
        asks again, and is told that the name exists (open(2) recommends this check)
     4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
 A process that is killed between 2 and 4 (some milliseconds) leaves the lock behind. A process on the same machine can find out
-that the holder has ended (`ProcessIdentity`), and takes the lock away. Only one process may do so, and it must not take the
-lock of the next holder. So it must first create the file `break-<the holder's ticket>`, which is never removed. Processes on
-other machines cannot find this out. They fail at the end of their scope, with an error that names the holder and the file to
-delete. If we broke the lock by its age, two processes could hold it.
+that the holder has ended (`ProcessIdentity`), and takes the lock away. Only one process may do so, and this process must
+not take away the lock of the next holder. So it must first create the file `break-<the holder's ticket>`, which is never
+removed. Processes on other machines cannot find out that the holder has ended. They fail at their time limit, with an error
+that names the holder and the file to delete. If we broke the lock by its age, two processes could hold it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LinkLock:
         return ticket
 
     def _take_over(self, folder: int, ticket: str) -> bool:
-        """Take the lock away from a holder that has certainly ended, and try again. Returns whether the lock is ours now."""
+        """Remove the lock of a holder that has certainly ended, and try to take it. Returns whether this process has it now."""
         try:
             _, theirs, process, *_ = [*self._read_lock(folder).split("\n"), "", ""]
             # Only a holder that has certainly ended loses the lock. A file without a ticket was not written by a holder.

@@ -71,10 +71,13 @@ def _split(body: bytes) -> tuple[str, bytes | None]:
 
 
 class Log:
-    """The table that is stored in the file `log`. Only one thread at a time may use it.
+    """A table that is stored in the file `log` as a list of changes. Only one thread at a time may use the object.
 
     Args:
         folder: the folder of the file. The file is created, for the owner only, if it does not exist.
+
+    Attributes:
+        values: the table as of the last `refresh` or `append`.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -106,7 +109,7 @@ class Log:
         self._end += size
 
     def append(self, key: str, value: bytes | None) -> None:
-        """Write one change. Hold the lock, and call `refresh` before."""
+        """Write one record (see `encode`) to the end of the file. The caller first takes the lock, then calls `refresh`."""
         record = encode(key, value)
         with self._open(os.O_RDWR) as file:
             self._write(file, record)

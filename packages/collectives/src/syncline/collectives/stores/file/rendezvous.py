@@ -18,8 +18,8 @@ of date, but they must have the form that a rendezvous writes::
 
 Ranks that were given different sizes find this out in steps 3 and 4.
 
-The rendezvous store counts the processes that use the store of the run. The last process that leaves removes the run's store. A
-process that was killed never leaves, so the folder of its run stays.
+The rendezvous store counts the processes that use the store of the run. A process that no longer uses it calls `leave_run`, and
+the last of them removes the run's store. A process that was killed stays in the count, so the folder of its run stays, too.
 
 Each run has a new store, named by the random id of step 2. Two runs at the same time in the same rendezvous store could mix
 their ranks; `rendezvous_id` keeps them apart.
@@ -60,8 +60,8 @@ def file_rendezvous(
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
         rank: this process's rank.
         world_size: the number of processes.
-        rendezvous_id: keeps runs apart that meet in the same folder at the same time; has the form of a `run_id`.
-        timeout: seconds or a timedelta; for the rendezvous, and for the new store.
+        rendezvous_id: keeps runs apart that meet in the same folder at the same time; has the form of `FileStore`'s `run_id`.
+        timeout: the time limit of the rendezvous, and of the new store; seconds or a timedelta.
 
     Raises:
         StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
@@ -110,17 +110,17 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
 def join_latest_run(
     path: str | os.PathLike[str], *, rendezvous_id: str = "rendezvous", timeout: timedelta | float | None = None
 ) -> FileStore:
-    """The store of the last run whose ranks met in this folder, for a process that starts later. Waits until a run has met.
+    """The store of the latest run whose rank 0 came to this folder, for a process that starts later. Waits for such a run.
 
-    The last run may have ended long ago. This function does not check whether its processes are alive; the caller must.
+    The latest run may have ended long ago. This function does not check whether its processes are alive; the caller must.
 
     Args:
         path: as for `file_rendezvous`.
         rendezvous_id: as for `file_rendezvous`.
-        timeout: seconds or a timedelta; for the wait, and for the store that is returned.
+        timeout: the time limit of the wait, and of the store that is returned; seconds or a timedelta.
 
     Raises:
-        StoreTimeout: no run has met in the folder in time.
+        StoreTimeout: no run's rank 0 came to the folder in time.
         StoreError: a record in the folder was not written by a rendezvous.
     """
     store = FileStore(path, rendezvous_id, timeout)
@@ -200,7 +200,7 @@ def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> Disag
 
 
 class _Offer(NamedTuple):
-    """What rank 0 writes: the id of a run, its size, and for each rank that rank 0 has seen this rank's random number.
+    """What rank 0 writes: the id of the run, its size, and the random numbers that rank 0 has read, by rank.
 
     The size is 0 if an earlier version of Syncline wrote the offer.
     """
@@ -211,7 +211,7 @@ class _Offer(NamedTuple):
 
 
 def _read_joined(store: FileStore) -> dict[str, str]:
-    """The random numbers that the ranks above 0 have drawn, by rank. Ranks of earlier and larger jobs are there, too."""
+    """The random numbers that the ranks above 0 have drawn, by rank. Some may be from ranks of earlier runs."""
     numbers = {key.removeprefix("join/"): store.get(key) for key in store.list_keys() if key.startswith("join/")}
     for rank, number in numbers.items():
         if not _NUMBER.fullmatch(number):

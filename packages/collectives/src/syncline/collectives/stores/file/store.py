@@ -29,8 +29,8 @@ class FileStore(table.LockedStore):
 
     It needs no daemon, port or lock server. Hard links and close-to-open consistency are enough, so NFS, Lustre, BeeGFS, GPFS
     and local file systems work. A change costs about twenty operations on the file system, including one sync. A read costs
-    two opens and one read. A wait reads every 1 to 50 ms. The log grows with every change, so use the store only to let
-    processes meet, not as a database.
+    two opens and one read. A call that waits reads every 1 to 50 ms. The log grows with every change, so use the store only to
+    let processes meet, not as a database.
 
     Data of an earlier run is in the folder of *that* run, and is never read. So `run_id` has no default: give an id that only
     this run has, such as the scheduler's job number and step number together. If you have no such id, use `file_rendezvous`.

@@ -23,7 +23,7 @@ _HANDSHAKE_ENDED = {
 }
 _CONNECTION_ENDED = {zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED}
 
-# A server sends its first byte at once, from a thread of ZeroMQ, even if its process is busy.
+# The longest wait for a server's first byte. A thread of ZeroMQ sends this byte at once, even if the server's process is busy.
 GREETING_S = 10.0
 _FIRST_BYTE = b"\xff"
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process id: a forked child must not use its parent's context
@@ -145,7 +145,7 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _reach(host: str, port: int, scope: CancelScope) -> str:
-    """Find the address of `host` that accepts connections. Use a plain socket first, because ZeroMQ does not say why it fails.
+    """Find the address of `host` that accepts connections, with a plain socket: ZeroMQ would not say why a connection fails.
 
     Raises:
         ProtocolError: another program uses this port.

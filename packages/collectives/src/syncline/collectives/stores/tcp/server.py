@@ -25,8 +25,8 @@ DEFAULT_PROOF_TIMEOUT_S = 10.0
 class TCPStoreServer:
     """Serves a table to every `TCPStore` that has the same secret, on a thread of its own, until `close`.
 
-    It listens on exactly one address. A client that does not prove that it has the secret can neither read nor write. For this
-    client the server keeps at most about 100 KiB, until `proof_timeout` is over. The client delays no other client.
+    It listens on exactly one address. A client that does not prove that it has the secret can neither read nor write. For such
+    a client the server keeps at most about 100 KiB, until `proof_timeout` is over. Such a client delays no other client.
 
     Args:
         host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.

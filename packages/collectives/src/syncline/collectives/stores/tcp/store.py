@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .connection import Connection
 
 GRACE_S = 5.0
-"""The server watches the time limits of waits. If its answer is this many seconds late, the client assumes that it is dead."""
+"""The server ends waits at their time limits. If its answer is this many seconds late, the client takes the server for dead."""
 
 
 class TCPStore(ServedStore):
@@ -30,8 +30,8 @@ class TCPStore(ServedStore):
     for later calls. Cost of a call: one round trip; six more for a new connection.
 
     If the connection breaks during a call, the call fails at once. It is not repeated, because an `add` might count twice. A
-    connection that broke between two calls is replaced. The server must still be the same, because a new server has a new
-    table.
+    connection that broke between two calls is replaced. If a new server then answers at this address, the call fails, because
+    the new server has a new table.
 
     Args:
         host: address or name of the server.
