@@ -4,9 +4,10 @@ Resolving a host's name does not help. Debian resolves a host's own name to 127.
 nothing. A host with several interfaces has one name and several addresses, and some of them lead nowhere.
 
 So rank 0 opens a "door" at each of its addresses: a socket that sends a word and hangs up. Only this job knows the word. All
-other ranks try all doors, and report which ones they have reached. All ranks use the first door that every rank has reached.
-The address of a rank is its own end of the connection to this door. (The word is needed because a proxy may accept any
-connection, and several hosts may have the same address, such as that of a bridge for containers.)
+other ranks try all doors, and report which ones they have reached. The first door that every rank has reached decides.
+Rank 0 gets the address of this door. Each other rank gets the address of its own end of its connection to this door. (The word
+is needed because a proxy may accept any connection, and several hosts may have the same address, such as that of a bridge for
+containers.)
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class OwnAddress:
 
 
 def chosen_interfaces(environ: Mapping[str, str], site: str | None = None) -> tuple[str, ...]:
-    """The interfaces that the user has chosen, else the site's; empty if neither has chosen any. A pure function."""
+    """The interfaces that GLOO_SOCKET_IFNAME names, else those of `site`, the site file; empty if none. A pure function."""
     chosen = environ.get(INTERFACE_VARIABLE) or site or ""
     return tuple(name for name in chosen.replace(" ", "").split(",") if name)
 
@@ -123,7 +124,7 @@ def address_towards(address: str) -> str:
 
 
 class Doors:
-    """Listening sockets at some addresses of this host. Inside the context, a thread sends a word to everybody who connects.
+    """Listening sockets at some addresses of this host. Inside `with`, a thread sends a word to every program that connects.
 
     Attributes:
         word: a random text, made for this object. A peer that receives it knows that it has reached this process.
@@ -248,7 +249,8 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
                 f"rank {rank} (host {one.host}) reaches rank 0 at none of its addresses: {_CHOOSE}, or open the firewall\n"
                 f"What it tried:\n{why}"
             )
-    # If no door was reached by all ranks, take the door that most ranks have reached. The others use another connection.
+    # If no door was reached by all ranks, take the door that most ranks have reached. Each other rank takes a door that it has
+    # reached.
     common = [number for number in range(len(places)) if all(number in one.own for one in tried.values())]
     reached = max(range(len(places)), key=lambda number: sum(number in one.own for one in tried.values()))
     door = common[0] if common else reached
@@ -276,7 +278,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """The addresses of all interfaces that are up. No link-local IPv6 addresses: they need an interface's name, too."""
+    """The addresses of all interfaces that are up, except link-local IPv6 addresses, which need an interface's name, too."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

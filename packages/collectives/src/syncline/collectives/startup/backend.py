@@ -44,7 +44,7 @@ class ConnectRequest:
         communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
             backend finds interfaces.
-        spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two looks.
+        spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two polls.
         joins: this process comes later than the others, and waits until they let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
@@ -69,7 +69,7 @@ class ConnectRequest:
 
     @classmethod
     def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
-        """A request with the site's settings, the environment's, and the given fields. Given fields override the others."""
+        """A request from the site's settings. Environment variables override the settings, and `given` fields override both."""
         said = {
             "reproducible": settings.reproducible,
             "thresholds": settings.thresholds.overridden(environ),
@@ -80,7 +80,7 @@ class ConnectRequest:
         return cls(timeout_s=timeout_s, **{**said, **given})
 
     def wants(self, device_type: str) -> bool:
-        """Whether the group will get tensors on this type of device, if it can serve them."""
+        """Whether `devices` includes this type of device. True if `devices` is None."""
         return self.devices is None or device_type in self.devices
 
 

@@ -29,8 +29,8 @@ class Launch:
 
     Attributes:
         launcher: the launcher's name, such as "Open MPI".
-        is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can carry the job.
-        rank: 0 to world_size - 1.
+        is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can connect the ranks.
+        rank: this process's rank, 0 to world_size - 1.
         world_size: number of processes of the job, or None if the launcher does not say (PMIx alone). MPI knows this number.
         local_rank: rank among the processes of this node, or None if the launcher does not say. Use it only in messages; see
             `api.placement` for what the ranks find out themselves.
@@ -53,7 +53,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _LauncherEnv:
-    """The environment variables of one launcher.
+    """The names of the environment variables that one launcher sets.
 
     The launcher is recognised if the variables named in `rank`, `world_size` and `also` are set. A field that is None names no
     variable.
@@ -141,7 +141,7 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
     if not spoken:
         # The variables of an outer manager stay visible, so only the first manager of this list counts.
         spoken = [launcher_env for launcher_env in _OF_A_MANAGER if _is_set(launcher_env, environ)][:1]
-    # Without another launcher, ignore a pair that says "rank 0 of 1": the process is alone anyway.
+    # Without another launcher, ignore RANK and WORLD_SIZE if they say "rank 0 of 1": the process is alone anyway.
     if _is_set(_BY_HAND, environ) and (spoken or not _says_one(environ)):
         spoken.append(_BY_HAND)
     if not spoken:
@@ -275,7 +275,7 @@ def child_of_rank(rank: int | None, parent: int) -> str:
 
 def _place(pid: int, environ: Mapping[str, str]) -> str:
     spoken = [row for row in (*_OF_AN_MPI, *_OF_A_MANAGER) if _is_set(row, environ)]
-    if not spoken or _is_set(_TORCHRUN, environ):  # else leave RANK out: the script may have set it
+    if not spoken or _is_set(_TORCHRUN, environ):  # else leave out RANK, which the script may have set
         spoken.append(_BY_HAND)
     names = {name for row in spoken for name in (row.rank, row.world_size)} | set(_OF_A_JOB)
     said = repr(sorted((name, environ[name]) for name in names if name is not None and name in environ))

@@ -54,7 +54,8 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
     Raises:
         TimeoutError: some ranks did not come; the message names them.
-        DisagreementError: the ranks were given different sizes, or run different versions. All ranks raise it.
+        DisagreementError: the ranks were given different sizes, or run different versions; all ranks raise it. Or `size` ranks
+            have met here before this rank came; then only this rank raises it.
         StoreError: the store failed.
     """
     mine = own_identity()
@@ -85,7 +86,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Compare this rank's size and version with those of the rank that came first. If they differ, tell all ranks."""
+    """Compare this rank's size and version with those of the rank that came first. If they differ, tell all, and raise."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:
@@ -230,7 +231,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """The result of `attempt`; if it fails on any rank, all ranks raise the first problem."""
+    """The result of `attempt`. If `attempt` fails on some ranks, all ranks raise the problem of the lowest of these."""
     found, problem = None, None
     try:
         found = attempt()

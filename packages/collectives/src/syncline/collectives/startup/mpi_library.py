@@ -49,7 +49,7 @@ def _library_problem() -> str | None:
 
 @functools.cache
 def conflict_with_launcher() -> str | None:
-    """Why the launcher cannot start the library; None if it can, or if MPI runs already."""
+    """Why this process's launcher cannot start mpi4py's MPI library; None if it can, or if MPI runs already."""
     from mpi4py import MPI
 
     if MPI.Is_initialized():
@@ -93,8 +93,11 @@ def start_mpi(timeout_s: float) -> None:
 def start(connecting: Connecting) -> None:
     """Start MPI, which waits for all processes of the job, but not longer than `connecting` allows.
 
-    mpi4py would hold the GIL during the call, so no other thread could log the wait or end it. A call with ctypes releases the
-    GIL. Then, as mpi4py does after its own call, set the error handlers so that MPI returns its errors.
+    mpi4py would hold the GIL while MPI starts, so no other thread could log the wait or end it. A call with ctypes releases the
+    GIL. Afterwards this function sets error handlers, as mpi4py does, so that MPI returns its errors.
+
+    Args:
+        connecting: limits and logs the wait.
     """
     import mpi4py
     from mpi4py import MPI

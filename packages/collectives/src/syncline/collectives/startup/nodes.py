@@ -48,7 +48,7 @@ class Placement:
 
 
 def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
-    """The placement of a rank, from the host of every rank. A pure function."""
+    """The placement of a rank, from the identity of every rank's host. A pure function."""
     numbers: dict[HostIdentity, int] = {}
     node_of = tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
     return Placement(

@@ -92,7 +92,7 @@ def choose_backend(
     rendezvous_given: bool = False,
     settings: Settings | None = None,
 ) -> BackendChoice:
-    """Choose by argument, else by environment variable, else by the site file, else automatically. A pure function.
+    """Choose a backend by argument, else by environment variable, else by the site file, else automatically. A pure function.
 
     The automatic choice is MPI if an MPI launcher started this process and nothing that MPI needs is missing. Else it is Gloo
     if there is a launcher or a rendezvous. Else it is a group of one rank. If nothing that NCCL needs is missing, NCCL serves
@@ -104,7 +104,7 @@ def choose_backend(
         launch: what the launcher says, or None.
         missing: maps a backend's name to what it lacks here, or to None.
         scheme: the scheme of the `init_method`; "mpi" means the same as the argument "mpi".
-        rendezvous_given: whether the caller gave an `init_method` or a world size.
+        rendezvous_given: whether the caller said how the ranks meet, by an `init_method`, a store or a world size.
         settings: the site's settings.
 
     Raises:
@@ -153,7 +153,7 @@ def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | 
 
 
 class PerDeviceBackend(Backend):
-    """Connects one backend for each type of device.
+    """Connects the ranks by several backends: one for each type of device.
 
     Args:
         backends: for each device type ("cpu", "cuda") its backend.

@@ -129,7 +129,7 @@ def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
 
 
 def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """A store. All ranks that call this function with the same URL share the store.
+    """The store to which a URL leads. All ranks that call this function with the same URL share the store.
 
     ``file:///folder``
         Ranks meet in a folder that all of them can reach; see `stores.file_rendezvous`. It may contain files of earlier runs.
@@ -159,7 +159,7 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
 
 
 def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
-    """The store in which the ranks of a job met, for a process that starts later. `init_method` names a folder.
+    """The store in which the ranks of a job meet, for a process that starts later. `init_method` names a folder.
 
     Raises:
         InvalidArgumentError: `init_method` does not name a folder.
@@ -169,12 +169,12 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """Wrap the store. At exit, and not earlier, this process leaves the run's folder, and the last process removes the folder.
+    """Wrap the store for torch, and keep the run's folder until exit. The last process of the run to exit removes the folder.
 
     Until then, groups of some of the ranks, and the survivors of a lost rank, may still meet in the folder.
     """
     pid = os.getpid()
-    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child did not enter the run
+    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child is not counted
     return AsTorchStore(store)
 
 

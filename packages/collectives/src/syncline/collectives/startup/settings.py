@@ -52,7 +52,7 @@ class AlgorithmThresholds:
     ring_bytes: int = 128 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
-        """These sizes, but those of environment variables that are set, such as SYNCLINE_RING_BYTES for `ring_bytes`.
+        """These sizes, each replaced by its environment variable if that is set, such as `ring_bytes` by SYNCLINE_RING_BYTES.
 
         Raises:
             InvalidArgumentError: a variable is not a positive integer.
@@ -74,7 +74,7 @@ def _key(kind: type, default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a site: one row for each key of the site file, with its type, default and meaning."""
+    """The settings of a site: one field for each key of the site file, with its type, default and meaning."""
 
     backend: str | None = _key(str, None, "the backend where init_process_group and SYNCLINE_BACKEND name none")
     timeout_s: float = _key(float, DEFAULT_TIMEOUT_S, "the default of init_process_group's timeout, in seconds")

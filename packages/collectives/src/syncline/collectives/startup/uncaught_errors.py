@@ -80,13 +80,13 @@ def are_handled_elsewhere() -> bool:
 
 
 def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) -> None:
-    """Print an uncaught exception in full on one rank of a node, and briefly on others. See Note [Who speaks].
+    """Set an excepthook that prints an exception in full on one rank of a node, and briefly on others. See Note [Who speaks].
 
     Before the ranks are connected, they do not know which other processes belong to their run. But ranks that one launcher has
-    started on a node share a parent process. If several of these fail with the same text, only the first prints it.
+    started on a node share a parent process. If several of these fail with the same text, only the first prints this text.
 
     Args:
-        is_connected: returns whether the ranks are connected; called when an exception is not caught.
+        is_connected: returns whether the ranks are connected. The hook calls it.
         has_siblings: whether a launcher started this process.
     """
     # Do not set the hook twice, nor at a Python prompt, nor if `syncline run` prints the error.
@@ -95,7 +95,7 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
 
 
 def print_failures_of_the_run(*, has_siblings: bool) -> None:
-    """Print uncaught exceptions as in Note [Who speaks]. Call it when the ranks are connected.
+    """Set an excepthook as in Note [Who speaks]. Call this function when the ranks are connected.
 
     The function replaces only Python's own excepthook. A hook that the user or an MPI group has set stays.
     """
@@ -104,7 +104,7 @@ def print_failures_of_the_run(*, has_siblings: bool) -> None:
 
 
 class _OncePerNode:
-    """An excepthook that lets one rank of a node print the exception. If the user had set a hook, that hook prints it."""
+    """An excepthook that lets one rank of a node print the exception. If another hook was set before, that hook prints it."""
 
     def __init__(self, previous: _Hook, is_connected: Callable[[], bool], has_siblings: bool) -> None:
         self._previous = previous
@@ -139,7 +139,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
     Args:
         who: this rank in words.
-        did: a verb, such as "failed".
+        did: what this rank did, as a verb such as "failed".
         error: the exception.
         trace: the exception's traceback.
     """
@@ -169,7 +169,7 @@ def _is_vague(error: BaseException) -> bool:
 
 
 def also_failed(error: BaseException, trace: TracebackType | None) -> str:
-    """One line for a rank that fails after another rank has printed the reason. Our errors are shown without their text."""
+    """One line for a rank that fails after another rank has printed the reason. It shows no text of a `SynclineError`."""
     place = ""
     for frame in traceback.extract_tb(trace):
         # The last frame of the user's code counts, because it is nearest to the error.
@@ -254,7 +254,7 @@ def _reached_user(error: BaseException) -> bool:
 
 
 def _is_bug(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether Syncline's code raised an exception that is not one of its own errors. Ctrl-C does not count."""
+    """Whether Syncline's code raised an exception that is no `SynclineError`. Ctrl-C does not count."""
     if isinstance(error, SynclineError) or not isinstance(error, Exception):
         return False
     frames = traceback.extract_tb(trace)
@@ -356,10 +356,10 @@ def _lock(file: IO[str]) -> None:
 def run_began_s() -> float:
     """When the first process of this process's run may have started, in seconds since the epoch.
 
-    With a process manager of MPI, this time is `_STARTS_WITHIN_S` before the start of this process. No earlier run has entries
-    of the same parent, because each run has a new process of the manager as the parent of its ranks. Without a process manager,
-    this time is the start of this process. The parent, such as torchrun's agent, may start the next run at once. An earlier
-    time could let an entry of the last run count for this run.
+    With a process manager of MPI, this time is `_STARTS_WITHIN_S` before the start of this process. No earlier run has an entry
+    of the same parent in the file of `spoke_before`, because each run has a new process of the manager as the parent of its
+    ranks. Without a process manager, this time is the start of this process. The parent, such as torchrun's agent, may start
+    the next run at once. An earlier time could let an entry of the last run count for this run.
     """
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 

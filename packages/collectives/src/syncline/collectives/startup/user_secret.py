@@ -73,7 +73,7 @@ _REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH
 
 
 def _make(path: Path) -> None:
-    """Write the secret to another file, then link it to `path`. The first process wins, and no process reads half a secret."""
+    """Write a secret to a new file, then link this file to `path`. The first process wins. No process reads half a secret."""
     from ..stores import new_secret  # here, because it imports torch, which `syncline run` must not load
 
     aside = path.with_name(f"secret-{secrets.token_hex(8)}")
