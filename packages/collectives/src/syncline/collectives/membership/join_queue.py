@@ -56,7 +56,7 @@ class JoinQueue:
         return [number for number in numbers if self._store.check([_waiting(number)])]
 
     def leave(self, numbers: Iterable[int]) -> None:
-        """Remove newcomers from the queue. Any process may call it. Several processes may remove the same newcomer."""
+        """Remove newcomers from the queue. Any process may call this method. Several processes may remove the same newcomer."""
         for number in numbers:
             self._store.delete_key(_waiting(number))
 

@@ -51,7 +51,7 @@ class Generation:
 
 
 class Reconnector(ABC):
-    """Lets the members of a group meet again. Each backend has its own class.
+    """Lets the members of a group meet again. Each backend that can do this has its own subclass.
 
     Args:
         generation: the group's current generation.
@@ -102,7 +102,7 @@ class Reconnector(ABC):
     def shrink(self, silence_timeout_s: float) -> Transport:
         """Connect the survivors. On return, `generation` is their new generation.
 
-        Every survivor calls this method, and calls it again if it fails.
+        Every survivor calls this method. A survivor whose call fails may call again.
 
         Raises:
             RankGivenUpError: the others have gone on without this member.

@@ -43,15 +43,15 @@ class StoreReconnector(Reconnector):
 
     @abstractmethod
     def has_ended(self, member: int) -> bool:
-        """Whether a member has certainly ended; false if it is not known."""
+        """Whether a member has certainly ended; false if this is not known."""
 
     def is_running(self, member: int) -> bool:  # noqa: ARG002 - a subclass that can find this out overrides the method
-        """Whether a member certainly runs and is not stopped; false if it is not known."""
+        """Whether a member certainly runs and is not stopped; false if this is not known."""
         return False
 
     @abstractmethod
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
-        """Connect the members of a generation. All of them call it.
+        """Connect the members of a generation. All these members call this method.
 
         Raises:
             TransportError: members did not come within `timeout_s` seconds, or a member has ended.

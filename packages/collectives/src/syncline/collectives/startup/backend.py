@@ -35,8 +35,8 @@ class ConnectRequest:
         timeout_s: the group's time limit in seconds.
         group_name: the group's name in error messages.
         reproducible: reductions must give the same bits in every run. A backend that cannot do this must refuse to connect.
-        host_group: a group of the same ranks on host memory, if one was connected just before. A backend for devices may use
-            its `send` and `recv` as long as the group lives.
+        host_group: a group of the same ranks on host memory, if one was connected just before; else None. A backend for GPUs
+            may use its `send` and `recv` as long as the group lives.
         check_calls: the ranks must compare each collective before it starts. A backend that cannot do this must refuse to
             connect.
         thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend that has several.

@@ -320,7 +320,7 @@ def tolerates_faults(environ: Mapping[str, str]) -> bool:
 
 
 def check_init_method(init_method: str | None) -> str | None:
-    """The scheme of an `init_method` such as "tcp://host:1234", or None without one. A pure function.
+    """The scheme of an `init_method`, such as "tcp" of "tcp://host:1234"; None if `init_method` is None. A pure function.
 
     Raises:
         InvalidArgumentError: the scheme is not among `INIT_METHODS`; the message lists them.

@@ -290,7 +290,7 @@ def _between() -> tuple[str, ...]:
 
 
 def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
-    """Whether this process is the first process of this user to use this name since the run began. True if this is not known.
+    """Whether no other process of this user has printed under the key `name` since the run began. True if this is not known.
 
     A shell, or torchrun's agent, may start several runs that fail with the same error. So an entry that is older than this
     process's run is ignored: it belongs to an earlier run.
@@ -354,7 +354,7 @@ def _lock(file: IO[str]) -> None:
 
 
 def run_began_s() -> float:
-    """When the first process of this process's run may have started, in seconds since the epoch.
+    """The earliest time at which a process of this process's run may have started, in seconds since the epoch.
 
     With a process manager of MPI, this time is `_STARTS_WITHIN_S` before the start of this process. No earlier run has an entry
     of the same parent in the file of `spoke_before`, because each run has a new process of the manager as the parent of its

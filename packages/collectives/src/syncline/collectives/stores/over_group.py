@@ -33,8 +33,8 @@ class GroupStore(ServedStore):
     """A store for the ranks of a group. The group must not be used for anything else.
 
     Rank 0 serves the others from a thread that checks for requests every 0.2 ms to 20 ms, and with many ranks less often. The
-    interval grows while no request comes. A call costs four messages on other ranks, and none on rank 0. A call that
-    waits for a key repeats its request.
+    interval grows while no request comes. A call costs four messages on other ranks, and none on rank 0. A call that waits
+    for a key repeats its request.
 
     Args:
         group: the group whose ranks share the store. All ranks make a `GroupStore` and close it. The store closes the group.
@@ -76,8 +76,8 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank leaves, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most for all other ranks to leave. If a rank does not leave in time, or rank 0
-        is gone, the group is aborted instead. In a forked child of a rank, `close` does nothing.
+        Rank 0 waits a few seconds at most for all other ranks to leave. If a rank does not leave in time, or rank 0 is
+        gone, the group is aborted instead. In a forked child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return

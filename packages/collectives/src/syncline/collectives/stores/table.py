@@ -51,7 +51,7 @@ def _number(key: str, value: bytes | None) -> int:
 
 
 def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
-    """Make a change, for `apply`, that sets `desired` if the value is `expected`. Its answers are in `Store.compare_set`."""
+    """Make a change, for `apply`, that sets `desired` if the value is `expected`. `Store.compare_set` describes the answer."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
         if (old or b"") == expected:

@@ -116,7 +116,7 @@ class FromTorchStore(Store):
     """A store of torch as one of our stores.
 
     A call that waits asks torch's store again and again. Some peculiarities of torch's stores remain: FileStore counts a key of
-    its own in `num_keys`, and TCPStore closes the connection of a client that calls `add` on a text.
+    its own in `num_keys`, and TCPStore closes the connection of a client that calls `add` on text.
 
     Args:
         store: the store with the values.

@@ -34,7 +34,7 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 
 def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of the tensors can be written only in `untracked`. Most need no context, and this test costs less."""
+    """Whether any of the tensors can be written only in `untracked`. Most need no context, which costs more than this test."""
     for tensor in tensors:  # noqa: SIM110 - `any` with a generator would double the cost
         if tensor.requires_grad or tensor.is_inference():
             return True

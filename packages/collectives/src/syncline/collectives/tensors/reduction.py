@@ -42,7 +42,7 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
 
     Args:
         op: a reduction that is defined for the dtype (see `check_reduction`).
-        terms: at least one tensor; all have the same shape, dtype and device. They are not changed.
+        terms: at least one tensor; all have the same shape, dtype and device. The tensors are not changed.
 
     Returns:
         A new tensor with the shape and dtype of the terms.
@@ -91,7 +91,7 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
     Args:
         op: as for `reduce_in_rank_order`.
         terms: as for `reduce_in_rank_order`.
-        out: has room for the result; may be one of the terms. Only the last operation writes `out`, and only if `out`
+        out: a tensor with room for the result; may be one of the terms. Only the last operation writes `out`, and only if `out`
             has the accumulation dtype.
 
     Returns:

@@ -46,9 +46,9 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise it, from the call or from
             `wait()`.
 
-    Cost: an all-gather of the element counts, then one of the indices and one of the values. All tensors are
-    padded to the most elements that any rank has: each of p ranks gathers p times the bytes of the largest tensor. If most
-    elements are present, a dense all-reduce is cheaper.
+    Cost: an all-gather of the element counts, then one of the indices and one of the values. All tensors are padded to
+    the most elements that any rank has: each of p ranks gathers p times the bytes of the largest tensor. If most elements are
+    present, a dense all-reduce is cheaper.
     """
     if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
         raise InvalidArgumentError(

@@ -33,7 +33,7 @@ _BODY = struct.Struct(">?I")  # whether there is a value, and the number of byte
 
 
 def encode(key: str, value: bytes | None) -> bytes:
-    """Encode one record: from now on `key` has `value`, or is removed if `value` is None."""
+    """Encode one record, which says that `key` now has `value`, or was removed if `value` is None."""
     name = key.encode()
     body = _BODY.pack(value is not None, len(name)) + name + (value or b"")
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -109,7 +109,7 @@ class Log:
         self._end += size
 
     def append(self, key: str, value: bytes | None) -> None:
-        """Write one record (see `encode`) to the end of the file. The caller first takes the lock, then calls `refresh`."""
+        """Write one record (see `encode`) to the end of the file. Before, take the lock and call `refresh`."""
         record = encode(key, value)
         with self._open(os.O_RDWR) as file:
             self._write(file, record)

@@ -54,7 +54,8 @@ def file_rendezvous(
 ) -> FileStore:
     """Make a new file store for this run. The caller needs no id of the run.
 
-    All processes of the run call it, with the same `path`, `world_size` and `rendezvous_id`. Rank 0 returns when all have come.
+    All processes of the run call this function with the same `path`, `world_size` and `rendezvous_id`. On rank 0 it returns when all
+    have come.
 
     Args:
         path: a folder that all processes reach under this name; it may contain files of earlier runs.

@@ -89,7 +89,7 @@ class ServerLoop:
         return None if expiry is None else ceil(1000 * max(0.0, expiry - time.monotonic()))
 
     def _judge(self) -> None:
-        """Answer ZeroMQ's question whether to accept a client. The client has proved that it has the private key to `key`."""
+        """Tell ZeroMQ whether to accept a client, by its public key. The client has proved that it has the private key, too."""
         version, number, _domain, _address, _identity, _mechanism, key, *_ = self._gate.recv_multipart()
         is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")
