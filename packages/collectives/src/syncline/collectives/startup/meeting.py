@@ -61,7 +61,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     mine = own_identity()
     node = None if mine is None else f"node/{mine.node}"
     _compare(store, rank, size)
-    # Without an identity, other ranks could not watch this process. So it is not listed.
+    # Without an identity, other ranks could not watch this process. So do not list the process.
     if mine is not None:
         place = store.add(f"{node}/count", 1)
         store.set(f"{node}/{place}", json.dumps([rank, loopback_domain(), mine.to_text()]))

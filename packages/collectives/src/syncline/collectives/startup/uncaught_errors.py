@@ -46,7 +46,7 @@ from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
 
-# We assume that one failure makes ranks fail within this time.
+# We assume that after a failure all ranks that fail because of it fail within this time.
 FRESH_S = 30.0
 # We assume that a launcher starts all ranks within this time. A rank may fail before the last rank has started.
 _STARTS_WITHIN_S = 5.0

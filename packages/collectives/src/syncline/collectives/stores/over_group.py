@@ -25,7 +25,7 @@ logger = logging.getLogger("syncline.collectives")
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
 _GOODBYE = -1  # sent in place of a length by a rank that will not ask again
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
-_LOOKS_SHARE = 20  # with many ranks a check takes long, so the server checks less often: the checks use 1/20 of a core at most
+_LOOKS_SHARE = 20  # with many ranks a check takes long, so the server pauses at least 20 times as long as a check
 _GOODBYES_S = 5.0
 
 

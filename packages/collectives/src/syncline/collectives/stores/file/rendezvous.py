@@ -54,8 +54,8 @@ def file_rendezvous(
 ) -> FileStore:
     """Make a new file store for this run. The caller needs no id of the run.
 
-    All processes of the run call this function with the same `path`, `world_size` and `rendezvous_id`. On rank 0 it returns when all
-    have come.
+    All processes of the run call this function with the same `path`, `world_size` and `rendezvous_id`. On rank 0 the function
+    returns when all have come.
 
     Args:
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
@@ -80,12 +80,12 @@ def file_rendezvous(
         try:
             _host(store, run, world_size)
         except BaseException:
-            # This process counts as a user of the run's store. Leave it, because no process will use this store now.
+            # No process will use the run's store now. This process is counted as a user, so end the use.
             leave_run(own, rendezvous_id)
             raise
         return own
     offer = _join(store, rank)
-    own = _used(store, path, offer.run, timeout)  # first, because after the next line rank 0 may go on, and leave
+    own = _used(store, path, offer.run, timeout)  # first: after the next line rank 0 may go on and remove the store
     store.set(f"here/{offer.run}/{rank}", str(world_size))
     # Raise only after this rank has told its own size, so that rank 0 sees the difference, too.
     if offer.size not in (0, world_size):

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 LONGEST_MESSAGE_BYTES = 64 * 1024 * 1024
 _PART_BYTES = 64 * 1024
 _ENCRYPTION_BYTES = 64  # CURVE adds 33 bytes: a name, a nonce, flags and a tag
-# The limit for each connection and direction. A correct client has only one request in flight.
+# The most messages that wait in ZeroMQ, for each connection and direction. A correct client has only one request in flight.
 _MOST_QUEUED_MESSAGES = 2
 # The kernel notices after 90 seconds that a peer's machine is dead. It does not notice a stopped process.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_PAUSE_S, _KEEPALIVE_PROBES = 60, 10, 3
 SHORTEST_SECRET_BYTES = 16
-# The version of the protocol. Another version needs another number here, and so gets other keys.
+# The number is the version of the protocol. If the protocol changes, change the number, so that the versions have other keys.
 _PROTOCOL = b"syncline store 2 "
 
 
