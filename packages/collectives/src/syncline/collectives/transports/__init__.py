@@ -1,1 +1,1 @@
-"""The backends that come with syncline-collectives. The registry imports them by name."""
+"""The backends that come with syncline-collectives. `startup.registry` imports each backend by its name."""

@@ -1,4 +1,4 @@
-"""CUDA devices. Streams, events and pinned memory are torch's. CuPy makes a group's own streams."""
+"""CUDA devices. Streams, events and pinned memory are torch's. But CuPy makes the streams that must not be shared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaEvent(Event):
-    """An event that was recorded on a stream when it was made."""
+    """An event on a stream. The constructor records it after the operations that the stream holds now."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -57,7 +57,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Current:
-    """As `torch.cuda.stream`, but cheaper if the stream is on the current device. This is so in nearly all programs."""
+    """As `torch.cuda.stream`, but cheaper if the stream is on the current device. In nearly all programs it is."""
 
     __slots__ = ("_before", "_stream", "_usual")
 
@@ -84,7 +84,7 @@ class _Current:
 
 
 class CudaStream(Stream):
-    """A stream of torch's pool, or, with `is_own`, a new stream of CUDA that nobody else uses."""
+    """A stream of torch's pool, or, with `is_own`, a stream that nobody else uses as long as this object lives."""
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
         self.device = device
@@ -111,9 +111,10 @@ class CudaStream(Stream):
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
         """Complete the future. torch then records an event on the current stream, and waiters and callbacks wait for it.
 
-        If this stream were the current stream, waiters would also wait for later collectives that it may already hold. So make
-        a stream of torch's pool current, which waits only for `done`. But in a capture, make this stream current: nobody would
-        join the stream of the pool again, as a capture requires.
+        If this object's stream were the current stream, waiters would also wait for later collectives, which this stream may
+        already hold. So make a stream of torch's pool current, which waits only for `done`. But in a capture, make this
+        object's stream current: a capture requires that all its streams are joined again, and nobody would join the stream of
+        the pool.
         """
         assert isinstance(done, CudaEvent)
         ordered: torch.cuda.Stream = self._stream
@@ -129,7 +130,7 @@ class CudaStream(Stream):
 
 
 class CudaRuntime(DeviceRuntime):
-    """The GPUs that torch sees. torch manages pinned memory: its events tell when a copy no longer needs the memory."""
+    """The GPUs that torch sees. torch also manages pinned memory: it reuses the memory only when no copy needs it any more."""
 
     device_type = "cuda"
 
@@ -209,11 +210,11 @@ class CudaRuntime(DeviceRuntime):
 
 
 class StreamPool:
-    """Makes streams, lends each to one user, and lends it again when the user is gone.
+    """Lends streams. A stream belongs to one user, an object, until this object is gone. Then another user can get the stream.
 
-    Two users must not share a stream, because the work of one would wait for the work of the other. For example, if a send is
-    behind a receive, and the peer answers only after this send, both ranks wait for ever. Streams are never destroyed, because
-    torch's allocator keeps memory for each stream by its handle.
+    Two users must not share a stream, because the operations of one would wait for the operations of the other. For example,
+    if a send is behind a receive, and the peer answers only after this send, both ranks wait for ever. Streams are never
+    destroyed, because torch's allocator keeps memory for each stream, by the stream's handle.
 
     Args:
         make: makes a stream on a device, and returns its handle.
@@ -247,7 +248,7 @@ _own_streams = StreamPool(_new_stream)
 
 @functools.cache
 def _driver() -> Any | None:
-    """CUDA's driver library; None if it has another name. Without it everything works, but captures may break."""
+    """CUDA's driver library; None if it is not found. Without this library everything works, but captures may break."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

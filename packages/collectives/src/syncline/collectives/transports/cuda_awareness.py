@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 TIMEOUT_S = 120.0
 
-# With the launcher's variables, the child would join the job as a second process.
+# The launcher's variables begin with these prefixes. The child does not get them: with them it would join the job.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PMI2_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
 # Users choose MPI's transport with variables of this prefix, so the child must get them, except those that the launcher sets.
 _SETTINGS_PREFIX = "OMPI_MCA_"
@@ -44,7 +44,7 @@ class CudaAwareness:
 def try_cuda_awareness(
     environ: Mapping[str, str] = os.environ, child: str = _CHILD, timeout_s: float = TIMEOUT_S
 ) -> CudaAwareness:
-    """Transfer and reduce CUDA memory by MPI, in a child process with one rank."""
+    """Find out whether MPI takes CUDA memory: a child process of one rank transfers and reduces such memory by MPI."""
     own = {name: value for name, value in environ.items() if not _is_the_launchers(name)}
     try:
         done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=timeout_s)

@@ -21,13 +21,13 @@ Keep = Callable[..., AbstractContextManager[None]]
 
 
 class DeviceTransport(Transport):
-    """Moves host tensors by the host transport. Moves device tensors by a direct transport, or copies them to host memory.
+    """Moves tensors in host memory by one transport, and tensors of a device by another transport or through host memory.
 
     Args:
         host: the transport for tensors in host memory, and for calls without a tensor.
-        rank: this rank in `host`.
-        device: the device's runtime, which copies.
-        direct: the transport for tensors of the device; None copies them through host memory.
+        rank: this process's rank in the group.
+        device: copies tensors between the device and host memory.
+        direct: the transport for tensors of the device. None: copy these tensors to host memory, and move them by `host`.
     """
 
     def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
@@ -44,12 +44,12 @@ class DeviceTransport(Transport):
     def compares_every_call(self) -> bool:
         """Whether the host transport compares every call.
 
-        A direct transport always does: see Note [Presync] in `mpi.transport`.
+        The direct transport compares its calls in any case: see Note [Presync] in `mpi.transport`.
         """
         return self._host.compares_every_call
 
     def describe(self) -> str:
-        """The host transport's description, and whether tensors of the device go directly or through the host."""
+        """The host transport's description, and whether tensors of the device go directly or through host memory."""
         way = "staged through the host" if self._direct is None else "directly"
         return f"{self._host.describe()}, {self._device.device_type} {way}"
 
@@ -66,7 +66,7 @@ class DeviceTransport(Transport):
 
     @override
     def barrier(self, call: Call) -> None:
-        """The host transport's barrier. It does not wait for the device."""
+        """The host transport's barrier. It does not wait for operations on the device."""
         self._host.barrier(call)
 
     @override
@@ -149,7 +149,7 @@ class StagedPlan(Plan):
         plan: the host transport's plan for the same signature.
         signature: the signature of the calls.
         rank: this rank.
-        device: the runtime that copies.
+        device: copies tensors between the device and host memory.
         kept: makes a context that keeps host memory for ever if the plan fails inside it.
     """
 
@@ -167,7 +167,7 @@ class StagedPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the host's plan."""
+        """The algorithm of the host transport's plan."""
         return self._plan.algorithm
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:

@@ -66,7 +66,7 @@ _SCATTER_HALVES_FROM_BYTES = 64 * 1024
 # A waiting collective checks whether waiting is useless: first after _FIRST_LOOK_S, then less often, up to _LOOK_S apart.
 _FIRST_LOOK_S, _LOOK_S = 0.1, 0.5
 _LARGEST_TAG = 2**31 - 1
-# Under this key, a process that starts later finds the host of rank 0 and its address.
+# Under this key, a process that starts later finds on which host rank 0 is, and at which address rank 0 listens.
 _HOST_0 = "host of rank 0"
 Devices = tuple[Mapping[str, str], ...]
 """The places where Gloo listens: {"hostname": address} or {"interface": name}."""
@@ -178,9 +178,9 @@ class GlooTransport(LibraryTransport):
         return connect(store, rank, len(members), name, scope, self.devices)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
-        """Set what holds after connecting: the store where subsets meet, and the time limit of collectives.
+        """Set the store where subsets meet, and the time limit of collectives. Call this after the ranks have connected.
 
-        While the ranks connected, both may have been others.
+        For connecting, the transport may have used another store and another time limit.
         """
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
@@ -285,7 +285,7 @@ def connect(
 
 
 def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> Devices:
-    """The places where this rank's Gloo listens, so that all other ranks can reach it."""
+    """Choose the places where this rank's Gloo listens, so that all other ranks can reach this rank."""
     if interfaces:
         (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # raises if one does not fit
         return tuple({"interface": name} for name in interfaces)
@@ -334,7 +334,7 @@ def _tag(tag: int, tensor: torch.Tensor) -> int:
 
 
 def _wait(work: Work, scope: CancelScope) -> None:
-    """Wait, and check now and then whether waiting is useless."""
+    """Wait for a work, and check now and then whether the scope has ended."""
     assert isinstance(work, TorchWork)
     slice_s = _FIRST_LOOK_S
     try:
@@ -359,7 +359,7 @@ class GlooBackend(Backend):
         return True
 
     def missing(self) -> str | None:
-        """The problem if this build of torch has no Gloo."""
+        """Why this backend cannot be used, if this build of torch has no Gloo; else None."""
         if dist.is_available() and dist.is_gloo_available():
             return None
         return "this build of torch has no Gloo; install one of torch's standard wheels"
@@ -449,15 +449,15 @@ def _numbered(store: dist.Store) -> dist.Store:
 
 @atexit.register
 def _hang_up() -> None:
-    """Close the connections of all groups at exit, so that ranks that wait for this one fail at once.
+    """Close the connections of all groups at exit. Other ranks that wait for this rank then fail at once.
 
     Note [Leaving while Gloo's thread drops a work]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    When a collective is over, Gloo's own thread may still hold its work, and with it the last reference to a tensor. On a busy
-    machine the program may end before the thread drops the work. Then the thread finds no interpreter to drop the tensor with,
-    and aborts the process ("terminate called without an active exception"). Closing a group waits for its threads. So we close
-    the groups while there is an interpreter. We do not close them while a call is in flight: closing would wait for the call,
-    up to its time limit.
+    When a collective is over, Gloo's own thread may still hold the collective's work, and with it the last reference to a
+    tensor. On a busy machine the program may end before the thread drops the work. Then the thread finds no interpreter to drop
+    the tensor with, and aborts the process ("terminate called without an active exception"). Closing a group waits for Gloo's
+    threads of this group. So we close the groups while there is an interpreter. We do not close them while a call is in flight:
+    closing would wait for the call, up to its time limit.
     """
     finish_all()
     for transport in _open if all_idle() else ():

@@ -1,4 +1,7 @@
-"""Connect the survivors of a Gloo group again. They meet in the store of the first rendezvous, if it still exists."""
+"""Connect the ranks of a Gloo group again, after a rank was lost or a new one came.
+
+They meet in the store in which the ranks met at the start of the job, if this store still exists.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +73,14 @@ class Job:
 class GlooReconnector(StoreReconnector):
     """Connects the members of a Gloo group again. Each member is a process, and writes its process identity to the store.
 
-    So the other members on the same machine can find out whether this process has ended.
+    By this identity, other members on the same machine can find out whether the process has ended.
 
     Args:
         store: the store in which the ranks met at the start of the job.
-        generation: the group's current members, and this process's number among them.
+        generation: the group's current members, and which of them is this process.
         job: the facts that newcomers must know.
-        connect: connects by Gloo; takes `(generation, liveness, store, timeout_s)`, and uses the store only while it connects.
+        connect: connects the members by Gloo, and returns the transport. It takes `(generation, liveness, store, timeout_s)`,
+            and uses the store only while it connects.
         lack: why the members cannot meet again, or None.
         lack_for_newcomers: why newcomers cannot come, or None.
     """
@@ -163,7 +167,7 @@ class GlooReconnector(StoreReconnector):
 
 
 class _WatchedStore(PrefixStore):
-    """A store whose waits end with an error when a member has ended."""
+    """A store for connecting. If a process that must connect has ended, a wait for a key ends with an error."""
 
     def __init__(self, store: Store, ended: Callable[[], Sequence[int]], timeout_s: float) -> None:
         super().__init__("gloo", store, timeout_s)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a simple reference for the other backends, and a backend for tests."""
+"""The backend "in_process": ranks are threads of one process. It serves tests, and is the simplest example of a backend."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ..tensors.reduction import reduce_in_rank_order, reduce_into
 
 
 class SharedState:
-    """The memory that the ranks of a group share, as threads of one process: rounds of collectives, and mailboxes.
+    """The memory that the ranks of a group share, as threads of one process.
 
-    The n-th `exchange` of a rank belongs to the n-th `exchange` of every other rank. `post` puts a message into the receiver's
-    mailbox; `collect` takes it out. One condition variable guards everything. While it is held, no function of a caller runs.
+    It holds rounds and mailboxes. In a round, each rank calls `exchange` once, and gets the values of all ranks. `post` puts a
+    message into the receiver's mailbox; `collect` takes the message out. One condition variable guards everything.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,7 +43,7 @@ class SharedState:
         self._aborted = False
 
     def exchange(self, round_number: int, rank: int, value: Any, scope: CancelScope) -> list[Any]:
-        """Leave this rank's value for a round, and return the values of all ranks for this round, in rank order.
+        """Show this rank's value to the other ranks, and return the values of all ranks for this round, in rank order.
 
         Raises:
             TimeoutError: some ranks did not come in time; the message names them.
@@ -127,9 +127,10 @@ class SharedState:
 
 
 class InProcessTransport(LibraryTransport):
-    """The collectives of ranks that are threads. Each has two rounds. In the first, ranks show each other their tensors.
+    """The collectives of ranks that are threads.
 
-    After the second, a rank may overwrite the tensor that it has shown, because all ranks have read it.
+    Most collectives have two rounds. In the first round, the ranks show each other their tensors, and then read them. The
+    second round is a barrier. After it all ranks have read all tensors, so a rank may overwrite its own tensor.
     """
 
     backend_name = "in_process"
@@ -142,7 +143,7 @@ class InProcessTransport(LibraryTransport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """True: the ranks compare the call's words whenever they meet."""
+        """True: in every round, the ranks compare the texts that describe their calls."""
         return True
 
     def describe(self) -> str:
@@ -309,12 +310,12 @@ class _Receiving(Request):
 
 
 class InProcessReconnector(StoreReconnector):
-    """Connects members that are threads: they meet in the memory that they share.
+    """Connects ranks that are threads again, after a rank was lost or a new one came. They meet in the memory that they share.
 
     Args:
         store: a store in memory, which all ranks share.
         generation: the group's current generation.
-        first_size: the number of ranks at the start.
+        first_size: the number of ranks in the first generation.
         states: the shared state of each generation, by the generation's number; all ranks share this dictionary.
     """
 
@@ -324,7 +325,7 @@ class InProcessReconnector(StoreReconnector):
         self._states = states
 
     def newcomer(self) -> InProcessReconnector:
-        """The reconnector of a thread that comes later."""
+        """Make the reconnector of a new thread, which wants to join the group."""
         me = self._join_queue.take_number()
         return InProcessReconnector(self.store, Generation(WAITING, (me,), me), self._first_size, self._states)
 
@@ -339,7 +340,7 @@ class InProcessReconnector(StoreReconnector):
 
 
 class InProcessGroup(ShrinkableGroup):
-    """A group of threads. A test may lose a rank on purpose."""
+    """A group whose ranks are threads. A test can make a rank count as lost (`lose`), or add a rank (`newcomer`)."""
 
     _reconnector: InProcessReconnector
 
@@ -349,7 +350,7 @@ class InProcessGroup(ShrinkableGroup):
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
-        """Make the group of one more thread, which waits to be let in. For tests. Any thread may call it."""
+        """For tests: make a group for a new thread, which is alone in it until the ranks admit it. Any thread may call this."""
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 

@@ -44,7 +44,7 @@ class MPIBackend(Backend):
         return missing_library() or conflict_with_launcher()
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Start MPI if it does not run, and make a group of a duplicate of MPI_COMM_WORLD or of the given communicator."""
+        """Start MPI if it does not run, and make a group over a duplicate of MPI_COMM_WORLD or of the given communicator."""
         lack = self.missing()
         if lack is not None:
             # Only an installation can mend a missing library; the other problems need another start of the job.

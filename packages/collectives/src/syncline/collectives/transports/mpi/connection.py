@@ -105,7 +105,7 @@ def _cuda_awareness() -> CudaAwareness:
 
 
 def _checked(communicator: object) -> MPI.Intracomm:
-    """Return the caller's communicator. `launch_by` has checked that this rank is in it."""
+    """Return the user's communicator if it has the right type. `launch_by` has checked that this rank is in it."""
     if not isinstance(communicator, MPI.Intracomm):
         raise InvalidArgumentError(
             f"communicator={communicator!r}: expected an intra-communicator of mpi4py, such as MPI.COMM_WORLD.Split(color)"

@@ -13,7 +13,7 @@ on this communicator, because no receive matches a collective. They are non-bloc
 
 If the time limit is reached in step 3, the listeners look which bytes have arrived, although the gather will never be complete.
 No other code reads the memory of these bytes. The requests stay in MPI, because MPI cannot cancel a collective. If a rank calls
-again, it goes on with its earlier requests. So the collectives of ranks that come late still match.
+`meet` again, it goes on with its earlier requests. So the collectives of ranks that come late still match.
 
 Ranks form blocks, so that no rank needs a connection to all other ranks (over TCP, each connection is an open file). Each block
 has three listeners, because one of them may be the rank that does not come.
@@ -34,7 +34,8 @@ from ...version import __version__
 
 _HELLO_BYTES = 64
 _LONGEST_PAUSE_S = 0.01
-# Other ranks raise this much later than the listeners. The first error may end the job, so it should name the missing ranks.
+# Other ranks raise their error this much later than the listeners. The first error may end the job, so it should name the
+# missing ranks.
 _LISTENERS_FIRST_S = 2.0
 _BLOCK_RANKS = 64
 

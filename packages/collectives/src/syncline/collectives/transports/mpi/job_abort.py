@@ -1,7 +1,7 @@
 """End the job when a rank fails, but keep the job running when a rank only finishes earlier than the other ranks.
 
 MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. Without our guards,
-a rank that fails with an exception would wait there silently for ever, while the other ranks wait for it in a collective.
+a rank that fails with an exception would wait in MPI_Finalize for ever, while the other ranks wait for it in a collective.
 There are three guards:
 
 1. If nobody catches an exception in the main thread, the rank prints the exception and its own rank, and aborts the job. (At an
@@ -16,8 +16,8 @@ There are three guards:
 
 A program may end MPI itself with `MPI.Finalize()`, and go on. MPI first deletes the attributes of MPI_COMM_SELF, which calls
 our callback. In this callback we close our groups, and the ranks meet as in guard 3. Afterwards our threads must not call MPI,
-because a call would abort the process. Threads that look at MPI now and then call it only inside `while_mpi_runs`. The end of
-MPI waits for a look that is under way, but at most one second, because the look may be blocked inside MPI.
+because a call would abort the process. Threads that call MPI now and then do so only inside `while_mpi_runs`. The end of
+MPI waits for such a call that is under way, but at most one second, because the call may be blocked inside MPI.
 
 A forked child of a rank is not a rank: its exceptions, its exit status and its end concern only itself, and it does not call
 MPI. See Note [Forks] in `forks`.
@@ -57,7 +57,7 @@ from .neighbours import LeaveNotices
 # Open MPI 5.0.11 sometimes never returns from MPI_Finalize in a job that lost ranks. So a signal ends the process after this
 # time. mpiexec counts the process as another lost rank, and still ends with status 0.
 FINALIZE_S = 15.0
-# Ranks that leave within this time need no notices.
+# If all ranks leave within this time, no rank sends a notice.
 NOTICE_AFTER_S = 0.1
 # If another rank knows the cause of a failure, this rank waits this long, so that the other rank can say the cause.
 _PATIENCE_S = 10.0
@@ -212,7 +212,7 @@ class ExitBarrier(Inherited):
         self._communicator.Free()
 
     def _have_left(self, everybody_left: MPI.Request, notice_s: float) -> bool:
-        """Whether all ranks have come. If not, and this rank has no call in flight, send this rank's notice once."""
+        """Whether all ranks have come to the barrier. If not, and this rank has no call in flight, send its notice once."""
         if everybody_left.Test():
             return True
         # Calls in the queue have not begun yet. If the notice were sent before their end, it would count too few calls.

@@ -37,7 +37,7 @@ class Tag(enum.IntEnum):
     LEAVING = 4
     """`LeaveNotices`: the ranks that have left, and the calls that they started before."""
     RING = 5
-    """`RingAllReduce`: pieces of a part."""
+    """`RingAllReduce`: pieces of the tensor."""
     STATUS = 6
     """`MPIStatusPost`: the call in which a rank waits."""
     GREETING = 7
@@ -91,7 +91,7 @@ def no_more_mpi() -> None:
 
 
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """Return which ranks the members of another group have in the MPI group `whole`. Free `members`."""
+    """Return which ranks the members of another group have in the MPI group `whole`. Then free `members`."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:

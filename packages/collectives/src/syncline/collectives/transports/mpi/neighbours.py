@@ -41,7 +41,7 @@ _LONGEST_BYTES = 4096
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """Return the neighbours of a rank, ascending. They are its partners in `rounds`. Neighbours are always mutual.
+    """Return the neighbours of a rank, ascending: its partners in `rounds`. If A is a neighbour of B, B is a neighbour of A.
 
     A pure function.
     """
@@ -69,8 +69,8 @@ class TimeoutReport:
     missing rank. Each rank tells its neighbours (see Note [Neighbours]) in which call it waits, and everything that it has
     heard of other ranks. It listens for 1.5 seconds, or until it has heard of all ranks.
 
-    Cost: with N ranks, each rank sends at most 2 log2 N messages. While it hears of more ranks, it repeats this every 0.1
-    seconds: about log2 N times. Ranks that wait in the same call share one entry.
+    Cost: with N ranks, each rank sends a message to at most 2 log2 N neighbours. While the rank hears of more ranks, it sends
+    again every 0.1 seconds: about log2 N times. Ranks that wait in the same call share one entry of a message.
 
     Args:
         communicator: a private communicator, on which no other message has the tag `STATEMENTS`.
@@ -212,7 +212,7 @@ def towards_zero(rank: int) -> list[int]:
 
 
 def drop_status_lines(communicator: MPI.Intracomm) -> None:
-    """Receive the lines that nobody has read. Open MPI would keep them for its next communicator with the same number."""
+    """Receive the lines that nobody has read. Open MPI would give them to the next communicator with the same number."""
     status = MPI.Status()
     while (message := communicator.Improbe(MPI.ANY_SOURCE, Tag.STATUS, status)) is not None:
         message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
@@ -267,12 +267,12 @@ class LeaveNotices:
             return found
 
     def stop(self) -> None:
-        """Stop passing notices on, because all ranks have left."""
+        """Stop passing notices on. Call this when all ranks have left."""
         with self._lock:
             self._passes_on = False
 
     def close(self) -> None:
-        """Stop receiving, because the communicator is about to be freed."""
+        """Stop receiving. Call this before the communicator is freed."""
         with self._lock:
             self._is_closed = True
 

@@ -1,4 +1,4 @@
-"""Connect the survivors of an MPI group again. MPI itself agrees on the survivors (ULFM)."""
+"""Connect the survivors of an MPI group again. MPI itself finds out which ranks survive (ULFM)."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from .waiting import MESSAGE_NAP_S
 PIECES = 4
 LEAST_PIECE_BYTES = 60 << 10
 MOST_PIECE_BYTES = 512 << 10
-# Over TCP, Open MPI sends messages up to a limit at once. These are the variable that sets this limit, its default, and the
-# bytes of it that the header takes.
+# Over TCP, Open MPI sends a message up to a certain size without waiting for the receiver. These are the variable that sets
+# this size, the default size, and how many bytes of this size the message's header takes.
 TCP_EAGER_LIMIT, _TCP_EAGER_BYTES, _HEADER_BYTES = "OMPI_MCA_btl_tcp_eager_limit", 64 << 10, 4 << 10
 # Memory for pieces that have arrived and wait for their reduction. With less memory the wire waits for the reduction.
 LANDING_BYTES = 2 << 20
@@ -37,9 +37,9 @@ class RingAllReduce:
     around the ring. A rank passes a piece on as soon as the piece is ready. So the steps overlap, and only the first piece of
     each step waits for the network's latency.
 
-    Every wait is for a single message, and ends with the scope. So the ring can be given up, even if the MPI library's
-    collectives must block. The same inputs give the same bits in every run and on every rank, because one chain of ranks
-    reduces each part.
+    Every wait is for a single message, and ends when the call's scope ends. So the ring can be given up, even if the MPI
+    library's collectives must block. The same inputs give the same bits in every run and on every rank, because one chain of
+    ranks reduces each part.
 
     Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: 2 MiB, and in Open MPI up
     to n/p bytes on a rank that is slower than its network.
@@ -51,7 +51,7 @@ class RingAllReduce:
     Args:
         communicator: a communicator on which no other message has the tag `Tag.RING`.
         sync: the `MessageSync` of this communicator. It waits for each message.
-        piece_bytes: the largest piece; the same on all ranks. See `largest_piece_bytes`.
+        piece_bytes: the size of the largest piece; the same on all ranks. See `largest_piece_bytes`.
     """
 
     def __init__(self, communicator: MPI.Intracomm, sync: MessageSync, piece_bytes: int) -> None:
@@ -138,10 +138,10 @@ def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
 def largest_piece_bytes(library: str = MPI.get_vendor()[0], environ: Mapping[str, str] = os.environ) -> int:
     """Return the size in bytes of the largest piece that this rank would send.
 
-    Over TCP, Open MPI sends a message within its eager limit at once. Open MPI sends a larger message only when the receiver
-    asks for it, and this request waits behind the receiver's own data. Data then moves in only one direction at a time. So
-    pieces are not larger than the eager limit. The user sets this limit for mpirun or in the environment. Open MPI assumes that
-    the limit is the same on all ranks.
+    Over TCP, Open MPI sends a message up to its eager limit without waiting. It sends a larger message only when the receiver
+    asks for the message, and this request waits behind the receiver's own data. Data then moves in only one direction at a
+    time. So pieces are not larger than the eager limit. The user sets this limit for mpirun or in the environment. Open MPI
+    assumes that the limit is the same on all ranks.
     """
     # Open MPI takes other notations, too. This function does not read them, and assumes Open MPI's default.
     given = environ.get(TCP_EAGER_LIMIT, "")

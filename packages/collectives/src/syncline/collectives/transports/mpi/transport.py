@@ -27,7 +27,7 @@ from .ring_all_reduce import RingAllReduce
 from .sync import MessageSync, Sync
 from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S
 
-# MPI before version 4 counts in C ints. A tensor with more bytes than this is sent in pieces of this size, or as one message
+# MPI before version 4 counts in C ints. A tensor with more than `PIECE_BYTES` is sent in pieces of this size, or as one message
 # whose MPI type consists of such pieces.
 PIECE_BYTES = 1 << 30
 
@@ -62,7 +62,7 @@ class MPITransport(LibraryTransport):
     backend_name = "mpi"
 
     # A rank that has not closed the group may still send messages. If this rank freed its communicator, Open MPI would keep the
-    # messages, and give them to its next communicator with the same number.
+    # messages, and give them to this rank's next communicator with the same number.
     closes_together = True
 
     def __init__(
@@ -95,8 +95,8 @@ class MPITransport(LibraryTransport):
         """Reduce large tensors in a ring from now on, instead of by MPI. Call this only if each rank is alone on its node.
 
         Args:
-            ring_bytes: use the ring if a rank's part has at least this many bytes. The number is the same on all ranks.
-            piece_bytes: the largest piece; the same on all ranks.
+            ring_bytes: use the ring if a tensor has at least this many bytes for each rank; the same on all ranks.
+            piece_bytes: the size of the largest piece that a rank sends in the ring; the same on all ranks.
         """
         # A group of one rank needs no ring. The ring reduces on the host, so it cannot take the memory of a device.
         if self._size > 1 and not self._on_device:
@@ -405,7 +405,7 @@ class MPITransport(LibraryTransport):
 
 
 class MPIPlan(LibraryPlan):
-    """Runs the transport's collective. Before a large one, all ranks come together: see Note [Presync].
+    """Runs the transport's collective. Before a large collective, all ranks come together: see Note [Presync].
 
     Args:
         transport: the transport.

@@ -13,14 +13,14 @@ _SHORTEST_NAP_S = 50e-6
 ARRIVAL_NAP_S = 5e-3
 # The longest sleep while a large message is in flight. MPI libraries move data only when called, one buffer each time.
 MESSAGE_NAP_S = 1e-3
-# A collective of the library takes many steps, and each step waits for the next check. So the thread never sleeps.
+# For a collective of the MPI library: it takes many steps, and each step waits for the next check. So the thread never sleeps.
 NO_NAP_S = 0.0
 
 _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Set after how many seconds a waiting thread of this process begins to sleep; infinity: never. The site sets this."""
+    """Set after how many seconds a waiting thread of this process begins to sleep between checks; infinity: never."""
     global _spin_s
     _spin_s = seconds
 

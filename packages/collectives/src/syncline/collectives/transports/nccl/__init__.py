@@ -1,4 +1,4 @@
-"""NCCL, through CuPy. CuPy is imported when a group is connected, not before."""
+"""NCCL, through CuPy. CuPy is imported only when a program asks whether NCCL works, or connects a group."""
 
 from .backend import NcclBackend, backend
 

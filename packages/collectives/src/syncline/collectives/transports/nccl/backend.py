@@ -30,11 +30,11 @@ class NcclBackend(Backend):
         return True
 
     def missing(self) -> str | None:
-        """The problem if a GPU, CuPy or NCCL is missing."""
+        """Why this backend cannot be used, such as a missing GPU, CuPy or NCCL; None if it can."""
         return library.problem()
 
     def connect(self, request: ConnectRequest) -> NcclGroup:
-        """Make a group. Its ranks meet in the host group that the request names, or else over MPI, or else in a store."""
+        """Make a group. `_meeting` decides how the ranks meet: in a host group, over MPI, or in a store."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'nccl': {lack}")
@@ -51,7 +51,7 @@ class NcclBackend(Backend):
 
 
 def _meeting(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
-    """The rendezvous of the ranks, this process's rank, and the number of ranks."""
+    """The object by which the ranks meet, this process's rank, and the number of ranks."""
     host = request.host_group
     # The caller owns this group and closes it.
     if host is not None:

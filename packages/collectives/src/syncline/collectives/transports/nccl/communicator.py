@@ -57,7 +57,7 @@ class NativeReduction:
     """A reduction that NCCL does itself.
 
     Attributes:
-        op: the value of ncclRedOp_t.
+        op: NCCL's number for the reduction, a value of ncclRedOp_t.
         factor: each rank's terms are multiplied by this factor first; None if there is no factor.
     """
 
@@ -123,7 +123,7 @@ class Communicator:
 
     @classmethod
     def connect(cls, nccl: Any, unique_id: bytes, rank: int, size: int, stream: int) -> Communicator:
-        """Connect with the other ranks that have the same id. Blocks until all have come."""
+        """Connect with the other ranks that have the same id. Blocks until all `size` ranks have come."""
         with mapped(nccl, "ncclCommInitRank"):
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
@@ -157,7 +157,7 @@ class Communicator:
             self._call("reduce", address, address, count, datatype, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, block: torch.Tensor, op: int) -> None:
-        """Reduce the blocks, and write part r to rank r's output. `block` is as long as `size` outputs."""
+        """Reduce the blocks, and write part r of the result to rank r's output. `block` is as long as `size` outputs."""
         if output.numel():
             address, count, datatype = self._wire(output)
             self._call("reduceScatter", self._wire(block)[0], address, count, datatype, op)
@@ -194,7 +194,8 @@ class Communicator:
     def group(self) -> Iterator[None]:
         """A context. The calls inside it become one operation of NCCL, which starts when the context ends. Contexts may nest.
 
-        NCCL stores the addresses of tensors and uses them at the end. So the tensors are kept alive until then.
+        NCCL stores the addresses of the calls' tensors, and uses them when the context ends. Until then, this object keeps the
+        tensors alive.
         """
         # NCCL uses the addresses at the outermost end, so an inner context adds to the list of the outer one.
         outermost = self._kept is None

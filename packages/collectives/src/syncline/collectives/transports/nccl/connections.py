@@ -52,12 +52,12 @@ class StreamCommunicator:
 
 
 class Connector:
-    """Connects some of the ranks of a job.
+    """Connects the ranks of one group over NCCL. The group may contain only some of the ranks of the job.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
-        runtime: the GPUs.
-        rendezvous: lets the ranks of the job meet.
+        runtime: makes streams on the GPUs.
+        rendezvous: lets the ranks of the job exchange messages before NCCL connects them.
         ranks: the group's ranks, as ranks of the job.
         rank: this process's rank in the group.
         name: the group's name.
@@ -74,7 +74,7 @@ class Connector:
         self.name = name
 
     def part(self, members: Sequence[int], name: str) -> Connector:
-        """The connector of a part of the group."""
+        """Make the connector of a new group of `members`, which are ranks of this group."""
         ranks = [self.ranks[member] for member in members]
         return Connector(self.nccl, self.runtime, self.rendezvous, ranks, list(members).index(self.rank), name)
 
@@ -92,7 +92,7 @@ class Connector:
 
         Args:
             topic: a name for this connection; used only once.
-            members: ranks of this group, in the order of the communicator.
+            members: the ranks to connect, as ranks of this group, in the order of the new communicator.
             device: this rank's GPU.
             scope: the time limit for everything.
 
@@ -115,7 +115,7 @@ class Connector:
     def split(
         self, whole: StreamCommunicator, members: Sequence[int] | None, color: int | None, scope: CancelScope
     ) -> StreamCommunicator | None:
-        """Split a communicator of all ranks. All ranks call it. Returns None if this rank is in no part."""
+        """Split the communicator of all ranks. All ranks call this method. Returns None if this rank is in no part."""
         stream = self.runtime.stream(whole.stream.device, is_own=True)
         made = self.within(scope, stream.device, lambda: whole.communicator.split(members, color, stream.handle))
         return None if made is None else StreamCommunicator(made, stream)
@@ -172,7 +172,7 @@ class Connections:
 
     @property
     def device(self) -> torch.device:
-        """The GPU that the group serves. Before the first call, this is the current GPU, because a barrier would select it."""
+        """The GPU that the group serves. Before the first call: the current GPU, which a barrier as first call would select."""
         return self._connector.runtime.current_device() if self._device is None else self._device
 
     def background(self) -> AbstractContextManager[object]:
@@ -197,7 +197,7 @@ class Connections:
         return self._of_all
 
     def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
-        """The pair of communicators with another rank. They may still be connecting."""
+        """The pair of communicators with another rank. These two ranks may not be connected yet."""
         pair = self._pairs.get(peer)
         # While the pair connects, another thread issues the transfers, so this thread's capture would not contain them.
         if pair is None or not pair.is_connected:
@@ -210,9 +210,10 @@ class Connections:
         return pair
 
     def split(self, members: Sequence[int] | None, color: int | None, scope: CancelScope) -> StreamCommunicator | None:
-        """Make a part's communicator with ncclCommSplit; None if this group is not connected yet.
+        """Make the communicator of a part of the group with ncclCommSplit.
 
-        In that case the part connects by itself when it is first used.
+        Returns None if this rank is in no part, or if this group is not connected yet. A part without a communicator connects
+        by itself when it is first used.
 
         Raises:
             FatalError: the communicator could not be made.
@@ -270,7 +271,7 @@ class Connections:
         return made
 
     def _scope(self) -> CancelScope:
-        """A scope for connecting. It ends when the group fails."""
+        """A scope for connecting. It also ends when the group fails."""
         return CancelScope(self._timeout_s(), self._in_flight.reason_to_give_up)
 
     # ---- errors ----
@@ -338,7 +339,7 @@ class Pair:
 
     Args:
         connect: makes the communicator for each direction; called on the thread.
-        fail: called with the error if `connect` fails.
+        fail: called with the error if `connect` fails, or if a transfer fails on the thread.
         context: makes a context that the thread enters.
     """
 
@@ -399,9 +400,9 @@ def peer_info(rank: int, pci_id: str, version: str) -> Payload:
     """The facts about this process that decide whether ranks can be connected.
 
     Args:
-        rank: this process's rank in the default group.
-        pci_id: the PCI address of its GPU.
-        version: its version of NCCL.
+        rank: this process's rank of the job.
+        pci_id: the PCI address of this process's GPU.
+        version: the version of NCCL in this process.
     """
     identity = host_identity()
     return {

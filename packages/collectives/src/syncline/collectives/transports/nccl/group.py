@@ -39,7 +39,7 @@ _CLOSE_S = 5.0
 # Up to this many ranks compare their calls after each backward. With more, one rank would receive too many messages in a step.
 _COMPARED_EACH_TIME = 16
 # A thread that is inside a store when the interpreter shuts down crashes the process. At exit, queues wait for their threads
-# only for a short time; this event makes waits end sooner.
+# only for a short time; this event makes the waits of these threads end sooner.
 _exiting = threading.Event()
 atexit.register(_exiting.set)
 
@@ -92,8 +92,8 @@ class NcclGroup(EngineGroup):
 
     Args:
         connector: connects the group.
-        of_all: the communicator of all ranks, if it was split from the communicator of another group.
-        reproducible: use rank order for reductions whose result depends on the order.
+        of_all: the communicator of all ranks of this group, if it was split from the communicator of another group.
+        reproducible: whether to reduce in rank order if the result depends on the order.
         owns_rendezvous: whether the group owns its rendezvous; False for a part of another group.
     """
 
@@ -229,7 +229,9 @@ class NcclGroup(EngineGroup):
         return NcclPlan(connected.communicator, signature, device, reproducible=self._reproducible)
 
     def _launch(self, connected: StreamCommunicator, work: StreamWork, issues: Sequence[Issue], after: Event) -> None:
-        """Put calls on the stream of a communicator, to start after an event of the caller's stream. `settle` must follow.
+        """Put calls on the stream of a communicator, to start after an event of the caller's stream.
+
+        The caller must call `work.settle` afterwards.
 
         Raises:
             FatalError: the calls could not be issued. The other ranks have issued them, so no later call would match.
@@ -460,7 +462,7 @@ class NcclGroup(EngineGroup):
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """Compare the calls issued so far, on a thread. Runs in the queue's turn."""
+        """Begin to compare the calls issued so far, on the group's thread. Runs in the queue's turn."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")

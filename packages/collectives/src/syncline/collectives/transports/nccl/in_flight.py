@@ -60,9 +60,9 @@ class InFlight:
 
     Args:
         place: returns the group and the rank in words, for errors.
-        background: makes a context for `look`, and for each thread that aborts a communicator.
+        background: makes the context in which `look` runs, and in which a thread aborts a communicator.
         report: writes a report of a failure, if the group writes reports, and returns the failure; see `EngineGroup._reported`.
-        tell: tells the other ranks that the group has failed here; may block.
+        tell: tells the other ranks that the group has failed on this rank; may block.
         hear: returns why another rank will not come any more, or None; may block.
     """
 
@@ -110,7 +110,10 @@ class InFlight:
         self._abort(communicator, [])
 
     def watch(self, launch: Launch) -> None:
-        """Add a launch before it is issued, because NCCL may never return. If the group has failed, fail the launch at once."""
+        """Watch a launch. Call this before the launch is issued, because issuing may never return.
+
+        If the group has failed, this makes the launch fail at once.
+        """
         with self._changed:
             failure = self._failure
             if failure is None:
@@ -144,7 +147,7 @@ class InFlight:
             self._pending, self._communicators = {}, []
             _busy.discard(self)
 
-    # ---- the looks of the monitor ----
+    # ---- called by the monitor ----
 
     @property
     def is_idle(self) -> bool:

@@ -18,15 +18,15 @@ from .communicator import Communicator, NativeReduction, as_reduced, native_redu
 class NcclPlan(Plan):
     """Runs the calls of one signature. Run it while the communicator's stream is current. It never waits for the GPU.
 
-    If NCCL can do a reduction, the plan makes one call of NCCL. Moves take one call, or several calls in one group of NCCL. For
-    any other reduction, the ranks exchange their terms and reduce them in rank order, which takes several calls, one after the
-    other (`in_steps`).
+    If NCCL can do a reduction, the plan makes one call of NCCL. For any other reduction, the ranks exchange their terms and
+    reduce them in rank order, which takes several calls, one after the other (`in_steps`). A collective that reduces nothing
+    takes one call, or several calls between ncclGroupStart and ncclGroupEnd.
 
     Args:
         comm: the communicator of all ranks of the group; for a send or receive, of the sender and the receiver.
         signature: the signature of the calls.
         device: the device of the tensors.
-        reproducible: use rank order for reductions whose result depends on the order.
+        reproducible: whether to reduce in rank order if the result depends on the order.
 
     Attributes:
         in_steps: whether the plan calls NCCL several times in sequence. If so, its calls cannot be part of a batch.
@@ -129,7 +129,10 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_slice(block))
 
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Reduce in rank order: each rank reduces one slice, then all gather the slices. As in a ring, 2 n (p-1)/p bytes."""
+        """Reduce in rank order: each of p ranks reduces one slice, then all gather the slices.
+
+        As in a ring, each rank sends 2 n (p-1)/p bytes for n bytes.
+        """
         size = self._comm.size
         # Each rank reduces one slice, so all slices must have the same size.
         padded = part.new_zeros(-(-part.numel() // size) * size)
@@ -205,7 +208,7 @@ class Issue(NamedTuple):
 
 
 def put(comm: Communicator, issues: Sequence[Issue]) -> None:
-    """Put calls on the current stream: pack, run the plans, unpack. Several calls become one group of NCCL."""
+    """Put calls on the current stream: pack tensors, run the plans, unpack. NCCL starts several calls together, as a group."""
     packed = [issue.plan.pack(issue.reads, issue.writes) for issue in issues]
     # All packing comes before the group, and all unpacking after it: copies start at once, but NCCL starts the calls of a group
     # only when the group is closed.

@@ -40,7 +40,7 @@ class Rendezvous(ABC):
     """Lets some ranks agree on a decision, once for each topic.
 
     Each rank gives a payload: a dictionary that JSON can hold. The first rank receives all payloads and decides. All ranks get
-    its decision, a payload, too.
+    the decision, which is also a payload.
     """
 
     def agree(
@@ -52,7 +52,7 @@ class Rendezvous(ABC):
         decide: Callable[[list[Payload]], Payload],
         scope: CancelScope,
     ) -> Payload:
-        """Meet and agree. All of `ranks` call it. The order among different topics does not matter.
+        """Meet and agree. All of `ranks` call this method. They may agree on several topics in any order.
 
         Args:
             topic: the name of the agreement; used only once.
@@ -172,7 +172,7 @@ class StoreRendezvous(Rendezvous):
 
 
 class GroupRendezvous(Rendezvous):
-    """Sends payloads as messages of a host group, such as an MPI group, of the same ranks.
+    """Sends payloads as messages of a host group, such as an MPI group. Its ranks are the ranks of the job.
 
     Args:
         group: the host group. This class uses only `send` and `recv`, because they have no place in the order of collectives.
@@ -198,7 +198,7 @@ class GroupRendezvous(Rendezvous):
 
     @override
     def announce(self, name: str, failure: str) -> None:
-        """Do nothing: no rank would receive a message. The host group itself finds out which ranks are gone."""
+        """Do nothing: the host group itself finds out which ranks are gone, and no rank waits for a message about a failure."""
 
     @override
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
@@ -217,7 +217,7 @@ class GroupRendezvous(Rendezvous):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
     def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
-        """Receive length and text. A message with the same tag but another topic is kept for the thread that asks for it."""
+        """Receive length and text. A message of another topic with the same tag is kept for the thread that wants it."""
         with self._lock:
             inbox = self._inboxes.setdefault((sender, _tag(topic)), _Inbox())
         return inbox.take(topic, lambda: self._receive_next(sender, _tag(topic), scope), scope)

@@ -35,7 +35,7 @@ class Batch:
         self._thread = threading.get_ident()
 
     def is_here(self) -> bool:
-        """Whether the calling thread fills this batch."""
+        """Whether the calling thread is the thread whose calls this batch contains."""
         return self._thread == threading.get_ident()
 
 
@@ -61,7 +61,7 @@ class Failure:
 
 
 class Launch:
-    """One call or one batch on a stream. Its calls hold their tensors until the GPU is done with them.
+    """One call or one batch on a stream. Its calls hold their tensors until it is safe to reuse the tensors' memory.
 
     Note [Memory in flight]
     ~~~~~~~~~~~~~~~~~~~~~~~
@@ -70,7 +70,7 @@ class Launch:
 
     1. `wait` is called, while the current stream is the stream from which the collective was issued. `wait` makes this stream
        wait for the collective. So whatever uses the freed memory next on this stream comes after the collective.
-    2. The monitor, or a thread that blocks, sees that the collective is over.
+    2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
     `InFlight` holds the launch, but not the work. (The work keeps the outputs, because they are its result.) So after `wait`,
@@ -79,7 +79,7 @@ class Launch:
 
     Args:
         calls: the calls of this launch.
-        describe: returns the launch's name for messages.
+        describe: returns the call or the batch, with the group and the rank, in words for messages.
         timeout_s: the time limit from now on, in seconds.
         work: the work of these calls, which is told of a failure. The launch holds only a weak reference to it.
 
@@ -152,11 +152,11 @@ class StreamWork(Work):
     Note [Memory in flight] says which object holds the tensors, and how long.
 
     Args:
-        title: the call, or a call that stands for the batch.
+        title: the call that messages name: the only call, or a call named "coalesced" for a batch.
         calls: the calls whose tensors are in flight.
-        tensors: the outputs.
+        tensors: the output tensors of these calls.
         place: returns the group and the rank in words, for errors.
-        runtime: the GPUs.
+        runtime: knows the current stream, and makes futures.
         device: the device of the tensors.
         timeout_s: the time limit from now on, in seconds.
         source: for a receive, the rank that sends.
@@ -229,7 +229,7 @@ class StreamWork(Work):
     # ---- Work ----
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Order the current stream after the collective. With a timeout, or for a barrier, block the CPU until it is over."""
+        """Make the current stream wait for the collective. With a timeout, or for a barrier, block the CPU until it is over."""
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
@@ -274,7 +274,9 @@ class StreamWork(Work):
         return self._source
 
     def get_future(self) -> TensorsFuture:
-        """A CUDA future. On the CPU it is complete once the collective is issued. Streams that use it wait for the collective.
+        """A CUDA future. On the CPU it is complete once the collective is issued.
+
+        Waiting for the future makes the current stream wait for the collective.
 
         A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `group`. There are two
         exceptions: for a transfer whose peer is not connected yet, and for a batch that is still open, the callback runs later,
@@ -292,7 +294,7 @@ class StreamWork(Work):
     def _due(self) -> TensorsFuture | None:
         """The future, if the caller must complete it now; else None.
 
-        This is so if the future was asked for, the call is issued, and no other thread completes the future.
+        The caller must complete it if a user has asked for it, the call is issued, and no other thread completes it.
 
         The caller holds `_changed`.
         """

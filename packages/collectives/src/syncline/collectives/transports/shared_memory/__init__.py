@@ -1,1 +1,1 @@
-"""Memory that processes of one machine share: make it, pass it to other ranks, find out how much is left. MPI is not used."""
+"""Memory that processes of one machine share: make it, pass it to other ranks, find out how much is free. Works without MPI."""

@@ -68,13 +68,13 @@ def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
 
 
 class _Kind(NamedTuple):
-    """The file names of one version of control groups."""
+    """The names that one version of control groups uses: of its file system, its controller, and the files of a group."""
 
     filesystem: str
-    controller: str  # in /proc/self/cgroup
+    controller: str  # as in /proc/self/cgroup
     limit: str
     usage: str
-    cache: tuple[str, str]  # in memory.stat; these numbers include the groups inside this group
+    cache: tuple[str, str]  # two numbers in memory.stat; they include the groups inside this group
 
 
 _KINDS = (

@@ -1,4 +1,4 @@
-"""What Python does not offer everywhere: memory files, mapping them, huge pages, and the processor's memory fence."""
+"""Functions that Python lacks on some systems: files in memory and their mappings, huge pages, the processor's memory fence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def no_fence() -> None:
 
 
 def find_fence(machine: str | None = None) -> Fence | None:
-    """Return this processor's memory fence, or None if there is none. A call takes about 0.4 us, and less on x86.
+    """Return this processor's memory fence, or None if there is none. A call of the fence takes about 0.4 us, on x86 less.
 
     Args:
         machine: the type of the processor, as from `platform.machine`; None takes this processor's type.
@@ -144,7 +144,7 @@ def move_pages(source: int, nbytes: int, target: int) -> None:
 
 
 def update(target: int, source: int, nbytes: int) -> None:
-    """Copy memory if it differs. A comparison takes half the time of a copy, and allocates no pages that nobody has written."""
+    """Copy `nbytes` if source and target differ. Comparing takes half the time of copying, and allocates no untouched pages."""
     if _c().memcmp(target, source, nbytes):
         ctypes.memmove(target, source, nbytes)
 

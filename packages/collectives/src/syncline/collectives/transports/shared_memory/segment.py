@@ -106,7 +106,10 @@ class Segment(mmap.mmap, Inherited):
             move_pages(_address(self._copy), padded(self.part_bytes), self.address())
 
     def use_huge_pages(self) -> None:
-        """Use huge pages for this rank's part where possible; all ranks profit. Waits at most about `HUGE_PAGES_SECONDS`."""
+        """Use huge pages for this rank's part where possible. Other ranks that use this part profit, too.
+
+        This waits at most about `HUGE_PAGES_SECONDS`.
+        """
         size = huge_page_bytes()
         if size:
             # Both ends are rounded up, so each huge page is collapsed by exactly one rank.
@@ -175,7 +178,7 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
 
     Raises:
         OSError: this process may not look into the other one (another user, another namespace of users or processes, a
-            restricted /proc), or the descriptor is another file.
+            restricted /proc), or `file` is the descriptor of another file.
     """
     path = f"/proc/{pid}/fd/{file}"
     # If the other process has another namespace of processes, `pid` may be the number of a third process here.
@@ -191,7 +194,8 @@ class FdServer:
     see the socket's name, and asking the kernel for the peer's user does not help: a user namespace shows all foreign users as
     one.)
 
-    `serve` never waits. Call it when all clients have connected and sent the token. The kernel does both without the server.
+    `serve` never waits. Call it when all clients have connected and sent the token. For this they need only the kernel, not
+    `serve`.
 
     Args:
         file: the file's descriptor.
@@ -253,7 +257,7 @@ def request_fd(address: str, token: bytes) -> socket.socket:
 
 
 def receive_fd(connection: socket.socket) -> int:
-    """The descriptor in the server's answer. Call it after `FdServer.serve`.
+    """Receive the file's descriptor from the server. Call this function after `FdServer.serve`.
 
     Raises:
         OSError: the answer has no descriptor.

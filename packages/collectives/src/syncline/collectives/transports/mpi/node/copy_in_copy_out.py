@@ -14,8 +14,8 @@ from ....tensors.reduction import reduce_into
 from ...shared_memory.segment import Segment
 from .plan import Algorithm, Node, Operation, chunks, slice_of
 
-# The size of a chunk. Small chunks are still in the core's cache when they are reduced. Large chunks need fewer barriers. A
-# barrier is cheap if every rank has its own core, and expensive if not.
+# The size of a slot, which holds one chunk. Small chunks are still in the core's cache when they are reduced. Large chunks need
+# fewer barriers. A barrier is cheap if every rank has its own core, and expensive if not.
 SLOT_BYTES = 1 << 20
 SLOTS = 3
 
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group with three slots for each rank; a slot holds one chunk. The first call that needs it makes it.
+    """A window of the group with three slots for each rank; a slot holds one chunk. The first call of `segment` makes it.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
@@ -69,9 +69,9 @@ class _Copy(NamedTuple):
     """One copy between a slot and a tensor.
 
     Attributes:
-        slot: the address in the slot.
-        offset_bytes: the offset from the start of the chunk in the tensor.
-        nbytes: the number of bytes.
+        slot: the address of the copied bytes in the slot.
+        offset_bytes: where the copied bytes begin in the tensor, counted from the start of the chunk.
+        nbytes: the number of copied bytes.
     """
 
     slot: int

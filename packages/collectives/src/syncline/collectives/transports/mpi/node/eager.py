@@ -26,8 +26,8 @@ class Eager(Algorithm):
 
     If tensors have n bytes, each of p ranks reads p n bytes.
 
-    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that only the number of such waits matters, this
-    algorithm is the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
+    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that time depends only on how often the ranks wait,
+    this algorithm is the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
 
     Args:
         node: the group's ranks on this node, with their shared memory.

@@ -15,7 +15,7 @@ from .plan import Algorithm, InWindow, Node, Place, chunks, slice_of
 # The size of a chunk that is sent between nodes. It is large enough that the network's latency matters little, and small enough
 # that its memory is soon used again.
 CHUNK_BYTES = 4 << 20
-# The size of the pieces of a tensor that are staged, for each rank.
+# A tensor is copied to shared memory in pieces of this size. Each rank of the node has room for one piece there.
 STAGE_BYTES = 16 << 20
 
 
@@ -96,7 +96,7 @@ class HierarchicalWindow(InWindow):
     Args:
         node: the group's ranks on this node, with their shared memory.
         signature: the signature of the calls.
-        reduction: the group's reduction across nodes.
+        reduction: reduces the slice that this rank leads.
     """
 
     name = "hierarchical"
@@ -120,7 +120,7 @@ class Hierarchical(Algorithm):
 
     Args:
         node: the group's ranks on this node, with their shared memory.
-        reduction: the group's reduction across nodes.
+        reduction: reduces the slice that this rank leads, and makes the stage.
     """
 
     name = "hierarchical"

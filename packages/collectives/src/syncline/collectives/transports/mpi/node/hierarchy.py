@@ -20,7 +20,8 @@ def split_by_node(communicator: MPI.Intracomm) -> MPI.Comm:
 class Hierarchy:
     """The ranks of a group in two levels: inside each node, and across the nodes. The constructor is a collective.
 
-    ::
+    An all-reduce divides the tensor into slices. On each node, one rank leads each slice: it reduces the slice inside the node,
+    and then with the leaders of this slice on the other nodes::
 
         node 0      node 1      node 2
         rank 0 ---- rank 3 ---- rank 5     leaders of slice 0

@@ -117,7 +117,7 @@ def choose(
 
 
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
-    """Return the size in bytes of a rank's slot in the eager algorithm, a multiple of 64; 0 if the group cannot use it."""
+    """Return the size in bytes of a rank's slot in the eager algorithm, a multiple of 64; 0 if the group has no slots."""
     others = capabilities.ranks - 1
     # Without a barrier, or across nodes, no rank sees another rank's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
@@ -178,8 +178,8 @@ class Windows:
     ranks make the same segments in the same order, so they agree on the keys. A key has 63 bits, enough for 8 EiB of
     allocations.
 
-    This object keeps no segment alive: when the last tensor of this rank in a segment is freed, the segment is freed, too. So a
-    reducer's first buckets, for example, need no call that frees them.
+    This object keeps no segment alive: when the last tensor of this rank in a segment is freed, the segment is freed, too. So
+    DistributedDataParallel, for example, can replace its first buckets without a call that frees them.
     """
 
     def __init__(self) -> None:
@@ -381,7 +381,8 @@ class Algorithm(ABC):
 
     Attributes:
         name: a word or two for logs.
-        compares: whether the ranks must compare the call before `run`. False if the algorithm itself compares the call.
+        compares: whether the ranks must compare the call before `run`. False if the algorithm compares the call itself, or if
+            the call needs no comparison.
     """
 
     name: str
@@ -400,12 +401,12 @@ class Algorithm(ABC):
 
 
 class ByMPI(Algorithm):
-    """Runs MPI's own collective.
+    """Runs the collective of the `MPITransport`, without shared memory: MPI's own collective, or a ring of MPI messages.
 
     Args:
         transport: the transport with the collective.
         signature: the signature of the calls.
-        name: the name of the algorithm that the transport uses.
+        name: "MPI" or "ring".
         compares: as for `Algorithm`.
     """
 
@@ -438,12 +439,12 @@ class NodePlan(Plan):
 
     [1] The ranks compare the call and the places of their tensors.
     [2] If all tensors are at the same place of a window, they are reduced or copied there.
-    [3] If not, another algorithm moves the data. If its memory cannot be made, the plan uses MPI from then on.
+    [3] If not, `algorithm` moves the data. If the memory of this algorithm cannot be made, `by_mpi` replaces it from then on.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
         algorithm: the algorithm for tensors in no window.
-        by_mpi: MPI's own collective, which needs no shared memory.
+        by_mpi: the algorithm that needs no shared memory.
         in_window: the algorithm for tensors in a window; None if a window would not make these calls faster.
     """
 

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class SharedMemoryError(Exception):
-    """The memory cannot be made. All ranks of the group raise it together. The message says where and why."""
+    """Shared memory cannot be made. All ranks of the group raise this error together. The message says where and why."""
 
 
 def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int, run: Run) -> Segment:
@@ -70,7 +70,7 @@ class _Allocation:
     def segment(self) -> Segment | None:
         """Make the segment. Return None if this rank failed.
 
-        Each rank reserves its own part, so the part is close to its core.
+        Each rank reserves its own part, so the part's memory is close to the rank's core.
         """
         origin = self._create()
         if origin is not None and self._open(*origin):

@@ -15,7 +15,8 @@ from ....tensors.reduction import reducer_of
 from .plan import InWindow, Node, Operation, Place, chunks, slice_of
 
 # The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while this chunk is in the
-# cache. Measured with a cache of 2 MiB for each core, two ranks, in turn on the same memory in huge pages, in microseconds:
+# cache. Microseconds for two ranks, with a cache of 2 MiB for each core and huge pages. A row is the size of the tensor, a
+# column the size of a chunk; all were measured in turn on the same memory:
 #
 #            256 KiB   512 KiB   1 MiB   2 MiB   4 MiB
 #    4 MiB       258       243     243     277     318
