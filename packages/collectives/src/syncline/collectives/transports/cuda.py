@@ -190,18 +190,18 @@ class CudaRuntime(DeviceRuntime):
     # ---- copies ----
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned host memory for as many elements as the tensor has. It is not filled."""
+        """Pinned host memory for as many elements as the tensor has. The memory is not filled."""
         return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to pinned memory. The thread waits for the copy without holding the GIL."""
+        """Copy the tensor to pinned host memory. The thread waits for the copy without holding the GIL."""
         host = self.empty_on_host(tensor)
         host.copy_(tensor.view(-1), non_blocking=True)
         self.finish(tensor)
         return host
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Put the copy on the current stream, and do not wait for it."""
+        """Start the copy on the current stream, and do not wait for its end."""
         tensor.view(-1).copy_(host, non_blocking=True)
 
     @override
@@ -236,7 +236,7 @@ class StreamPool:
 
 
 def _new_stream(device: torch.device) -> int:
-    """Make a new stream of CUDA. torch's own streams come from a pool of 32, so users would share them."""
+    """Make a new stream of CUDA. torch's own streams come from a pool of 32, so two users could get the same stream."""
     from cupy.cuda import runtime
 
     with torch.cuda.device(device):
@@ -256,5 +256,5 @@ def _driver() -> Any | None:
 
 
 def cuda_runtime() -> CudaRuntime | None:
-    """The runtime for a new group; None if this process sees no CUDA device."""
+    """A `CudaRuntime` for a new group; None if this process sees no CUDA device."""
     return CudaRuntime() if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""DeviceTransport makes a transport for host memory move tensors of a device, too."""
+"""DeviceTransport extends a transport for host memory, so that it also moves tensors of a device (a GPU)."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class DeviceTransport(Transport):
 
 
 class StagedPlan(Plan):
-    """Copies to host memory, runs a plan of the host transport, and copies back.
+    """Copies the tensors of a call to host memory, runs a plan of the host transport, and copies the results to the device.
 
     Cost: one copy to the host for each tensor that is read, and one copy back for each tensor that is written.
 
@@ -187,7 +187,7 @@ class StagedPlan(Plan):
 
 
 class StagedArrival(Request):
-    """A receive into host memory, and then the copy to the device."""
+    """The receive of a device tensor: a receive into host memory, and then a copy to the device."""
 
     def __init__(self, request: Request, there: torch.Tensor, tensor: torch.Tensor, device: DeviceRuntime) -> None:
         self._request = request
@@ -214,7 +214,7 @@ class StagedArrival(Request):
         return self._request.source()
 
     def _deliver(self) -> None:
-        """Copy to the device, and wait for the copy: the tensor may next be used on any thread, and so on any stream."""
+        """Copy the message to the device, and wait: the tensor may next be used on any thread, and so on any stream."""
         with self._order.entered():
             self._device.to_device(self._there, self._tensor)
             self._device.finish(self._tensor)

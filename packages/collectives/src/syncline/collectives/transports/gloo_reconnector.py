@@ -109,7 +109,7 @@ class GlooReconnector(StoreReconnector):
 
     @classmethod
     def of_newcomer(cls, store: dist.Store, options: Mapping[str, bool], connect: Connect, timeout_s: float) -> GlooReconnector:
-        """The reconnector of a process that starts later.
+        """Make the reconnector of a process that wants to join a running job.
 
         Raises:
             StoreError: the store lacks the facts about the job that a newcomer needs.

@@ -1,4 +1,4 @@
-"""MPI through mpi4py. mpi4py is imported when the first group is connected, not before."""
+"""MPI through mpi4py. mpi4py is imported only when a program asks whether MPI works, or connects a group."""
 
 from .backend import backend
 

@@ -88,7 +88,7 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """Start the gather to one listener. All ranks of the communicator take part.
+        """Start the gather that shows one listener which ranks are here. All ranks of the communicator take part.
 
         Ranks outside the listener's block send no bytes.
         """

@@ -80,7 +80,7 @@ def while_mpi_runs() -> Iterator[bool]:
 
 
 def no_more_mpi() -> None:
-    """Forbid calls of MPI, because the program ends MPI. Wait at most one second for a thread inside `while_mpi_runs`.
+    """From now on, allow no calls of MPI in `while_mpi_runs`, because MPI ends. Wait at most one second for a thread in it.
 
     An unlimited wait might never end, because MPI may block that thread until MPI ends.
     """

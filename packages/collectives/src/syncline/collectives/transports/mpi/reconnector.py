@@ -62,7 +62,7 @@ class MPIReconnector(Reconnector):
 
     @property
     def transport(self) -> Transport:
-        """The transport of the present generation."""
+        """The transport between the present members of the group."""
         return self._transport
 
     @override

@@ -40,7 +40,7 @@ _TAGS = 32_767  # MPI guarantees at least this many
 
 
 class MPITransport(LibraryTransport):
-    """Runs non-blocking MPI collectives. Each wait ends with the scope of the call.
+    """Runs MPI collectives. In their non-blocking form, a wait ends when the scope of the call ends; see Note [Presync].
 
     Each collective is the MPI library's own collective, except for some reductions: float16 and bfloat16 (MPI has no portable
     type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), and all reductions if `reproducible`. In these
@@ -114,7 +114,7 @@ class MPITransport(LibraryTransport):
     # ---- reductions. For a large call, all ranks have come already: see Note [Presync] ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce by MPI's own reduction, or move bytes by MPI and reduce them in this process."""
+        """Reduce by MPI's own reduction, or in a ring, or move bytes by MPI and reduce them in this process."""
         native = self._native(tensor.dtype, op)
         # If MPI cannot reduce this dtype, or must not choose the order, this process reduces.
         if native is None:

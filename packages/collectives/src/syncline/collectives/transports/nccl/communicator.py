@@ -128,7 +128,7 @@ class Communicator:
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
     def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
-        """Make a communicator of `members`, which are ranks of this one. All ranks call it; no call may be in flight.
+        """Make a communicator of `members`, which are ranks of this communicator. All ranks call it; no call may be in flight.
 
         Args:
             members: the members; None on a rank that belongs to no part.

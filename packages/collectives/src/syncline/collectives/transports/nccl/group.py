@@ -45,7 +45,7 @@ atexit.register(_exiting.set)
 
 
 class NcclGroup(EngineGroup):
-    """Collectives on the GPU of each rank.
+    """A group whose collectives run on the GPU of each rank.
 
     The steps of a call::
 
@@ -142,7 +142,7 @@ class NcclGroup(EngineGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """Only CUDA."""
+        """Only "cuda"."""
         return self._device_types
 
     def describe(self) -> str:
@@ -462,7 +462,7 @@ class NcclGroup(EngineGroup):
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """Begin to compare the calls issued so far, on the group's thread. Runs in the queue's turn."""
+        """Begin to compare the calls issued so far, on a separate thread of the group. Runs in the queue's turn."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")

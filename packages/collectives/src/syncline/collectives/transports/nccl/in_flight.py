@@ -248,7 +248,7 @@ class InFlight:
         DetachedCall(lambda: self._tell(error), "syncline-nccl-tell")
 
     def report_and_fail(self, error: BaseException) -> BaseException:
-        """Write the report of a failure, then `fail`. Returns the failure, as `report` has returned it."""
+        """Write a report of an error, and end the group with this error. Returns the error, which may now name the report."""
         # Only the first failure gets a report; later ones follow from it.
         failure = error if self._failure is not None else self._report(error)
         self.fail(failure)

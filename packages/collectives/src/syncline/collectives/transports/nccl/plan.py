@@ -1,4 +1,4 @@
-"""NcclPlan runs the calls of one signature. It calls the communicator, which puts all work on the communicator's stream."""
+"""NcclPlan runs the calls of one signature. It calls a communicator, which puts operations on the communicator's stream."""
 
 from __future__ import annotations
 

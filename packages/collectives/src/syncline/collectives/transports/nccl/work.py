@@ -350,5 +350,5 @@ class StreamWork(Work):
 
 
 def gpu_fault(what: str, error: BaseException) -> TransportError:
-    """Our error for a GPU error that torch raises."""
+    """Make our error from the error that torch raises if the GPU faults. `what` is the call that was waited for, in words."""
     return TransportError(f"the GPU reported, while the group waited for {what}: {error}")

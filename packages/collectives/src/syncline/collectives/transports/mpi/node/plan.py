@@ -172,7 +172,7 @@ class _Entry(NamedTuple):
 
 
 class Windows:
-    """The segments of this process in which tensors were allocated.
+    """The windows of this process: the shared segments in which tensors were allocated.
 
     Each place has a key: an address in a virtual space. In this space, all segments that were ever made follow one another. All
     ranks make the same segments in the same order, so they agree on the keys. A key has 63 bits, enough for 8 EiB of
@@ -236,7 +236,7 @@ class Windows:
 
 
 class NodeMemory:
-    """Makes segments. It also remembers the windows, which are the segments that hold tensors.
+    """Makes segments: memory that the ranks of a node share. Remembers the windows, which are the segments that hold tensors.
 
     Args:
         hierarchy: which ranks share a node.

@@ -38,7 +38,7 @@ def barrier_bytes(slot_bytes: int) -> int:
 
 
 class GaveUpError(Exception):
-    """Another rank has said that it will not arrive any more."""
+    """Another rank has said that it will not arrive at the barrier any more."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
