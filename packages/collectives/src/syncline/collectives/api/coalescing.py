@@ -1,4 +1,4 @@
-"""Many tensors in few collectives: flatten, communicate, copy back."""
+"""Collectives on lists of tensors. They join many tensors to few flat buffers, communicate, and copy the results back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_BUFFER_BYTES = 250 * 1024 * 1024
 _IN_FLIGHT = 2
 # If the tensors have at most this total size, and one buffer for each dtype and device is enough, the broadcasts run one after
 # the other on the caller's thread. For so few bytes, handing a broadcast to another thread costs more than it saves (36 buffers
-# of batch normalisation, two ranks: 1.1 ms in flight, 0.7 ms one after the other).
+# of batch normalisation, two ranks: 1.1 ms with another thread, 0.7 ms one after the other).
 _BLOCKING_BYTES = 1 << 20
 
 
@@ -174,19 +174,25 @@ def all_gather_coalesced(
 
 @dataclass
 class _Pending:
-    """A collective on a flat buffer. When it ends, the buffer is copied to the destinations, in their order in the buffer."""
+    """A collective on flat memory, and the tensors to which this memory is copied when the collective ends.
+
+    Attributes:
+        work: the work of the collective.
+        memory: the flat buffer; for an all_gather, one buffer for each rank.
+        destinations: the caller's tensors, in the order in which their elements lie in the memory; empty: copy nothing.
+    """
 
     work: Work
     memory: torch.Tensor | list[torch.Tensor]
     destinations: list[torch.Tensor]
 
     def wait_and_copy_back(self) -> None:
-        """Wait for the collective, then copy the buffer to the destinations."""
+        """Wait for the collective, then copy the memory to the destinations."""
         self.work.wait()
         _copy_back(self.memory, self.destinations)
 
     def copied_back(self) -> TensorsFuture:
-        """A future of the destinations, which is done when the buffer has been copied to them."""
+        """A future of the destinations, which is done when the memory has been copied to the destinations."""
 
         def copy_back(done: Any) -> list[torch.Tensor]:
             done.value()

@@ -86,7 +86,7 @@ def init_process_group(
     reproducible: bool | None = None,
     check_calls: bool = False,
 ) -> ProcessGroup:
-    """Connect all ranks of the job and make their group the default. Every rank calls it once.
+    """Connect all ranks of the job and make their group the default group. Every rank calls this function once.
 
     Under mpirun, mpiexec or srun the function needs no argument, no exported variable and no port.
 
@@ -95,9 +95,9 @@ def init_process_group(
     process and the members of the job call `admit`.
 
     Args:
-        backend: a name from `backend_names()`. None takes `SYNCLINE_BACKEND`, else the site file's backend, else MPI under an
-            MPI launcher, else Gloo under another launcher, else a group of one rank. If there are GPUs and CuPy, NCCL is used
-            for CUDA tensors.
+        backend: a name from `backend_names()`. None takes `SYNCLINE_BACKEND`, else the site file's backend. If neither is set:
+            MPI under an MPI launcher; Gloo under another launcher, or if you pass `init_method`, `store` or `world_size`;
+            otherwise a group of one rank. In these three cases NCCL is added for CUDA tensors if there are GPUs and CuPy.
         init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
             `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
         timeout: the time limit of each collective, in seconds or as a timedelta. Default: `SYNCLINE_TIMEOUT_S`, else the site
@@ -233,10 +233,11 @@ def _load(choice: BackendChoice) -> Backend:
 
 
 def destroy_process_group() -> None:
-    """Finish all calls in flight and close the default group. Every rank calls this. Without a default group it does nothing.
+    """Finish all calls in flight and close the default group. Every rank calls this function.
 
-    While an exception is being handled (in a `finally:` around the training), the function aborts the group instead. The other
-    ranks may wait in a collective that this rank will never start. Closing the group would then wait, and hide the exception.
+    Without a default group, the function does nothing. While an exception is being handled (in a `finally:` around the
+    training), the function aborts the group instead: other ranks may wait in a collective that this rank will never start, so
+    closing the group would wait, and hide the exception.
     """
     global _default
     with _lock:
@@ -298,13 +299,13 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """The rank in a group that a caller named by one of two arguments, such as `src` and `group_src`.
+    """Turn a pair of arguments such as `src` and `group_src`, of which a caller gave one, into a rank of `group`.
 
     Args:
         group: the group.
         rank: a rank of the default group, such as `src`, or None.
         group_rank: a rank of `group`, such as `group_src`, or None.
-        default: the result if both are None.
+        default: the result if `rank` and `group_rank` are None.
 
     Raises:
         InvalidArgumentError: both were given, or none was given and there is no default, or `rank` is not in the group.

@@ -21,7 +21,7 @@ _NO_QUESTION = 0
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until all ranks have called this function. On a time-out, the error of rank 0 names the missing ranks, as in torch.
+    """Wait until all ranks have called this function. On a time-out, rank 0 raises an error that names the missing ranks.
 
     Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
     4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step.
@@ -57,7 +57,7 @@ class _Messages:
     Each rank counts its calls. A message is two numbers. The first says which call of the other rank (not rank 0) the message
     is about. The second is the question: the number of rank 0's call, or 0 for no question.
 
-    1. A rank calls the function, and sends (its call, no question).
+    1. A rank other than 0 calls the function, and sends (the number of its call, no question).
     2. When all ranks have come, rank 0 asks each rank whether it still waits: (the rank's call, the call of rank 0).
     3. A rank that still waits in this call sends the same two numbers back. A rank that has given up sends nothing. If such a
        rank calls again, its message has another call's number, and rank 0 asks it again.
@@ -153,7 +153,7 @@ def _missing(group: ProcessGroup, missing: Iterable[int], scope: CancelScope, wa
 
 
 def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> None:
-    """Do the steps of every other rank in Note [Messages of the monitored barrier]."""
+    """Do the steps of a rank other than 0 in Note [Messages of the monitored barrier]."""
     sent = [_send(group, 0, messages.call, _NO_QUESTION)]
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Send Python objects between ranks, as pickles. Use it only between ranks that you trust."""
+"""Send Python objects between ranks, as pickles. Use these functions only between ranks that you trust."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
 
 
 def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
-    """The device for tensors by which ranks tell each other lengths, pickles and the like.
+    """The device on which to put the tensors that carry lengths and pickles between the ranks of a group.
 
-    If the group serves the CPU, the device is the CPU, because reading a tensor on a GPU waits for the GPU.
+    If the group serves the CPU, this is the CPU, because reading a tensor on a GPU waits for the GPU.
 
     Args:
         group: the group of the collectives.

@@ -21,7 +21,7 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 
 
 def placement_of(group: ProcessGroup | None = None) -> Placement:
-    """Which ranks of a group share a node.
+    """On which nodes the ranks of a group run, and the place of this process among the ranks of its node.
 
     For the default group, and for groups that were made from it, the function does not communicate. There are two exceptions: a
     group of torch.distributed, and a group after ranks were lost or admitted. For such a group the first call is a collective,
@@ -99,10 +99,10 @@ def default_device(group: ProcessGroup | None = None) -> torch.device:
 
 
 def assign_devices(visible: dict[int, Sequence[str]], hostname: str) -> dict[int, int | None]:
-    """Choose one of the visible devices for each rank of a node. A pure function.
+    """Choose for each rank of a node one of the devices that it sees. No two ranks get the same device. A pure function.
 
     Args:
-        visible: for each rank of the node, the ids of the devices that the rank sees, in the rank's order.
+        visible: for each rank of the node, the ids of the devices that the rank sees, by the index that the rank uses.
         hostname: the node's name in messages.
 
     Returns:

@@ -43,7 +43,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class PendingResult(Generic[T]):
-    """A collective in flight, and its future result. Only one thread at a time may wait for it."""
+    """A collective in flight. `wait` returns its result. Only one thread at a time may call `wait`."""
 
     _result: T
 
@@ -109,7 +109,7 @@ def all_reduce_copy_coalesced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """`all_reduce_copy` of several tensors, with one all_reduce for each dtype. Returns a list."""
+    """`all_reduce_copy` of several tensors, sent together as in `all_reduce_coalesced`. Returns a list."""
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_reduce_copy", chosen.place(), tensors=tensors)
     if not async_op and _needs_gradients(tensors):
@@ -180,7 +180,10 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 def all_gather_rows_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_gather_rows` of several tensors, as many on every rank, with one all-gather for each dtype. Returns a list."""
+    """`all_gather_rows` of several tensors, with one all-gather for each dtype. Returns a list.
+
+    Every rank passes the same number of tensors.
+    """
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_gather_rows", chosen.place(), tensors=tensors)
     # Without a tensor there is nothing to send, not even the numbers of rows.
@@ -473,12 +476,12 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
 
 
 def _first(results: Any, *, async_op: bool) -> Any:
-    """Turn the result of a coalesced function with one tensor into the result of the plain function."""
+    """Turn the list that a coalesced function returns for one tensor, pending or not, into this list's only entry."""
     return _FirstOf(results) if async_op else results[0]
 
 
 class _FirstOf(PendingResult[Any]):
-    """The first entry of a pending list."""
+    """A pending result whose `wait` returns the first entry of the list that another pending result returns."""
 
     def __init__(self, results: PendingResult[list[Any]]) -> None:
         super().__init__((), lambda: results.wait()[0])

@@ -1,4 +1,4 @@
-"""Make groups of some ranks. Every rank of the parent group calls these functions, even if it will not be in a new group."""
+"""Make groups of some ranks. Every rank of the parent group calls these functions, even a rank that will be in no new group."""
 
 from __future__ import annotations
 

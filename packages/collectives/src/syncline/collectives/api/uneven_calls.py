@@ -1,4 +1,4 @@
-"""UnevenCalls lets ranks finish a loop of plain collectives before other ranks."""
+"""UnevenCalls lets a rank finish a loop of collectives earlier than other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class _Entry(IntEnum):
 
 
 class UnevenCalls:
-    """Lets a rank leave a loop of collectives when it has no work left. The other ranks go on, and this rank adds zeros.
+    """Lets a rank *join* (call `join`) when its loop of collectives has no work left.
+
+    Until all ranks have joined, a joined rank takes part with zeros in the collectives of the ranks that still have work.
 
         calls = UnevenCalls(group)           rank with work left            rank without work
         for batch in batches:
@@ -89,18 +91,19 @@ class UnevenCalls:
             )
 
     def announce_step(self, number: int) -> PendingResult[None]:
-        """Announce a step: issue the roll call. The step may begin at once; wait for the result at the end of the step.
+        """Announce a step by starting a roll call, without waiting for it. The step may begin at once.
 
-        The result's `wait` raises a `DisagreementError` if another rank announced another step, or a single collective.
+        Wait for the returned `PendingResult` at the end of the step. Its `wait` raises a `DisagreementError` if another rank
+        announced another step, or a single collective.
         """
         work, heard = self._issue(_Entry.STEP, number)
         return PendingResult([work], lambda: self._note(*self._hear(work, heard)))
 
     def join(self) -> int:
-        """Call this when the rank has no work left. It takes part in the calls of other ranks until all ranks have joined.
+        """Take part in the calls of other ranks until all ranks have joined. A rank calls this method when it has no work left.
 
         Returns:
-            The largest rank among the ranks that had work last. The result is the same on every rank.
+            The rank that was the last to have work; if several were, the largest of them. The same on every rank.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
@@ -135,7 +138,7 @@ class UnevenCalls:
         return [rank for rank, (entry, _) in enumerate(entries) if entry != _Entry.JOINED], entries
 
     def _call_roll(self) -> bool:
-        """Announce one call. Returns whether a rank has joined."""
+        """Announce a single collective (not a step) by a roll call. Returns whether a rank has joined."""
         present, entries = self._hear(*self._issue(_Entry.CALL, 0))
         self._note(present, entries)
         self._first = present[0]
