@@ -236,8 +236,8 @@ def destroy_process_group() -> None:
     """Finish all calls in flight and close the default group. Every rank calls this function.
 
     Without a default group, the function does nothing. While an exception is being handled (in a `finally:` around the
-    training), the function aborts the group instead: other ranks may wait in a collective that this rank will never start, so
-    closing the group would wait, and hide the exception.
+    training), the function aborts the group instead of closing it: other ranks may wait in a collective that this rank will
+    never start, so closing the group would wait, and hide the exception.
     """
     global _default
     with _lock:

@@ -67,7 +67,7 @@ def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, i
 def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -> torch.device:
     """The device on which to put the tensors that carry lengths and pickles between the ranks of a group.
 
-    If the group serves the CPU, this is the CPU, because reading a tensor on a GPU waits for the GPU.
+    If the group serves the CPU, the result is the CPU, because reading a tensor on a GPU waits for the GPU.
 
     Args:
         group: the group of the collectives.

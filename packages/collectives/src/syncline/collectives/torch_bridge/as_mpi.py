@@ -1,4 +1,4 @@
-"""Our MPI backend under torch's name "mpi", for libraries that accept only backend names that they know.
+"""Our MPI backend under torch's name "mpi", for libraries that accept only the names of torch's own backends.
 
 torch makes a group of backend "mpi" with `ProcessGroupMPI.create`. But only a torch that was built with MPI has this
 class, and torch's wheels are built without MPI. So `init_as_mpi` adds a class of this name.
@@ -59,13 +59,13 @@ def init_as_mpi(timeout: timedelta | float | None = None) -> None:
 class ProcessGroupMPI:
     """The class that torch calls to make a group of backend "mpi"."""
 
-    # For each list of ranks, counts the groups of these ranks. The ranks make these groups in the same order, so they agree on
-    # a group's number.
+    # For each list of ranks, counts the groups of these ranks. The ranks make these groups in the same order, so a
+    # group gets the same number on all its ranks.
     _numbers: ClassVar[defaultdict[tuple[int, ...], itertools.count[int]]] = defaultdict(itertools.count)
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> TorchProcessGroup:
-        """Make a group of some ranks, this rank among them. An empty list means all ranks, and makes the first group."""
+        """Make a group of some ranks, this rank among them. For the default group torch passes an empty list: all ranks."""
         if ranks:
             ours: Any = dist.group.WORLD
             store, rank, size = ours.get_group_store(), list(ranks).index(dist.get_rank()), len(ranks)

@@ -40,12 +40,12 @@ class CallIssuer(dist.ProcessGroup):
     Note [A work that only C++ holds]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Within `join(divide_by_initial_world_size=False)`, torch's DDP passes the work of an all-reduce of one number to its
-    reducer, which waits for it in backward. Then no Python code holds the work. C++ keeps only the C++ half of the work, and
-    the `wait` of this half would never return. So the group holds the latest works of this kind.
+    reducer, which waits for the work in backward. Then no Python code holds the work. C++ keeps only the C++ half of the work,
+    and the `wait` of this half would never return. So the group holds the latest works of this kind.
 
     In torch 2.6 the same happens with every work that C++ gets, and C++ may wait for a work long after the call. So with torch
-    2.6 the group holds each work until somebody waits for the work or asks for its future. C++ may do both, so the group still
-    holds the latest of these works after that.
+    2.6 the group holds each work until somebody waits for the work or asks for its future. C++ may do both, one after the
+    other. So after the first, the group still holds the latest of these works.
 
     Args:
         ours: our group, which becomes `syncline_group`.

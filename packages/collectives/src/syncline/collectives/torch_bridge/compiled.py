@@ -2,15 +2,16 @@
 
 torch.compile turns collectives into functional operators. Most of these operators reach our groups. But three of them go to the
 group's C++ backend, which our groups do not have: two operators that write into a given tensor (the compiler's bucketing of
-FSDP makes them), and the operator for batches of transfers. For these three we register our own kernels in place of torch's.
+FSDP makes them), and the operator for batches of sends and receives. For these three we register our own kernels in place of
+torch's.
 
 Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A kernel of torch that is called from Python (`call_boxed`) keeps the GIL. If the kernel puts a collective into the queue of a
-Gloo group, it waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has seen.
-Dropping such a tensor needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's groups. They call
-a method of the group, and the method releases the GIL. Batches of transfers do not go through the queue, so on torch's groups
-they go to torch's kernel.
+Gloo group, the kernel waits for the queue's lock. The queue's thread may hold this lock while it drops a tensor that Python has
+seen. Dropping such a tensor needs the GIL, so both threads wait for ever. So two of our kernels also serve torch's groups. They
+call a method of the group, and the method releases the GIL. Sends and receives do not go through the queue, so batches of
+them on torch's groups still go to torch's kernel.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _served: dict[str, torch.library.Library] = {}
 
 
 def serve(device_types: frozenset[str]) -> None:
-    """Register our kernels of the three operators, for tensors on these devices. Devices that have them already are skipped.
+    """Register our kernels of the three operators, for tensors on these devices. If a device has our kernels already, skip it.
 
-    If torch.library has no `get_kernel`, torch's own kernels stay, and on our groups they raise an error: there is no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay. On our groups these raise an error that there is no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):
@@ -49,7 +50,10 @@ def serve(device_types: frozenset[str]) -> None:
 
 
 def _either(name: str, torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call our kernel. For a batch of transfers on a group (the last argument) that is not ours, call torch's kernel."""
+    """Call our kernel, but for a batch of sends and receives on a group that is not ours, call torch's kernel.
+
+    The operator's last argument is the group, or the group's name.
+    """
     *rest, named = args
     group = group_named(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
     if name == "batch_p2p_ops" and not isinstance(group, CallIssuer):
@@ -68,9 +72,9 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """The input, or a copy of the input if input and output share memory in another place than this rank's part.
+    """The input, or a copy of the input if it shares memory with the output, except if the shared memory is this rank's part.
 
-    The compiler caches programs on disk. A rank may find the program of another rank, which uses the other rank's part.
+    The compiler caches programs on disk. So a rank may run the program of another rank, which uses that rank's part.
     """
     part, block = (tensor, out) if tensor.numel() < out.numel() else (out, tensor)
     return tensor if checks.not_own_part(part, block, group.rank()) is None else tensor.clone()

@@ -1,4 +1,4 @@
-"""Make our group for a new group of torch.distributed."""
+"""Make groups of torch.distributed that run on groups of ours."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
         backend: our name of the backend; None chooses one for each device.
         devices: the devices that were registered with torch for the backend.
         options: torch's `DistributedBackendOptions`.
-        pg_options: the caller's argument of `init_process_group` or `new_group`.
+        pg_options: the argument of this name that a script passed to torch's `init_process_group` or `new_group`.
 
     Raises:
         InvalidArgumentError: `pg_options` were given, or torch asks for a device that the backend does not serve.
-        LaunchError: the group has only some ranks, and there is no group of all ranks.
+        LaunchError: the group has only some ranks, and there is no group of all ranks with this backend.
         BackendUnavailableError: the backend lacks something on this machine.
     """
     if pg_options is not None:
@@ -147,7 +147,7 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
 
 
 def _choice(size: int) -> str:
-    """A backend for each device. The site file or the launcher decides for the CPU. If there is CUDA, add NCCL if possible."""
+    """The backend that `choose_backend` chooses; if it has no part for GPUs and NCCL works here, NCCL is added for GPUs."""
     launch = take_launch(os.environ, is_given=True)
     choice = choose_backend(
         None,

@@ -28,7 +28,7 @@ def reduction_of(options: Any) -> Reduction:
 
 
 def word(reduction: Reduction) -> str | None:
-    """The word for a reduction in calls of torch's functional operators; None if there is no such word."""
+    """The text by which torch's functional operators name a reduction, such as "sum"; None if they have no text for it."""
     return reduction.value if isinstance(reduction, ReduceOp) else None
 
 
@@ -40,10 +40,10 @@ def root_of(options: Any) -> int:
 
 
 def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str) -> None:
-    """Refuse a root tensor other than the first, because each process has only one device and one tensor.
+    """Check torch's option `rootTensor`: the index of the root's tensor among the tensors that the root passes.
 
     Raises:
-        InvalidArgumentError: the options name another tensor.
+        InvalidArgumentError: `tensors` has no such index.
     """
     index = getattr(options, "rootTensor", 0)
     if not 0 <= index < len(tensors):
@@ -51,7 +51,7 @@ def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str)
 
 
 def time_limit_s(timeout: timedelta | None) -> float | None:
-    """The time limit in seconds. None if `timeout` is None, zero or negative, with which torch means the group's limit."""
+    """The time limit in seconds, or None for the group's limit, which torch writes as a timeout of None, zero or below."""
     if timeout is None or timeout.days < 0 or not timeout:
         return None
     return timeout.total_seconds()
@@ -63,7 +63,7 @@ def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def some(tensors: Any, call: str) -> list[Any]:
-    """The entries of a list.
+    """The entries of a list that must not be empty.
 
     Raises:
         InvalidArgumentError: the list is empty.

@@ -45,7 +45,11 @@ def register() -> None:
 
 
 def check_torch(version: str, *, is_available: bool) -> None:
-    """Refuse a torch that cannot hold a group of ours. A pure function.
+    """Raise an error if torch is too old for our groups, or has no torch.distributed. A pure function.
+
+    Args:
+        version: torch's version.
+        is_available: whether this torch has torch.distributed.
 
     Raises:
         BackendUnavailableError: torch is too old, or was built without torch.distributed.
@@ -61,9 +65,9 @@ def check_torch(version: str, *, is_available: bool) -> None:
 
 
 def devices_there(devices: list[str]) -> list[str]:
-    """Those of the devices that this machine has. torch's libraries make tensors on each device that a backend names.
+    """Leave out "cuda" if this machine has no CUDA device, unless "cuda" is the only device of the backend.
 
-    A backend that serves only CUDA keeps "cuda", even on a machine without a CUDA device.
+    Libraries on top of torch make tensors on each device for which a backend is registered.
     """
     # Counting does not start CUDA if the driver's library is present, so forked children can still use CUDA.
     has_cuda = torch.cuda.device_count() > 0
@@ -91,7 +95,7 @@ def _decline_flight_recorder() -> None:
 
 
 def _close_when_torch_destroys() -> None:
-    """Let `destroy_process_group` of torch 2.6 end our groups, too. Otherwise it ends only NCCL's groups."""
+    """Let torch 2.6 end our groups, too, in its `destroy_process_group`, which by itself ends only NCCL's groups."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

@@ -32,7 +32,7 @@ _AT_ONCE_S = 1e-3
 
 
 class TorchCollectives(CallIssuer):
-    """torch's collectives, and its transfers between two ranks."""
+    """The methods by which torch calls collectives, sends and receives. They run on our group `syncline_group`."""
 
     # ---- one tensor on each rank ----
 
@@ -57,7 +57,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine each tensor of the list with that of the other ranks, in place. One collective carries many tensors."""
+        """Combine each tensor with the tensors at its place in the other ranks' lists. One collective carries many tensors."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",
@@ -297,14 +297,15 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Return on any rank only after all ranks have called it."""
+        """Return on any rank only after all ranks have called this method."""
         group = self.syncline_group
         return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier in which rank 0 names the missing ranks. torch calls this method on groups that report the name "gloo".
+        """A barrier whose error after a time-out names the missing ranks.
 
-        As in torch, a limit of zero does not wait at all, and a negative limit means the group's limit.
+        torch calls this method on groups that report the name "gloo". As in torch, a limit of zero does not wait
+        at all, and a negative limit means the group's limit.
         """
         waits_for_nobody = timeout is not None and not timeout
         limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
@@ -342,10 +343,10 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
     Args:
         group: our group. All its ranks call this function, with the same number of tensors.
         tensors: tensors of the same shape and dtype.
-        op: a reduction that does not scale.
+        op: a reduction other than AVG and PREMUL_SUM, which also scale the result.
 
     Raises:
-        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction scales (AVG, PREMUL_SUM).
+        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction is AVG or PREMUL_SUM.
     """
     tensors = resolved(some(tensors, "allreduce"))
     # With FakeTensors, the program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.
@@ -381,7 +382,10 @@ def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op
 def _splits(
     output: torch.Tensor, input: torch.Tensor, sizes: tuple[Sequence[int] | None, Sequence[int] | None], ranks: int
 ) -> tuple[list[int] | None, ...]:
-    """How many rows come from and go to each rank. None if the tensors do not fit: then the group raises the error."""
+    """How many rows come from each rank, and how many go to each rank.
+
+    (None, None) if the tensors or the sizes are wrong: then the group raises the error when it issues the call.
+    """
     if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
         return None, None
     both = ((output, sizes[0]), (input, sizes[1]))

@@ -73,9 +73,9 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 
 
 class TorchGroup(ProcessGroup):
-    """Issues each collective at once, on the caller's thread, on a torch.distributed group.
+    """A torch.distributed group as one of our groups. It issues each collective at once, on the caller's thread.
 
-    So collectives run in torch's order, which is the order of the calls. A collective that is issued from a future's callback
+    So collectives run in the order of the calls. A collective that is issued from a future's callback
     has no defined place among collectives of other threads. (`GlooBackend` puts `HostGroup` around this class to define the
     place.) Closing this group does not close the torch group, which belongs to its creator.
     """
@@ -87,7 +87,7 @@ class TorchGroup(ProcessGroup):
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
         served = getattr(torch_group, "_device_types", None)  # a bare backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
-        self._marks_said, self._marks_compared = 0, 0  # numbers of marks
+        self._marks_said, self._marks_compared = 0, 0  # how many marks
         self._marks_digest = 0
         self._latest_mark = ""
 
@@ -108,7 +108,7 @@ class TorchGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The devices that the torch group has a backend for. For a bare backend, which cannot say this: the CPU and CUDA."""
+        """The devices of the torch group's backends. A `torch_group` that is a backend cannot say this: then CPU and CUDA."""
         return self._device_types
 
     @property
@@ -130,14 +130,14 @@ class TorchGroup(ProcessGroup):
     @contextmanager
     @override
     def marked(self, mark: str) -> Iterator[None]:
-        """As `ProcessGroup.marked`. `agree_on_calls` compares only the marks here, because torch makes the calls."""
+        """As `ProcessGroup.marked`. But this group's `agree_on_calls` compares only marks, because torch makes the calls."""
         self._marks_said += 1
         self._latest_mark, self._marks_digest = mark, crc32(f"{mark}\n".encode(), self._marks_digest)
         yield
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the ranks' marks since the last comparison, by an all_reduce of 16 bytes.
+        """Compare the marks (see `marked`) of all ranks since the last comparison, by an all_reduce of 16 bytes.
 
         If the group does not serve the CPU, there is no comparison.
         """
@@ -299,7 +299,7 @@ class TorchGroup(ProcessGroup):
     def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
         """Whether sending this float16 or bfloat16 tensor to every rank takes fewer bytes than a ring of float32.
 
-        The ring sends `8 * (size - 1) / size` bytes for each element. False for other dtypes.
+        The ring sends `8 * (size - 1) / size` bytes for each element. False for other dtypes, and on GPUs.
         """
         return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
 
@@ -369,7 +369,10 @@ def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """The tensor in a form that torch's CPU groups can reduce. No copy if it is contiguous, and torch reduces its dtype."""
+    """The tensor in a form that torch's CPU groups can reduce; for PREMUL_SUM, multiplied by the factor already.
+
+    If the tensor is contiguous, and torch reduces its dtype, the result has the tensor's memory.
+    """
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain
     wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))

@@ -23,11 +23,14 @@ from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """The group does not serve a device. It is also a RuntimeError, because torch expects a RuntimeError."""
+    """An error: the group does not serve a device. A RuntimeError, too, because torch expects a RuntimeError."""
 
 
 class TorchBackendShim:
-    """What torch gets when it asks a group for the backend of one device. One group of ours serves all its devices."""
+    """The object that torch gets when it asks a group for the backend of one device. It passes calls on to the group.
+
+    In torch, a group has a backend for each device. A group of ours serves all its devices itself.
+    """
 
     supports_splitting = True
     supports_coalescing = False  # torch's word for NCCL's group calls
@@ -50,7 +53,7 @@ class TorchBackendShim:
 
     @property
     def options(self) -> Options:
-        """The options that a split inherits from its parent."""
+        """The options that a group inherits if it is split off this group."""
         return Options(self.name(), timedelta(seconds=self._group.syncline_group.timeout_s))
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -61,7 +64,7 @@ class TorchBackendShim:
         """Do nothing: the ranks are connected already."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Do nothing: the other ranks can split without this one."""
+        """Do nothing: if this rank is in no new group, the other ranks can split the group without it."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: our groups count their collectives from 0 on every rank."""
@@ -82,10 +85,10 @@ class TorchBackendShim:
 
 
 class Options:
-    """The options of a group: its time limit."""
+    """The options of a group: its time limit, and the name of its backend."""
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
-        # This only raises an error if the limit is impossible.
+        # Only to raise an error if the limit is impossible.
         seconds(timeout)
         self.backend = backend
         self._timeout = timeout
@@ -101,8 +104,7 @@ class TorchProcessGroup(TorchCollectives):
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) calls some
       of them through pybind: `all_reduce`, `broadcast`, the gathers and scatters of lists and of coalesced tensors,
-      `all_to_all_single`, `send`, `recv` and `barrier`. C++ cannot reach the other
-      methods.
+      `all_to_all_single`, `send`, `recv` and `barrier`. C++ cannot reach the other methods.
     * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
     * C++ keeps only the C++ half of the object. torch's table of groups keeps the Python half, until the group is destroyed.
     * The base class stores a group's name in its C++ backends, which our groups do not have. So this class has `getGroupName`
@@ -208,7 +210,7 @@ class TorchProcessGroup(TorchCollectives):
         return TorchBackendShim(self)
 
     def get_group_store(self) -> dist.Store:
-        """The store in which the ranks of this group may meet."""
+        """The store that torch gave this group. All ranks of the group can read and write it."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -227,7 +229,7 @@ class TorchProcessGroup(TorchCollectives):
     def shutdown(self) -> None:
         """Finish all calls and close. All ranks call this method, through `destroy_process_group`.
 
-        While an exception is being handled, the group aborts instead of waiting, because the other ranks may not come.
+        While an exception is being handled, the group aborts instead of waiting, because other ranks may never call `shutdown`.
         """
         if sys.exc_info()[0] is not None:
             self.abort()

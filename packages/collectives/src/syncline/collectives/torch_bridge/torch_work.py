@@ -1,4 +1,4 @@
-"""Wraps works and requests of torch.distributed as Syncline's works and requests."""
+"""TorchWork wraps a collective of torch.distributed, and TorchRequest a send or receive, as Syncline's own."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class TorchRequest(Request):
 
 
 def mapped(error: RuntimeError) -> TransportError:
-    """Turn an error of torch.distributed into one of ours."""
+    """Turn an error of torch.distributed into a `CollectiveTimeout` or another `TransportError`."""
     timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
     kind = CollectiveTimeout if timed_out else TransportError
     return kind(with_details("torch.distributed reported an error; look for the rank that failed first", str(error)))
 
 
 class TorchWork(Work):
-    """A torch.distributed work with a last step that must be done after it, such as a copy.
+    """A torch.distributed work, and a last step, such as a copy, that must be done after the collective.
 
-    The thread that waits does the last step. If somebody has asked for a future, torch's own thread does the last step. A work
-    without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last reference to its group:
-    the group's destructor would join the thread.)
+    Without a future, the thread that waits does the last step. If somebody has asked for a future, torch's own thread does the
+    last step. So a work without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last
+    reference to its group: the group's destructor would join the thread.)
 
     Args:
         tensors: the outputs.

@@ -10,7 +10,7 @@ steps:
    may record it.
 2. The operator, in C++, calls the same method of our group again, with the modes switched off, on a new tensor. So the
    ranks make the same calls, whether a tool watches on all ranks, on some, or on none.
-3. The thread that waits copies the result to the caller's tensor.
+3. The thread that waits for the call's work copies the result to the caller's tensor.
 
 With a mode without values (a `FakeTensorMode`), a call ends after step 1. Some collectives, such as `gather`, have no
 functional operator. They run with the modes switched off, so modes do not see them. A tracer gets an error, because its program
@@ -44,11 +44,11 @@ class Seen(NamedTuple):
     Attributes:
         operator: the functional operator's name.
         inputs: the tensors that the call reads.
-        outputs: the tensors that the call overwrites, one result for each input.
+        outputs: the tensors that the call overwrites, one for each input.
         words: the operator's arguments between the tensors and the group's name. A None among them means that the operator
-            cannot express an argument.
-        gathers: an output must be this many times as large as its input (the number of ranks); None: any size.
-        scatters: an input must be this many times as large as its output (the number of ranks); None: any size.
+            cannot express an argument of the call, so no tool sees the call.
+        gathers: the number of ranks, if an output must be this many times as large as its input; None: not checked.
+        scatters: the number of ranks, if an input must be this many times as large as its output; None: not checked.
     """
 
     operator: str
@@ -60,7 +60,7 @@ class Seen(NamedTuple):
 
 
 class _Here(threading.local):
-    """The works that groups have issued on this thread while an operator is being called."""
+    """The works that groups have issued while this thread calls an operator; None if it calls no operator."""
 
     issued: list[Work] | None = None
 
@@ -69,7 +69,7 @@ _here = _Here()
 
 
 def note_issued(work: Work) -> None:
-    """Note a work that a group has issued, in case an operator asked for it."""
+    """Remember a work that a group has issued, if this thread is calling an operator for `issue`."""
     if _here.issued is not None:
         _here.issued.append(work)
 
@@ -81,7 +81,7 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
         group: the `TorchProcessGroup`.
         title: the collective's name in messages.
         seen: the form in which a tool can see the call; None if there is none.
-        issue_unseen: issues the call as usual.
+        issue_unseen: issues the call without an operator.
 
     Raises:
         InvalidArgumentError: an output has the wrong size.
@@ -142,12 +142,12 @@ def _called(operator: str, inputs: list[torch.Tensor], words: tuple[object, ...]
 
 
 class SeenWork(Work):
-    """The work of a call that went through an operator. The thread that waits copies the results.
+    """The work of a call that went through an operator. Waiting for it copies the results to the caller's tensors.
 
     Args:
-        issued: the work of our group; a finished work if no rank communicates.
+        issued: the work of our group; a finished work if the operator issued nothing.
         outputs: the caller's tensors.
-        results: the operator's tensors.
+        results: the tensors that the operator returned.
     """
 
     def __init__(self, issued: Work, outputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
@@ -163,7 +163,7 @@ class SeenWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is over. `wait` may still have to copy its result."""
+        """Whether the collective is over. `wait` may still have to copy the collective's result."""
         return self._issued.is_completed()
 
     def exception(self) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""Our works as works of torch."""
+"""TorchSideWork makes one of our works a work of torch. CoalescedWork makes several of our works one work."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TorchSideWork(dist.Work):
 
 
 class CoalescedWork(Work):
-    """One work for all calls between the start and the end of coalescing."""
+    """One work of ours for several collectives that torch calls in a batch (coalesced)."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
