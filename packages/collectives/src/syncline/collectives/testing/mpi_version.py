@@ -1,4 +1,4 @@
-"""Skips tests under MPI versions with a known bug. A test names the versions in one text, as in mpi4py's own tests."""
+"""Skips tests under MPI versions with a known bug. A test names the versions in one text, such as "openmpi<5.0.0"."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONDITION = re.compile(r"([<>=!]=?)\s*(\d+(?:\.\d+)*)")
 
 
 def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
-    """Whether a library matches the predicate. A pure function.
+    """Whether an MPI library and its version are among those that a predicate describes. A pure function.
 
     Args:
         predicate: a library's name, then conditions on its version: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2". All
@@ -53,7 +53,7 @@ def skip_mpi(predicate: str, reason: str) -> pytest.MarkDecorator:
     """Return a pytest mark that skips a test under an MPI library with a known bug.
 
     Args:
-        predicate: see `mpi_matches`.
+        predicate: the library and its versions, such as "openmpi<5.0.0"; see `mpi_matches`.
         reason: the bug, with a reference to its report.
     """
     import pytest
@@ -76,7 +76,7 @@ def _plain(name: str) -> str:
 
 
 def _holds(version: tuple[int, ...], comparison: str, bound: tuple[int, ...]) -> bool:
-    """Compare versions as numbers. The shorter one is padded with zeros: 5.0 is 5.0.0."""
+    """Whether `version` compares with `bound` as `comparison` says. The shorter version is padded with zeros: 5.0 is 5.0.0."""
     length = max(len(version), len(bound))
     return _COMPARE[comparison](_padded(version, length), _padded(bound, length))
 

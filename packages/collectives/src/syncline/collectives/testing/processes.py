@@ -27,10 +27,10 @@ def run_processes(
     killed: frozenset[int] = frozenset(),
     preload: Sequence[str] = (),
 ) -> None:
-    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks. They get this process's `sys.path`.
+    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks. Their `sys.path` is the caller's.
 
-    The first call starts a process that loads torch and does nothing else (`rank_server`). The ranks of all calls are forks of
-    this process. This has two effects:
+    The first call starts a server process (`rank_server`), which loads torch. The ranks of all calls are forks of this server.
+    This has two effects:
 
     - Environment variables that Python and torch read when they start (PYTHON*, OMP_*, MKL_*) have the values of the first
       call.
@@ -40,12 +40,13 @@ def run_processes(
     Args:
         script: the script that each rank runs.
         world_size: the number of ranks.
-        folder: a folder in which the ranks may meet and write results. The file `output-r` in it has the output of rank r.
+        folder: a folder in which the ranks may find each other (as in `file://FOLDER`) and write results. The file `output-r`
+            in this folder has what rank r printed.
         timeout_s: time limit of all ranks together, in seconds. When the limit is over, ranks that still run are killed. The
             error shows their output, with the stacks of all their threads.
         killed: ranks that are expected to die of a signal.
-        preload: modules to load before the fork. These modules stay loaded for later calls. For example, the first optimizer of
-            torch loads `torch._dynamo`, which would take more than a second in each rank.
+        preload: modules that the server loads before it forks the ranks. They stay loaded for later calls. For example, the
+            first optimizer of torch loads `torch._dynamo`, which would take more than a second in each rank.
 
     Raises:
         AssertionError: a rank did not end as expected. The message has the output of all ranks.
@@ -74,10 +75,11 @@ def run_processes(
 
 
 class _RankServer:
-    """The process that forks ranks. A job starts the server if none runs. The server and its ranks are one process group.
+    """The server process, which forks ranks. `run` starts the server if it does not run.
 
-    Only one thread at a time can run a job. If that thread stops waiting, because of a signal, an error or the end of this
-    process, the server and its ranks are killed. A fork of this process does not touch the server.
+    The server and its ranks are one process group. Only one thread at a time can run a job. If that thread stops waiting,
+    because of a signal, an error or the end of its process, the server and its ranks are killed. A fork of the process that
+    started the server does not touch the server.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@
 4. Outside mpirun, tests marked `mpi` are skipped.
 
 Fixtures: `mpi_group` is a group over backend "mpi". All tests share this group until a test fails. `world` is the default group
-over backend "mpi". It is connected for one test.
+over backend "mpi". Each test that uses it gets a new one.
 """
 
 from __future__ import annotations

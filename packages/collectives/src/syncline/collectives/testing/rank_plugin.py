@@ -1,6 +1,6 @@
 """The part of the pytest plugin that runs only under mpirun.
 
-Ranks agree on outcomes, all ranks but rank 0 print nothing, and a test that hangs ends the job.
+A test that fails on one rank fails on all ranks, only rank 0 prints the results, and a test that hangs ends the job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Agreement:
         """Return the values of all ranks, in the order of the ranks.
 
         Raises:
-            TimeoutError: not all ranks called this in time. The exchange cannot be cancelled, so the caller must end the job.
+            TimeoutError: not all ranks called `exchange` in time. It cannot be cancelled, so the caller must end the job.
         """
         payload = pickle.dumps(value)
         lengths = bytearray(8 * self.size)
@@ -87,7 +87,7 @@ class RankOutcome:
     """The outcome of one phase of a test on one rank.
 
     Attributes:
-        place: the phase and the test.
+        place: the phase and the test, such as "call of test_a.py::test_b".
         outcome: "passed", "failed" or "skipped".
         text: the rank's report if the phase did not pass.
     """
@@ -120,7 +120,13 @@ def combined(rank_outcomes: list[RankOutcome]) -> str | None:
 
 
 class RankPlugin:
-    """The plugin object that is registered on every rank of an MPI job."""
+    """The plugin object that is registered on every rank of an MPI job.
+
+    Args:
+        config: pytest's configuration.
+        limit_s: the time limit of one test on one rank, in seconds.
+        patience_s: how long a rank waits for the other ranks after a test failed on it, and at the session's end, in seconds.
+    """
 
     def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
         self._agreement = Agreement()
@@ -171,7 +177,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Agree on the outcome of each phase, before pytest decides whether the next phase runs."""
+        """Let each phase fail on all ranks if it failed on one, before pytest decides whether the next phase runs."""
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)
@@ -207,9 +213,9 @@ class RankPlugin:
         return rank_outcomes
 
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
-        """Return the values of all ranks.
+        """Return the values of all ranks, in the order of the ranks.
 
-        End the job if a rank does not call in time, or if ranks are in different tests or phases.
+        End the job if a rank does not come to its exchange in time, or if ranks are in different tests or phases.
         """
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
@@ -238,7 +244,7 @@ class RankPlugin:
             self._group = None
 
     def _silence(self, config: pytest.Config) -> None:
-        """Replace the terminal reporter by a reporter that discards its output. Some plugins need a reporter."""
+        """Replace the terminal reporter by one that discards its output. Without a reporter, some plugins would fail."""
         config.pluginmanager.unregister(name="terminalreporter")
         self._silent_output = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the session
         config.pluginmanager.register(TerminalReporter(config, self._silent_output), "terminalreporter")

@@ -30,7 +30,7 @@ _PARENT = os.getppid()
 
 
 def main() -> None:
-    """Run the jobs from standard input. In a forked rank this returns after the script has run."""
+    """Run the jobs from standard input. In a forked rank, this function returns after the rank's script has run."""
     for line in sys.stdin:
         job = json.loads(line)
         for module in job["preload"]:

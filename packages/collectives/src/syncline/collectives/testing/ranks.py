@@ -78,7 +78,7 @@ class _Rank(Generic[T]):
 
 
 class _Ranks(Generic[T]):
-    """All ranks. This object notes when ranks end, and which rank failed first."""
+    """The ranks of one `run_ranks`. This object starts them, waits for them, and raises the first error."""
 
     def __init__(self, members: list[_Rank[T]]) -> None:
         self.members = members

@@ -1,6 +1,6 @@
 """Checks that every `Store` must pass. They run on any store, also on stores of other packages.
 
-Each check takes a function that opens another handle on the same store. The store is empty at first::
+Each check takes a function that opens another handle (a `Store` object) of the same store. The store is empty at first::
 
     @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
     def test_my_store(check):
@@ -44,7 +44,7 @@ def values_are_bytes_and_the_last_one_counts(open_store: OpenStore) -> None:
 
 
 def keys_are_any_text(open_store: OpenStore) -> None:
-    """Check keys with slashes, spaces or other alphabets, and long keys. All are different keys."""
+    """Check that keys may have slashes, spaces, other alphabets or 1000 letters, and that no two of them are taken as one."""
     writer, reader = open_store(), open_store()
     keys = ["a", "a/b", "a//b", "../a", "A", " a ", "schlüssel", "鍵", "k" * 1000]
     for key in keys:
@@ -231,7 +231,7 @@ def threads_may_share_a_handle(open_store: OpenStore) -> None:
 
 
 def compare_set_lets_one_win(open_store: OpenStore) -> None:
-    """Check that a counter that only `compare_set` increases loses no step, and that one thread owns each step."""
+    """Check that threads that count up by `compare_set` at the same time take each step of the counter exactly once."""
 
     def advance(rank: int) -> list[int]:
         store = open_store()
@@ -310,7 +310,7 @@ STORE_CHECKS: tuple[StoreCheck, ...] = (
     a_clone_has_a_limit_of_its_own,
     wrong_arguments_are_refused,
 )
-"""All checks. Each needs its own store."""
+"""All checks. Give each check a new, empty store."""
 
 
 def _expect(found: object, expected: object, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks that every process group must pass. They run on any backend. See `suite`."""
+"""Checks that every process group must pass, whatever its backend. See `suite`."""
 
 from .suite import CHECKS, Check, run_conformance
 

@@ -27,7 +27,7 @@ def lists(group: ProcessGroup) -> None:
 
 
 def lists_of_different_shapes(group: ProcessGroup) -> None:
-    """Check a different size for each pair, some of them 0, with strided tensors on both sides."""
+    """Check strided tensors whose size differs between pairs of ranks, and is 0 for some."""
     inputs = [_parcel(group.rank, dst, (2 * group.rank + dst, 3)) for dst in range(group.size)]
     outputs = [torch.zeros(3, 2 * src + group.rank).t() for src in range(group.size)]
     group.all_to_all(outputs, [entry.t().contiguous().t() for entry in inputs])
@@ -57,7 +57,7 @@ def single_uneven(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors that are too large for any eager buffer of MPI."""
+    """Check tensors that are so large that MPI does not buffer them: a send waits for the receiver."""
     tensor = torch.stack([_parcel(group.rank, dst, (300_001,)) for dst in range(group.size)])
     output = torch.zeros_like(tensor)
     group.all_to_all_single(output, tensor)

@@ -13,7 +13,7 @@ from .values import Check, CheckError, expect, expect_equal, expect_raises, sum_
 
 
 def waited_for_backwards(group: ProcessGroup) -> None:
-    """Check sixteen collectives of different sizes in flight, and wait for the last one first."""
+    """Check sixteen collectives of different sizes in flight. Wait for them in reverse order."""
     tensors = [terms((1 + 997 * number,), group.rank) + number for number in range(16)]
     works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
     for number in reversed(range(16)):
@@ -50,7 +50,7 @@ def of_all_kinds(group: ProcessGroup) -> None:
 
 
 def futures(group: ProcessGroup) -> None:
-    """Check that a future's value is the list of outputs, and that early and late callbacks chain as in torch."""
+    """Check that a future's value is the list of outputs, and that callbacks chain as in torch, even after `wait`."""
     for async_op in (False, True):
         tensor = terms((11,), group.rank)
         work = group.all_reduce(tensor, async_op=async_op)

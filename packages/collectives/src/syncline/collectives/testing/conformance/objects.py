@@ -1,4 +1,4 @@
-"""Checks of object collectives (with objects of any type and length), and of memory that the group allocates."""
+"""Checks of gathering Python objects and bytes of any length, and of the memory that `ProcessGroup.allocate` returns."""
 
 from __future__ import annotations
 

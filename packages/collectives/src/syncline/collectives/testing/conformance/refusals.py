@@ -44,7 +44,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check tensors that share memory with the large tensor, but are not this rank's part of it. The group refuses them."""
+    """Check that a small tensor is refused if it overlaps the call's large tensor, but is not this rank's part of it."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")

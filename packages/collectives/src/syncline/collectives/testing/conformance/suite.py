@@ -55,7 +55,7 @@ CHECKS: dict[str, Check] = {
 
 
 def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
-    """Run all checks, each with a new group, which is closed after the check. Every rank must call this function.
+    """Run all checks. Each check gets a new group, which is closed after the check. Every rank must call this function.
 
     Args:
         make_group: makes a new group of the same ranks at each call. It is a collective.

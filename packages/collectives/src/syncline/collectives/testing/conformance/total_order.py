@@ -1,7 +1,7 @@
 """All ranks run the collectives of a group in one order. This includes the collectives that callbacks issue.
 
 See Note [One total order] in `engine.queue`. Each collective here gathers a label from all ranks. If the order differs between
-ranks, the labels differ. On some backends the ranks then hang, or report a disagreement.
+ranks, a collective gathers different labels. On some backends the ranks then hang, or report a disagreement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _LabelledCollectives:
         return self._group.all_gather(self._results[label], torch.tensor([_number(label)]), async_op=async_op)
 
     def run(self, label: str) -> None:
-        """Run a blocking collective."""
+        """Issue a collective, wait for it, and log its label."""
         self.start(label, async_op=False)
         self.log.append(label)
 
@@ -66,7 +66,7 @@ def _wait_for_all(futures: list[torch.futures.Future[Any]]) -> None:
 def callbacks_that_wait(group: ProcessGroup) -> None:
     """Check a callback that issues a collective and waits for it.
 
-    The main thread's next collective comes after the callback's collective.
+    On every rank, the callback's collective runs before the main thread's next collective.
     """
     _callbacks_that_wait(_LabelledCollectives(group), lambda _collectives, _k: None)
 
@@ -116,7 +116,7 @@ def nested_callbacks(group: ProcessGroup) -> None:
 
 
 def chains_that_do_not_wait(group: ProcessGroup) -> None:
-    """Check callbacks that return the future of the next collective and do not wait for it, as in a PowerSGD hook."""
+    """Check callbacks that issue another collective, attach a callback to its future and do not wait, as in a PowerSGD hook."""
     collectives = _LabelledCollectives(group)
     last: list[torch.futures.Future[Any]] = []
     for k in range(_ROUNDS):
@@ -135,9 +135,10 @@ def chains_that_do_not_wait(group: ProcessGroup) -> None:
 
 
 def callbacks_attached_late(group: ProcessGroup) -> None:
-    """Check a callback that is attached after its collective has finished.
+    """Check a callback that is attached when its collective has finished on one rank, but maybe not on the others.
 
-    Such a callback runs at once, so the order is the same on all ranks.
+    If the collective has finished, the callback runs at once, before the next collective is issued. So the order is the same on
+    all ranks.
     """
     collectives = _LabelledCollectives(group)
     for k in range(_ROUNDS):

@@ -17,7 +17,7 @@ Check: TypeAlias = Callable[[ProcessGroup], None]
 
 #: All dtypes for which at least one reduction is defined.
 REDUCIBLE_DTYPES = sorted(BOOL | COMPLEX | FLOATS | INTEGERS, key=str)
-#: All dtypes that can be sent: those above, and some that cannot be reduced.
+#: All dtypes that can be sent: `REDUCIBLE_DTYPES`, and some dtypes that cannot be reduced.
 MOVABLE_DTYPES = [
     *REDUCIBLE_DTYPES,
     torch.uint16,
@@ -36,7 +36,7 @@ class CheckError(AssertionError):
 
 
 def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor whose elements depend on rank and index. They fit into every dtype. For bool, odd numbers are true."""
+    """Return a tensor whose elements depend on rank and index. They are integers from 0 to 126; for bool, odd ones are true."""
     numel = math.prod(shape)
     index = torch.arange(numel, dtype=torch.int64)
     numbers = (index * 7 + index // _MODULUS * 3 + (rank + 1) * 29) % _MODULUS
