@@ -102,7 +102,7 @@ def _exchange(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, sizes: list[int]) -> None:
-    """Combine `a` and `b` by the rule of Adasum, part by part, into `a`."""
+    """Combine each tensor in `a` with the same tensor in `b` by the rule of Adasum, into `a`. `sizes`: the tensors' lengths."""
     for part, other in zip(torch.split(a, sizes), torch.split(b, sizes), strict=True):
         wide, other_wide = part.double(), other.double()
         product = torch.dot(wide, other_wide)

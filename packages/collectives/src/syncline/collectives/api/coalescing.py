@@ -36,7 +36,7 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
         buffer_size_bytes: the largest size of a buffer. Only a larger tensor gets a larger buffer, all to itself.
 
     Returns:
-        Lists of indices. Each list is ascending, and the lists are ordered by their first index.
+        For each buffer the indices of its tensors, ascending. The buffers are ordered by their first index.
     """
     buffers: list[list[int]] = []
     filling: dict[object, tuple[list[int], int]] = {}
@@ -64,8 +64,8 @@ def broadcast_coalesced(
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. The root only reads them.
             The other ranks overwrite them.
-        group: the group; None means the default group. Every rank of the group calls.
-        root: rank in the group whose tensors are copied.
+        group: the group; None means the default group. Every rank of the group calls this function.
+        root: the rank, by its number in the group, whose tensors are copied.
         buffer_size_bytes: the largest flat buffer, in bytes.
 
     Extra memory: two buffers. Bytes on the wire: as many as for a `broadcast` of all tensors.
@@ -246,7 +246,7 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Check all tensors before the first collective. Returns the resolved tensors, and whether any is a FakeTensor.
+    """Check all tensors before the first collective. Returns what `resolved` makes of the tensors, and whether any is a FakeTensor.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """

@@ -111,7 +111,7 @@ def init_process_group(
         reproducible: reductions give the same bits in every run; the backend's documentation states the cost. Default: the site
             file's, else False. (Within one run, all ranks always get the same bits.)
         check_calls: the ranks compare their calls before each collective (not before sends and receives). If a script is
-            wrong, a `DisagreementError` names both calls. Costs a small all_gather for each collective. Use it to debug.
+            wrong, a `DisagreementError` names both calls. Costs a small all_gather for each collective. Meant for debugging.
 
     Returns:
         The default group, which `get_default_group()` returns from now on.

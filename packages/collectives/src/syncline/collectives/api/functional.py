@@ -127,7 +127,7 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the lists of all ranks and give each its part.
+    """Combine the lists of all ranks, and give each rank its part of the result.
 
     See [`ProcessGroup.reduce_scatter`][syncline.collectives.ProcessGroup.reduce_scatter].
     """
@@ -142,7 +142,7 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the tensors of all ranks and give each its part.
+    """Combine the tensors of all ranks, and give each rank its part of the result.
 
     See [`ProcessGroup.reduce_scatter_tensor`][syncline.collectives.ProcessGroup.reduce_scatter_tensor].
     """

@@ -1,4 +1,4 @@
-"""A barrier whose time-out names the missing ranks."""
+"""A barrier whose error after a time-out names the missing ranks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def monitored_barrier(
     Args:
         group: the group; None means the default group.
         timeout: seconds or a timedelta; None takes the group's time limit.
-        wait_all_ranks: name all missing ranks, rather than the first.
+        wait_all_ranks: whether the error names all missing ranks, or only the first.
 
     Raises:
-        CollectiveTimeout: not all ranks came. On rank 0 the message names the missing ranks; on other ranks it says that rank 0
-            did not answer.
+        CollectiveTimeout: not all ranks called in time. On rank 0 the message names missing ranks. On other ranks the message
+            says that rank 0 did not answer.
     """
     chosen = resolve_group(group)
     scope = CancelScope(seconds(timeout, chosen.timeout_s))

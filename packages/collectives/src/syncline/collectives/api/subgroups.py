@@ -29,7 +29,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
         The group. A rank that is not in it gets a `NonMember`, which raises an error when it is used.
 
     Raises:
-        InvalidArgumentError: no rank is given, a rank is given twice, or the default group does not have a rank.
+        InvalidArgumentError: `ranks` is empty, has a rank twice, or has a number that is no rank of the default group.
         DisagreementError: the ranks name different members. All ranks raise it, and no group is made.
     """
     world = get_default_group()

@@ -1,4 +1,4 @@
-"""Run ranks as processes without a launcher. The ranks find each other through a file."""
+"""Run ranks as processes without a launcher. The ranks may find each other through a file in a common folder."""
 
 from __future__ import annotations
 

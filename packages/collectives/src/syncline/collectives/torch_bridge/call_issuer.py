@@ -123,7 +123,7 @@ class CallIssuer(dist.ProcessGroup):
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Join all calls from here on into one work. Each call is still issued at once."""
+        """Join all calls until `_end_coalescing` into one work. Each call is still issued at once."""
         if self._coalesced is not None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} was started before; end that first")
         self._coalesced = []

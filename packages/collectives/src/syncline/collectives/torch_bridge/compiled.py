@@ -72,7 +72,7 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """The input, or a copy of the input if it shares memory with the output, except if the shared memory is this rank's part.
+    """A copy of the input if it overlaps the output at another place than this rank's part, otherwise the input itself.
 
     The compiler caches programs on disk. So a rank may run the program of another rank, which uses that rank's part.
     """

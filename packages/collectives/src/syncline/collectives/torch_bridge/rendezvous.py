@@ -35,7 +35,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
     Raises:
         InvalidArgumentError: the URL has anything after "mpi://".
         LaunchError: a launcher that does not start MPI, such as torchrun, started this process. Or `rank` or `world_size`
-            contradicts the launcher; without a launcher they may only be 0 and 1.
+            contradicts the launcher; without a launcher, only rank 0 and world size 1 are possible.
     """
     rank, world_size = _asked_for(url)
     launch = take_launch(os.environ)
@@ -83,7 +83,7 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
 
 
 def store_over(group: ProcessGroup) -> dist.Store:
-    """A store for the ranks of a group. The group may also be used for other calls. A collective."""
+    """Make a store for the ranks of a group, which can still be used for other calls. A collective."""
     if group.size == 1:
         return dist.HashStore()
     met_in = group.meeting_store()
@@ -96,7 +96,7 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """A store for the ranks of a group. Only this store may use the group."""
+    """Make a store for the ranks of a group. From then on, only this store may use the group."""
     # Register `close_stores` only now. MPI's exit function is registered already, so `close_stores` runs before MPI ends.
     if not _open:
         atexit.register(close_stores)

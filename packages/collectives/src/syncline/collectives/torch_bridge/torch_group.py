@@ -75,9 +75,9 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 class TorchGroup(ProcessGroup):
     """A torch.distributed group as one of our groups. It issues each collective at once, on the caller's thread.
 
-    So collectives run in the order of the calls. A collective that is issued from a future's callback
-    has no defined place among collectives of other threads. (`GlooBackend` puts `HostGroup` around this class to define the
-    place.) Closing this group does not close the torch group, which belongs to its creator.
+    So collectives run in the order of the calls. A collective that is issued from a future's callback has no defined place
+    among collectives of other threads. (`GlooBackend` puts `HostGroup` around this class to define the place.) Closing
+    this group does not close the torch group, which belongs to its creator.
     """
 
     def __init__(

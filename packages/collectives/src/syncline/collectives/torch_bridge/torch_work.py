@@ -33,7 +33,7 @@ class TorchRequest(Request):
         self._over = False
 
     def wait(self, scope: CancelScope) -> None:
-        """Wait in torch, which blocks."""
+        """Block until the transfer is over. `scope` has the time limit, but cannot end the wait earlier: torch waits."""
         if self._over:
             return
         try:
@@ -110,7 +110,7 @@ class TorchWork(Work):
         return True
 
     def wait_for(self, limit_s: float) -> bool:
-        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. If not, the caller waits again.
+        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. If not, it can be called again.
 
         Raises:
             TransportError: the work failed. If torch ended the work at its time limit, the error is a `CollectiveTimeout`.

@@ -124,7 +124,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ_between_ranks(group: ProcessGroup) -> None:
-    """Check that ranks with the same shape may have different memory layouts."""
+    """Check tensors of one shape whose memory layouts differ between ranks."""
     for shift in range(len(SAME_SHAPE)):
         layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
         laid = Laid(layout, terms(layout.shape, group.rank))

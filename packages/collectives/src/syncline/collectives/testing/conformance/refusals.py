@@ -103,7 +103,7 @@ def no_memory(group: ProcessGroup) -> None:
 
 
 def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
-    """Return every kind of call, with this tensor once as its input and once as its output."""
+    """Return every kind of call, once with this tensor as an input, and once with this tensor as an output."""
     size, plain = group.size, torch.ones(6)
     rows, same = [torch.ones(6) for _ in range(size)], [tensor] * size
     other = (group.rank + 1) % size

@@ -11,7 +11,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, Check, Laid, expect, expect_equal, 
 
 
 def into_tensor(group: ProcessGroup) -> None:
-    """Check that part r is rank r's tensor, with flat and stacked, plain and strided outputs."""
+    """Check that part r of the output is rank r's tensor, for plain and for strided outputs."""
     for dtype in MOVABLE_DTYPES:
         output = torch.zeros(group.size * 3, 5, dtype=dtype)
         group.all_gather_into_tensor(output, values((3, 5), group.rank, dtype))

@@ -12,7 +12,7 @@ from .values import Check, expect, expect_equal, expect_raises, values
 
 
 def by_color(group: ProcessGroup) -> None:
-    """Check that ranks of one color form a group, in the order of their keys, and that its `ranks` are right."""
+    """Check that ranks of one color form a group, in the order of their keys, and that the group's `ranks` are right."""
     part = group.split(group.rank % 2, -group.rank)
     assert part is not None
     members = [rank for rank in range(group.size) if rank % 2 == group.rank % 2][::-1]

@@ -58,7 +58,7 @@ def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
     """Run all checks. Each check gets a new group, which is closed after the check. Every rank must call this function.
 
     Args:
-        make_group: makes a new group of the same ranks at each call. It is a collective.
+        make_group: makes a new group of the same ranks at each call. Each call is a collective.
 
     Raises:
         CheckError: a check failed. The message names the check, and the cause is the check's error. The group was aborted.

@@ -1,4 +1,4 @@
-"""All ranks run the collectives of a group in one order. This includes the collectives that callbacks issue.
+"""Checks that all ranks run the collectives of a group in one order, even collectives that callbacks issue.
 
 See Note [One total order] in `engine.queue`. Each collective here gathers a label from all ranks. If the order differs between
 ranks, a collective gathers different labels. On some backends the ranks then hang, or report a disagreement.
