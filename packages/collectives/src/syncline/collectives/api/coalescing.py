@@ -246,8 +246,9 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Check all tensors before the first collective. Returns what `resolved` makes of the tensors, and whether any is a FakeTensor.
+    """Check all tensors before the first collective.
 
+    Returns the tensors as `resolved` returns them, and whether any of them is a FakeTensor.
     See Note [Tensors that are no memory] in `tensors.checks`.
     """
     problem = checks.no_tensors({"tensors": tensors})

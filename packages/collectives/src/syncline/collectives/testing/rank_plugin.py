@@ -78,7 +78,7 @@ def _gathered(payloads: bytearray, counts: list[int], starts: list[int]) -> Any:
     return payloads, (counts, starts), MPI.BYTE
 
 
-# A rank that waits for the others has this much more time than a test has, so that the rank that hangs reports first.
+# A rank that has finished a test waits for others this much longer than a test may take. So a rank that hangs reports first.
 _LONGER_S = 3.0
 
 

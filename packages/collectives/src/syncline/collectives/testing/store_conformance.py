@@ -1,4 +1,4 @@
-"""Checks that every `Store` must pass. They run on any store, also on stores of other packages.
+"""Checks that every `Store` must pass, also a store of another package.
 
 Each check takes a function that opens another handle (a `Store` object) of the same store. The store is empty at first::
 

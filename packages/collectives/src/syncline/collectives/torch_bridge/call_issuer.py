@@ -22,9 +22,9 @@ from .works import CoalescedWork, TorchSideWork
 
 Issue = Callable[[bool], Work]
 
-# The number of latest works that are kept; see Note [A work that only C++ holds].
+# How many of the latest works a group keeps alive; see Note [A work that only C++ holds].
 _WORKS_KEPT = 64
-# The largest number of works that are kept although nobody has waited for them yet (torch 2.6).
+# With torch 2.6: how many works a group keeps alive at most for which nobody has waited yet.
 _UNASKED_KEPT = 1024
 
 # These calls concern only two ranks. They are not counted, because the counts of ranks would differ.

@@ -85,7 +85,7 @@ class TorchGroup(ProcessGroup):
     ) -> None:
         super().__init__(torch_group.rank(), torch_group.size(), name=name, timeout_s=timeout_s)
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
-        served = getattr(torch_group, "_device_types", None)  # a bare backend has no such attribute
+        served = getattr(torch_group, "_device_types", None)  # a backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
         self._marks_said, self._marks_compared = 0, 0  # how many marks
         self._marks_digest = 0
