@@ -1,4 +1,4 @@
-"""Check and convert the constructor's arguments. Some of torch's keywords are refused, others only cause a warning."""
+"""Check and convert the arguments of DistributedDataParallel. Of the values that torch accepts, some are refused here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
     If no size is given, the first bucket is smaller than the others, as in torch.
 
     Raises:
-        InvalidArgumentError: the script gave both arguments, or a size is not above 0 and finite.
+        InvalidArgumentError: the script gave both arguments or an empty list, or a size is not a finite number above 0.
     """
     if bucket_cap_mb_list is not None:
         if bucket_cap_mb is not None:
@@ -52,9 +52,9 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
 
 
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
-    """Whether `bucket_cap_mb="auto"` asks for measured sizes.
+    """Whether the script passed `bucket_cap_mb="auto"`, so that DDP measures steps and then chooses the bucket sizes.
 
-    With a list, the result is False, and `bucket_caps_bytes` refuses the two arguments together.
+    If the script also passed `bucket_cap_mb_list`, the result is False, and then `bucket_caps_bytes` raises an error.
     """
     return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
@@ -81,7 +81,7 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
 
 
 def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bool, static_graph: bool) -> None:
-    """Check that unused parameters are skipped only if the reducer looks for unused parameters.
+    """Check that `skip_all_reduce_unused_params` is True only if the reducer looks for unused parameters in every backward.
 
     Raises:
         InvalidArgumentError: `skip_all_reduce_unused_params` is True without `find_unused_parameters`, or with `static_graph`.
@@ -94,13 +94,13 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
 
 
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
-    """Warn if the argument is True, because it saves no memory in Syncline. The argument does not change gradients."""
+    """Warn if `lazy_bucket_allocation` is True: in Syncline it saves no memory. It never changes gradients."""
     if lazy_bucket_allocation:
         warnings.warn("lazy_bucket_allocation=True saves no memory: buckets are kept between backwards", stacklevel=4)
 
 
 def check_deprecated(dim: int, check_reduction: bool) -> None:
-    """Check arguments that torch accepts from old scripts.
+    """Check two deprecated arguments, which torch still accepts from old scripts. `check_reduction` only causes a warning.
 
     Raises:
         InvalidArgumentError: `dim` is not 0.
@@ -119,7 +119,9 @@ def delayed_names(
     param_to_hook_all_reduce: torch.nn.Parameter | None,
     trainable: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], str | None]:
-    """Return the names of the delayed parameters, and the name of the parameter for which the delayed parameters wait.
+    """Return the names of the delayed parameters, and the name of the parameter for whose gradient they wait.
+
+    Delayed parameters are reduced last. If the script delays no parameter, the result is ([], None).
 
     Raises:
         InvalidArgumentError: the script gave one argument without the other, or a parameter is not a trainable parameter of

@@ -1,4 +1,4 @@
-"""The differentiable part of batch normalisation over several ranks."""
+"""Batch normalisation over several ranks as a function of autograd, with a forward and a backward."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class BatchNormalization(torch.autograd.Function):
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    The sums are over all ranks. They need one all_reduce of 16 bytes for each channel. The gradients of weight and bias come
-    only from this rank's part of the batch, like the gradients of other parameters. The reducer averages them.
+    The sums are over all ranks. One all_reduce adds up both sums of all channels, with 16 bytes for each channel. The gradients
+    of weight and bias come only from this rank's part of the batch, like the gradients of all other parameters. The reducer
+    averages the gradients of all parameters.
     """
 
     @staticmethod
@@ -45,7 +46,7 @@ class BatchNormalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Compute the gradients. This is a collective if the inputs need a gradient."""
+        """Compute the gradients of inputs, weight and bias. The call is a collective if the inputs need a gradient."""
         inputs, weight, mean, scale = ctx.saved_tensors
         dims, shape = reduced_dims(inputs), channel_shape(inputs)
         gradient = gradients[0].to(mean.dtype)
@@ -68,7 +69,7 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the parameter. If it has the dtype of the inputs, convert it to the working dtype (float32 for 16-bit inputs)."""
+    """Return a parameter. If it has the dtype of the inputs, convert it to `working_dtype` (float32 for 16-bit inputs)."""
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
     return parameter.to(working_dtype(inputs))

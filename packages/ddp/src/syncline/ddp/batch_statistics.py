@@ -30,15 +30,16 @@ class BatchStatistics:
 
     @property
     def unbiased_variance(self) -> torch.Tensor:
-        """The variance for the running estimate. `count` must be at least 2."""
+        """The variance with the divisor `count` - 1, for the layer's running variance. `count` must be at least 2."""
         return self.squares / (self.count - 1)
 
 
 def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
     """Return the statistics of this rank's batch.
 
-    First, a mean that is rounded to the working dtype is subtracted from the values. The mean of the remainders is the error of
-    the rounded mean. The remainders are small, so the sum of their squares loses no digits.
+    The mean is first computed in `working_dtype`, and so it is rounded. This rounded mean is subtracted from all values. The
+    mean of the remainders is the rounding error, which is added to the rounded mean in float64. The remainders are small, so
+    the sum of their squares loses no digits.
 
     Args:
         inputs: (batch, channels, ...); the batch may be empty. 16-bit values are added up in float32.
@@ -60,7 +61,7 @@ def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatist
     """Return the statistics of all ranks' batches together. Every rank gets the same bits. A collective.
 
     The ranks combine means and squares, not sums. So the result loses no digits if the mean is large compared with the
-    deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.
@@ -87,5 +88,5 @@ def reduced_dims(inputs: torch.Tensor) -> list[int]:
 
 
 def channel_shape(inputs: torch.Tensor) -> list[int]:
-    """Return the shape in which a vector with one value for each channel fits the batch."""
+    """Return the shape (1, -1, 1, ...) that a vector with one value for each channel needs in arithmetic with the batch."""
     return [-1 if dim == 1 else 1 for dim in range(inputs.dim())]

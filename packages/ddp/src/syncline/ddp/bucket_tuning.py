@@ -24,7 +24,7 @@ _CANDIDATES = (
     *((cap, cap) for cap in CAPS_BYTES if cap > MIB),
 )
 _WORTH = 1.05
-"""If the predicted gain is below this factor, the default sizes stay. Predictions are too inexact for smaller gains."""
+"""Other sizes must make a step faster by this factor, or the default sizes stay. Predictions of less are too inexact."""
 
 _SETTLING_STEPS, _MEASURED_STEPS, _TRIALS = 2, 6, 3
 _MEASURED_BUCKETS = 32
@@ -50,7 +50,7 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Return the seconds of an all-reduce: linear between sizes and above the largest size, constant below the smallest."""
+        """Return the seconds of an all-reduce: linear between the measured sizes and above them, constant below them."""
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
@@ -67,7 +67,9 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Lower each time to the shortest time of a larger size, because disturbances only make times longer. A pure function.
+    """Lower a time if a larger size took less time: to the shortest such time. A pure function.
+
+    Disturbances only make times longer, so the shorter time is closer to the truth.
 
     `seconds` has the measured time of each size, in ascending order of sizes.
     """
@@ -77,12 +79,13 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
     """Return how much of an all-reduce's processor time the model's computation loses, from 0 to 1. A pure function.
 
-    Take this rank and all ranks that share a core with it. The result is the share of their cores that they keep busy.
+    Consider this rank and all ranks that may run on one of its cores. Of all cores of these ranks, the result is the share that
+    is busy.
 
     Args:
         rank: this rank's position in the two lists.
-        busy_cores: how many cores each rank of this node keeps busy while it trains.
-        cores: the cores on which each of these ranks may run.
+        busy_cores: for each rank of this node, how many cores the rank keeps busy while it trains.
+        cores: for each rank of this node, the cores on which the rank may run.
     """
     sharing = [other for other, theirs in enumerate(cores) if theirs & cores[rank]]
     there = frozenset[int]().union(*(cores[other] for other in sharing))
@@ -90,7 +93,7 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Return the bucket sizes for the measured steps: small, because small buckets show when gradients come.
+    """Return the bucket sizes for the measured steps. Small buckets show more exactly when each gradient comes.
 
     A pure function.
     """
@@ -101,7 +104,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
     """Predict the seconds of a step for each pair of sizes: of the first bucket, and of the others. A pure function.
 
     Args:
-        workload: the measured buckets. Each bucket has delayed the gradients that came after it.
+        workload: the measured step. In it, each all-reduce of a bucket has delayed the gradients that came after its start.
         costs: the costs of all-reduces in this group.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
@@ -114,7 +117,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """Return the sizes with the shortest step, or the default sizes if no step is clearly shorter. A pure function."""
+    """Return the sizes with the shortest step. If the default sizes need hardly longer, return them. A pure function."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
@@ -145,8 +148,8 @@ class BucketTuning:
 
         step 1               the reducer learns the order of the gradients, and builds the buckets in this order
         steps 2 and 3        are not measured, because the times still change
-        steps 4 to 9         each rank measures when each bucket can start; the latest rank counts
-        after step 9         the ranks measure all-reduces of several sizes, up to the size of all gradients; rank 0 predicts
+        steps 4 to 9         each rank measures when each bucket can start; of these times the latest counts
+        after step 9         the ranks measure all-reduces of several sizes, up to that of all gradients; rank 0 predicts
                              a step for each pair of bucket sizes, and broadcasts the best pair; the next forward builds the
                              buckets anew
 
@@ -158,9 +161,9 @@ class BucketTuning:
         caps_bytes: the sizes of the first bucket and of the other buckets; None until the sizes are chosen.
 
     An all-reduce may use cores that the model needs. Then it delays the gradients that come during the all-reduce. The delay is
-    the processor time of the all-reduce, multiplied by the share of time in which the ranks keep these cores busy.
+    the processor time of the all-reduce, multiplied by the share of these cores that the ranks keep busy.
 
-    Cost: the all-reduces move about four times the bytes of a step.
+    Cost: the measured all-reduces together reduce five to ten times the bytes of all gradients.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:
@@ -173,7 +176,7 @@ class BucketTuning:
         self.caps_bytes: list[int] | None = None
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Note the times of a step, after a reduced backward. The call after the last measured step is a collective."""
+        """Note the times of a step, after its backward has averaged the gradients. The call for step 9 is a collective."""
         # Before the rebuild the buckets have another order, so their times mean nothing.
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return
@@ -214,7 +217,7 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """Return the workload of a step. In it, each bucket is ready when it was ready on the slowest rank."""
+        """Return the measured step as a `Workload`. `times` is like a result of `_times`, with the latest time of all ranks."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):
@@ -238,7 +241,7 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """Measure all-reduces. A collective.
+        """Measure how long all-reduces of several sizes take, and how much they delay the model. A collective.
 
         `share` is the result of `_share_of_cores`.
         """
@@ -309,11 +312,12 @@ def _times(seen: IterationStatistics) -> list[float]:
 
 
 def check_can_tune(device: torch.device, dynamic: bool, sparse: bool) -> None:
-    """Check that the model can be measured.
+    """Check that `bucket_cap_mb="auto"` can measure the steps of the model.
 
     Raises:
-        InvalidArgumentError: the model is not on the CPU, so the host cannot measure its times. Or `dynamic` is True, so the
-            order of gradients is never learnt. Or `sparse` is True, so the sizes of gradients change.
+        InvalidArgumentError: the model is not on the CPU, so the host cannot measure its times. Or `dynamic` is True (each
+            backward may use other parameters), so the reducer never learns the order of gradients. Or `sparse` is True (a
+            gradient is sparse), so the sizes of gradients change.
     """
     reasons = {
         f"the model is on {device}, whose work the host's clock does not see": device.type != "cpu",

@@ -28,8 +28,8 @@ class BufferHook:
     Attributes:
         state: the hook's first argument.
         hook: `hook(state, buffers)`. It gets a dict of the buffers by name, and changes the buffers in place. It may return
-            futures. The end of the next reduced backward waits for these futures. If the backward of this forward is not
-            reduced, the end of the forward waits for them.
+            futures. If the backward of the present forward will average gradients, the end of this backward waits for the
+            futures. Otherwise the end of the forward waits for the futures.
         follows_forward: whether the hook runs after the module's forward. If not, it runs before the forward.
     """
 
@@ -50,8 +50,8 @@ class Buffers:
         enabled: whether forwards synchronise the buffers.
 
     Attributes:
-        enabled: the argument.
-        are_stale: whether buffers may differ between ranks: at first, and after a forward whose backward is reduced.
+        enabled: whether forwards synchronise the buffers.
+        are_stale: whether buffers may differ between ranks: at first, and after a forward whose backward averages gradients.
         hook: the hook that synchronises the buffers; None means a broadcast.
     """
 
@@ -93,9 +93,9 @@ class Buffers:
         return self._run(self.hook)
 
     def after_forward(self) -> list[AnyFuture]:
-        """If the hook runs after the forward, let it synchronise the buffers.
+        """Let the hook synchronise the buffers if they are due, and if the hook runs after the forward.
 
-        Return the futures for which the end of backward must wait.
+        Return the hook's futures, for which the end of backward must wait.
         """
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 

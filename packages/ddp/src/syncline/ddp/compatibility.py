@@ -1,4 +1,4 @@
-"""The names that other libraries use on torch's DistributedDataParallel. Our code does not use them."""
+"""Torch's names for attributes and methods of DDP that other libraries use. Syncline itself does not use these names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _IS_IGNORED = "_ddp_ignored"
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """Return the names of the parameters and buffers that DDP must ignore. A method of our DDP or of torch's has set them."""
+    """Return the names of the parameters and buffers that DDP must ignore.
+
+    The script sets these names with `_set_params_and_buffers_to_ignore_for_model` of our DDP or of torch's.
+    """
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
 
@@ -61,7 +64,7 @@ class ReducerNames:
         """Do nothing, because the wrapped module's forward prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
-        """Let the next backward be reduced. `tensors` is ignored, because autograd says which parameters backward reaches."""
+        """Let the next backward average gradients. `tensors` is ignored: autograd says which parameters backward reaches."""
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
@@ -91,7 +94,7 @@ class LoggerNames:
     """The attributes of torch's logger (`ddp.logger`) that other libraries use, with torch's names.
 
     Args:
-        ddp: the module whose data is returned.
+        ddp: the wrapped module that the logging data describes.
     """
 
     def __init__(self, ddp: TorchNames) -> None:
@@ -119,7 +122,7 @@ class LoggerData:
 
 
 class TorchNames:
-    """A mixin with torch's underscored methods and switches, which call our own methods."""
+    """A mixin of DistributedDataParallel: properties and methods with torch's names, mostly private, that call our own."""
 
     if TYPE_CHECKING:
         _group: ProcessGroup
@@ -146,7 +149,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether buffers may differ between ranks, so that the next forward synchronises them, if forwards do this at all."""
+        """Whether buffers may differ between ranks. Then the next forward synchronises them, if forwards do this at all."""
         return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter
@@ -189,7 +192,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets have their final order. torch's ZeRO optimizer waits for this order."""
+        """Whether the buckets were built in the order in which gradients arrived. torch's ZeRO optimizer waits until then."""
         return self._reducer.has_rebuilt_buckets
 
     @property

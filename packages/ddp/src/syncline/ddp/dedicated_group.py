@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    """Return a second group with the same ranks. The order of calls in one group is independent of the other group.
+    """Return a second group with the same ranks. The order of calls in one group does not depend on calls in the other.
 
     The first call for a group is a collective of this group.
 

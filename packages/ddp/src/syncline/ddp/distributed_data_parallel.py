@@ -72,14 +72,14 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     The arguments are torch's, in torch's order. The page "Differences from torch" lists where their meaning differs.
 
     Args:
-        module: the module. Every parameter that needs a gradient takes part in every backward, unless
+        module: the module. Every parameter that needs a gradient must get one in every backward, unless
             `find_unused_parameters` or `static_graph` is given.
-        device_ids: the module's device, if the module is not on the CPU. A forward moves its inputs to this device. None:
-            inputs stay on their devices.
-        output_device: deprecated; None or the same device.
-        dim: deprecated; 0.
-        broadcast_buffers: give all ranks rank 0's buffers (such as running statistics) at construction and at the start of each
-            forward. None means True.
+        device_ids: a list with only the module's device, if the module is not on the CPU. A forward moves its inputs to this
+            device. None: inputs stay on their devices.
+        output_device: deprecated; None, or the device in `device_ids`.
+        dim: deprecated; must be 0.
+        broadcast_buffers: deprecated; whether to give all ranks rank 0's buffers (such as running statistics) at construction
+            and at the start of each forward. None means True. If `forward_sync_buffers` is given, this argument is ignored.
         init_sync: compare the ranks' modules at construction, and give all ranks rank 0's state. Pass False only if you know
             that the modules are equal.
         process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or torch's default group if
@@ -87,12 +87,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
             bucket. With "auto", DDP measures about ten steps, and then chooses the sizes with the shortest predicted step; see
             `tuned_bucket_cap_mb`.
-        find_unused_parameters: a backward may leave out parameters, and different parameters on each rank. Parameters that no
-            rank used keep their gradients.
+        find_unused_parameters: True: a backward may leave out parameters, and each rank may leave out other parameters. A
+            parameter that no rank used keeps its previous `grad`.
         check_reduction: deprecated; every reduction is checked.
         gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket. This saves a copy, and as much memory as the
             gradients take. Do not call `detach_()` on such gradients.
-        static_graph: every backward uses the same graph as the first. This allows re-entrant checkpoints and unused parameters.
+        static_graph: True promises that every backward uses the same graph as the first. Then re-entrant checkpoints and unused
+            parameters are allowed.
         delay_all_reduce_named_params: pairs of name and parameter. These parameters may get any number of gradients, or none,
             in a backward. They are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
         param_to_hook_all_reduce: a parameter of the module. When its gradient arrives, the delayed parameters are reduced.
@@ -114,10 +115,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     Raises:
         MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group does not serve, or has
-            elements that share memory. Or no parameter needs a gradient. Or a layer would see only this rank's batch.
-        DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the parameter, buffer or
-            argument, and its values on both ranks. Also if another rank has raised a `MisuseError`: then the text names the
-            failed rank and its error.
+            elements that share memory. Or no parameter needs a gradient. Or a SyncBatchNorm of torch would see only this rank's
+            batch.
+        DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the first parameter,
+            buffer or argument that differs, and what two ranks have. Also raised if another rank has raised a `MisuseError`:
+            then the text names that rank and its error.
         InvalidArgumentError: Syncline refuses an argument, or an argument contradicts another one. The text says what to pass
             instead.
     """
@@ -240,7 +242,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backwards of later forwards are reduced. `no_sync` sets this to False."""
+        """Whether the backwards of later forwards average gradients over the ranks. `no_sync` sets this to False."""
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter
@@ -253,9 +255,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. A forward may be a collective, so every rank must run equally many forwards, except within `join`.
 
-        If gradients are enabled, the forward prepares their reduction. If a forward runs inside `no_sync`, its backward is not
-        reduced, even if the backward runs outside. As in torch, a forward synchronises buffers only if the previous forward has
-        prepared a reduction.
+        The backward of a forward averages gradients over the ranks. If the forward runs inside `no_sync`, its backward does not
+        average, even if this backward runs outside. As in torch, a forward synchronises buffers only if it is the first
+        forward, or if the backward of the previous forward averages gradients.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -296,10 +298,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return inputs, kwargs, pending
 
     def _warn_of_users_hooks(self) -> None:
-        """Warn once that the user's hooks see gradients before they are averaged.
+        """Warn once that the user's own hooks on parameters see gradients before the gradients are averaged.
 
-        If such a hook steps a parameter or drops a gradient, backward raises an error. A hook that clips or logs sees only this
-        rank's gradients.
+        A hook that clips or logs sees only this rank's gradients. If a hook steps a parameter or drops a gradient, backward
+        raises an error.
         """
         self._has_warned_of_hooks = True
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
@@ -503,7 +505,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Args:
             state: passed to the hook at every call.
-            hook: gets a bucket with undivided gradients. Returns a future of the flat tensor that every rank gets.
+            hook: gets a bucket with this rank's gradients, not divided by the number of ranks. Returns a future of the flat
+                tensor of reduced gradients, which is the same on every rank.
 
         Raises:
             InvalidTypeError: the hook cannot be called.
@@ -539,14 +542,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """Trace the steps of this model inside the context. Entering and leaving are collectives.
+        """Record the times of this model's steps inside the context. Entering and leaving the context are collectives.
 
         Each rank writes a file in the folder. When the last step is over, rank 0 merges the files into `trace.json`, which
-        ui.perfetto.dev opens. `syncline report` shows the files. To trace without a change to the script, set `SYNCLINE_TRACE`.
+        ui.perfetto.dev opens. `syncline report` shows tables of the steps. To trace without a change to the script, set
+        `SYNCLINE_TRACE`.
 
         Args:
             folder: the folder for the files. It is created if it is missing.
-            first: the first traced step. A step is a reduced backward, and the first step inside the context is number 1.
+            first: the first traced step. A step is a backward whose gradients are averaged. Steps are counted from 1 inside
+                the context.
             last: the last traced step; None: no limit.
 
         Raises:
@@ -570,7 +575,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Let rank 0 log, after every `every` steps, which rank most often got its last gradient last, and by how much time.
+        """Let rank 0 log, after every `every` steps, which rank most often finished its gradients last, and how much later.
 
         Every rank must call this method with the same number. The variable `SYNCLINE_STRAGGLERS` has the same effect as this
         method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group changes.
@@ -619,7 +624,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def tuned_bucket_cap_mb(self) -> list[float] | None:
         """The sizes in MiB that `bucket_cap_mb="auto"` has chosen: of the first bucket, and of the others.
 
-        They are equal on all ranks.
+        The sizes are equal on all ranks.
 
         None without "auto", and before the sizes are chosen. To keep the sizes, pass them to a later run as
         `bucket_cap_mb_list`.
@@ -628,7 +633,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return None if caps is None else [cap / 2**20 for cap in caps]
 
     def _tune_buckets(self) -> None:
-        """Start to tune the buckets of the present reducer if the script asks for this, on all ranks of the group."""
+        """If the script passed `bucket_cap_mb="auto"`, start to measure the present reducer, in place of an earlier one."""
         if self._bucket_tuning is not None:
             self._tell_no_more(self._bucket_tuning.note_step)
             self._bucket_tuning = None
@@ -670,7 +675,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
-        """Return arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
+        """Return the constructor's arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
 
         Times belong to the latest iteration. Values whose names begin with "avg" are means over the iterations that torch would
         sample: the first ten, then one in a hundred. `_set_ddp_runtime_logging_sample_rate` changes this rate.

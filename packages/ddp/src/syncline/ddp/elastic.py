@@ -35,7 +35,7 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """What a rank does at present. A rank in JOINING is a newcomer that has no state yet."""
+    """What a rank does at present. In JOINING the rank is a newcomer that has not yet got the state of the training."""
 
     JOINING = auto()
     BETWEEN_STEPS = auto()
@@ -46,7 +46,7 @@ class _Phase(Enum):
 
 
 class _NotAppliedError(Exception):
-    """The step was not applied, and must be repeated. `Elastic.step` raises this error to leave its body."""
+    """The step was not applied, and must be repeated. This error ends the body of `with elastic.step():`, which catches it."""
 
 
 class Elastic:
@@ -72,9 +72,9 @@ class Elastic:
     the new group becomes the default.
 
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
-    all ranks get the state of one rank in a recovery. A repeated step counts twice in this state. The error feedback
-    is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a state holds a
-    group, register the hook again.
+    all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The
+    error feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a
+    hook's state holds a group, register the hook again after a recovery.
 
     **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. Its constructor of
     `Elastic` waits until the other ranks let it in. The other ranks look for newcomers after every `admit_every` applied steps.
@@ -94,7 +94,7 @@ class Elastic:
         max_failures: how many ranks may be lost in the whole training; None: any number.
         silence_timeout_s: how many seconds a recovery waits for a rank that is silent and is not known to have ended; see
             [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
-        give_up_s: how many seconds one recovery may take. A newcomer also waits this long to be let in.
+        give_up_s: how many seconds one recovery may take. A newcomer also waits at most this long to be let in.
         admit_every: the ranks look for newcomers each time this number of steps was applied. If the group cannot let ranks in
             (`ProcessGroup.missing_for_admit`), they do not look.
 
@@ -109,8 +109,8 @@ class Elastic:
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU. The text says why.
-        InvalidArgumentError: a limit is out of range, batches are too small for the ranks, or an object in `stateful` has no
-            `state_dict` and `load_state_dict`.
+        InvalidArgumentError: a number among the arguments is out of range, a batch has fewer samples than there are ranks, or
+            an object in `stateful` has no `state_dict` and `load_state_dict`.
         MisuseError: an optimizer steps within backward, before the ranks could agree.
     """
 
@@ -206,11 +206,11 @@ class Elastic:
         """Yield the batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
 
         Args:
-            loader: gives this rank's share of each batch, in the order of the sampler. After a loss, `batches` iterates over
-                the loader again.
+            loader: gives this rank's share of each batch, in the order of the sampler. After the loss of a rank, `batches`
+                iterates over the loader again.
 
         Raises:
-            MisuseError: a batch was taken without a step.
+            MisuseError: the loop took a batch and did not use it in `with elastic.step():`.
         """
         while not self._sampler.is_exhausted:
             group = self._group
@@ -364,7 +364,9 @@ class Elastic:
         return holds
 
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
-        """Make the new group, give newcomers the state, and let the model use the group. After an error, call it again.
+        """Make a new group by calling `meet`, give newcomers the state of the training, and let the model use the new group.
+
+        If a rank is lost during the call, the call raises an error. Then call this method again.
 
         Returns:
             For each member that had a state, the number of agreements in which it took part.

@@ -13,7 +13,7 @@ from syncline.collectives import InvalidArgumentError
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
     """Return the first sample of batch `number`, and the first sample after this batch. A pure function.
 
-    Sizes of batches differ by one at most.
+    The epoch has `samples` samples in `batches` batches, whose sizes differ by one at most.
     """
     return number * samples // batches, (number + 1) * samples // batches
 
@@ -101,7 +101,7 @@ class ElasticSampler(Sampler[list[int]]):
             self.applied = 0
 
     def divide(self, rank: int, ranks: int) -> None:
-        """Set this rank and the number of ranks among which batches are divided from now on.
+        """Set this rank's number, and the number of ranks among which batches are divided from now on.
 
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.

@@ -37,7 +37,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks, then step these parameters. Their gradients are averaged already."""
+        """Call the hooks for these parameters, then step the parameters. Their gradients are averaged already."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):

@@ -1,4 +1,4 @@
-"""Checks of a communication hook's annotations."""
+"""Check the type annotations of a communication hook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncline.reducer import GradBucket
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Refuse a hook that is annotated for anything but a bucket and a future, as torch does. Accept one without annotations.
+    """Check that a hook's annotations, if there are any, allow a bucket as second argument and a future as result, as in torch.
 
     Raises:
         InvalidTypeError: the hook cannot be called.
@@ -42,7 +42,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def _contradicts(annotation: Any, *expected: type) -> bool:
-    """Whether an annotation is a class, and no expected type is its subclass. A protocol never contradicts."""
+    """Whether an annotation is a class, and no expected type is this class or its subclass. For a protocol: False."""
     kind = get_origin(annotation) or annotation
     if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return False

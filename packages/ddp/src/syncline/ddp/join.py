@@ -24,7 +24,7 @@ from syncline.collectives.internal import message_device
 
 
 class JoinHook:
-    """The communication of one joinable on a rank without inputs, and at the end of the context.
+    """How one `Joinable` communicates on a rank without inputs, and at the end of the context `Join`.
 
     By default the methods do nothing.
     """
@@ -46,7 +46,7 @@ class JoinHook:
         """
 
     def leave(self) -> None:
-        """Forget the context, because the context ends, possibly with an error. This is no collective."""
+        """Undo what the hook has changed, because the context ends, possibly with an error. This is no collective."""
 
 
 class Joinable(ABC):

@@ -1,4 +1,4 @@
-"""A module that computes with casts of its parameters."""
+"""LowPrecision runs a module with casts of its parameters to another dtype; see `MixedPrecision.param_dtype`."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ class MixedPrecision:
 
     Args:
         param_dtype: the module computes with casts of its parameters and inputs to this dtype. Gradients arrive and are added
-            up in the parameters' own dtype.
+            up in the parameters' own dtype. None: no casts.
         reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`. If both are None, gradients keep their
             dtype.
-        buffer_dtype: buffers are converted to this dtype permanently.
+        buffer_dtype: buffers are converted to this dtype permanently. None: buffers are not converted.
 
     Only floating point tensors are converted. Ignored parameters and buffers are not converted.
 

@@ -1,4 +1,4 @@
-"""ModelWatch notices when the parameters of the wrapped module are no longer the parameters that are averaged."""
+"""ModelWatch notices when the parameters of the wrapped module are no longer those whose gradients are averaged."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class ModelWatch:
     - Each forward looks whether frozen parameters are still frozen. This costs 0.03 us for each frozen parameter.
     - Some changes give no sign, such as `ddp.module.double()` with
       `torch.__future__.set_overwrite_module_params_on_conversion`. To find these changes, the watch looks at all attributes
-      that hold parameters, which costs 0.05 us for each attribute. The watch does this after every 32 reduced backwards, and
-      at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`). All ranks count reduced backwards in the same way.
+      that hold parameters, which costs 0.05 us for each attribute. The watch does this after every 32 reduced backwards (those
+      that average gradients), and at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`). All ranks have the same count.
 
     Deleting or freezing a parameter gives no sign, because freezing for a while (the two players of a GAN) must cost nothing.
-    This parameter then gets no gradient. So the end of backward raises an error that names the parameter, unless unused
-    parameters are allowed.
+    But a deleted or frozen parameter gets no gradient. So the end of backward raises an error that names the parameter, unless
+    unused parameters are allowed.
 
     Args:
         state: lists the parameters and buffers of the watched module.

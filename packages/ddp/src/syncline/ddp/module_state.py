@@ -26,7 +26,7 @@ class ModuleState:
         ignored: names of parameters and buffers that are not shared.
 
     Attributes:
-        module: the argument. It may be replaced.
+        module: the module whose state this is. The caller may assign another module.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
@@ -76,7 +76,7 @@ class ModuleState:
                 raise MisuseError(f"buffer '{name}' {problem}")
 
     def trainable_parameters(self) -> NamedParameters:
-        """Return the parameters that need a gradient.
+        """Return the shared parameters that need a gradient, with their names.
 
         Raises:
             MisuseError: no parameter needs a gradient.
@@ -95,7 +95,7 @@ class ModuleState:
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Compare the tensors that will be broadcast. This is a collective. If a tensor differs, all ranks raise an error."""
+        """Compare the tensors' names, shapes, strides and dtypes. A collective. If one differs, all ranks raise an error."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 

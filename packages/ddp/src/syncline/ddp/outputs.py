@@ -1,4 +1,4 @@
-"""The outputs of a forward."""
+"""Find the tensors in the outputs of a forward."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 
 
 def as_ours(group: AnyGroup) -> ProcessGroup:
-    """Turn a group into a group of Syncline.
+    """Return a group of Syncline for any group.
 
-    A group of torch.distributed is wrapped. If it contains a group of Syncline, this inner group is returned.
+    If a group of torch.distributed runs on a group of Syncline, return this inner group. Otherwise wrap torch's group.
     """
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 

@@ -25,9 +25,10 @@ _MULTIPLIER = 6364136223846793005  # the multiplier of Knuth's 64-bit generator
 class ReplicaHash:
     """Hashes the bits of tensors of any dtype and device.
 
-    A lane is 32 bits of a tensor. To make half of a hash, each lane is multiplied by an odd random 64-bit weight, and the
-    products are added up, modulo 2**64, chunk by chunk. If one lane differs, both halves differ. If several lanes differ, both
-    halves agree with a probability of at most 2**-64. The hash does not protect against an attacker.
+    A lane is 32 bits of a tensor. A chunk is a fixed number of successive lanes. To make one of the two halves of a hash, each
+    lane is multiplied by an odd random 64-bit weight, and the products of a chunk are added up, modulo 2**64. Further
+    multiplications join the sums of the chunks. If two tensors differ in one lane, both halves differ. If they differ in
+    several lanes, both halves agree with a probability of at most 2**-64. The hash does not protect against an attacker.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""StepSnapshot keeps what a step changes before the end of the step, so that the step can be repeated."""
+"""StepSnapshot keeps the values that a step changes before the optimizer runs, so that the step can be repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
 class StepSnapshot:
     """The buffers of a module and the random state of the CPU at the beginning of a step.
 
-    Parameters and the optimizer's state need no copy, because they change only at the end, when the step is applied.
+    Parameters and the optimizer's state need no copy, because they change only in `optimizer.step()`.
 
     Args:
         module: the module with the buffers.

@@ -21,14 +21,14 @@ logger = logging.getLogger("syncline.ddp")
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that was last in the most steps. A rank is last in a step if its last gradient comes later than all others'.
+    """The rank that was last in the most steps. The last rank of a step is the rank whose last gradient comes latest.
 
     Attributes:
         rank: the straggler's rank in the group.
         times_last: in how many steps this rank was last.
         steps: the number of steps in all.
-        late_s: how many seconds this rank was behind the median of the other ranks, as the median over the steps in which it
-            was last.
+        late_s: how many seconds this rank was behind the median of the other ranks: the median over the steps in which this
+            rank was last.
     """
 
     rank: int
@@ -64,7 +64,7 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Lets rank 0 log, after every `every` steps, which rank was the `Straggler` in them. The logger is `syncline.ddp`.
+    """Lets rank 0 log, after every `every` steps, which rank was the `Straggler` of these steps. The logger is `syncline.ddp`.
 
     The ranks need not compare their clocks, because all ranks measure from the same moment: the end of the previous step. (A
     reduction ends only after all ranks have contributed.) The time since this moment includes reading data, forward and

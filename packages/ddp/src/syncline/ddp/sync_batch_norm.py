@@ -37,7 +37,7 @@ _PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 class SyncBatchNorm(BatchNorm):
     """Batch normalisation with the mean and variance of all ranks' batches.
 
-    The result is that of one process with the whole batch.
+    One process with the whole batch would get the same result.
 
     In training, forward and backward are collectives. The ranks' batches may have different sizes, or be empty. In evaluation,
     and in a group of one rank, the layer is plain batch normalisation. The layer's gradient cannot be differentiated again.
@@ -50,8 +50,8 @@ class SyncBatchNorm(BatchNorm):
         momentum: the weight of the newest batch in the running estimates. None: the estimates are averages over all batches.
         affine: whether there is a weight (and a bias).
         track_running_stats: whether the layer keeps running estimates for evaluation.
-        process_group: a group of Syncline or of torch.distributed. None takes the default group of Syncline or of torch, at
-            each forward. As long as there is no default group, the layer is plain batch normalisation.
+        process_group: a group of Syncline or of torch.distributed. None: each forward uses the default group of Syncline or of
+            torch. As long as there is no default group, the layer is plain batch normalisation.
         device: the device of parameters and buffers.
         dtype: the dtype of parameters and buffers.
         bias: whether there is a bias, if `affine`.
@@ -193,7 +193,7 @@ class SyncBatchNorm(BatchNorm):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes. A layer in the default group can be pickled, because the loading process has one, too."""
+        """Return all attributes. A layer in the default group can be pickled: the loading process has a default group, too."""
         if self.process_group is not None:
             raise MisuseError(
                 "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "

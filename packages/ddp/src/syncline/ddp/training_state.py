@@ -103,7 +103,10 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state of `syncline.hooks` with the errors of `own`. The result fits a group of any size."""
+    """Return `other`, but with the errors of error feedback of `own`. Both are saved states of one hook of `syncline.hooks`.
+
+    The result fits a group of any size.
+    """
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

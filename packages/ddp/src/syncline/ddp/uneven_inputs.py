@@ -43,7 +43,7 @@ class UnevenInputs(JoinHook):
 
     ::
 
-        with inputs       announce ──► buffers ──► rebuild, once ──► backward: buckets, used-map
+        with inputs       announce ──► buffers ──► rebuild, once ──► backward: buckets, map of used parameters
         without           announce ──► buffers ──► Reducer.shadow_backward: the same with zeros
 
     Buffers come from the highest rank that has inputs. A communication hook is called on all ranks.
@@ -55,7 +55,8 @@ class UnevenInputs(JoinHook):
         throws: whether the join context raises an error on all ranks as soon as one rank has no inputs.
 
     Raises:
-        MisuseError: the module communicates, and ranks without inputs cannot take part in this communication.
+        MisuseError: the module has a buffer hook or a SyncBatchNorm, in which ranks without inputs cannot take part, and
+            `throws` is False. Or there is a communication hook, and `divide_by_initial_world_size` is False.
     """
 
     def __init__(self, replica: Replica, *, divide_by_initial_world_size: bool, throws: bool) -> None:

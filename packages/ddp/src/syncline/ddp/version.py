@@ -1,4 +1,4 @@
-"""The version of this layer, as it is installed."""
+"""The version of the installed package syncline-ddp."""
 
 from __future__ import annotations
 

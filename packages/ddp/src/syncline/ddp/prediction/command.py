@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables and the advice."""
+    """Predict the steps, print tables and advice, and write the page if `--html` asks for it."""
     ranks = parse_ranks(arguments.ranks)
     if arguments.per_node < 1:
         raise InvalidArgumentError(f"--per-node: expected at least 1, found {arguments.per_node}")

@@ -61,9 +61,10 @@ def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
 
 
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
-    """Return how many bytes a node sends.
+    """Return how many bytes a node sends in an all-reduce between nodes.
 
-    Halving needs a power of two. So each node above the largest power of two first sends its tensor to another node.
+    Halving and doubling works with a number of nodes that is a power of two. So each node above the largest power of two first
+    sends its tensor to another node, and at the end gets the result back.
     """
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes

@@ -1,4 +1,4 @@
-"""The network of a prediction, read from a text or fitted to figures of `syncline bench --json`."""
+"""Latency and bandwidth for a prediction: read from a text, or fitted to measurements of `syncline bench --json`."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _is_of(row: Mapping[str, Any], backend: str) -> bool:
 def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
     """Find the latency and the bandwidth with the smallest sum of squared relative errors.
 
-    Let an all-reduce with a messages and b bytes take t seconds. The fit looks for the latency x and the seconds per byte y,
-    such that (a x + b y) / t is close to 1 for all all-reduces.
+    Let an all-reduce of `m` messages and `b` bytes take `t` seconds. The fit looks for the latency `x` and the seconds per byte
+    `y`, such that (m x + b y) / t is close to 1 for all measured all-reduces.
 
     Raises:
         InvalidArgumentError: there are fewer than two sizes, or larger tensors do not take longer. The error's text contains

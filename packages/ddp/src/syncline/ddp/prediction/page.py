@@ -1,4 +1,4 @@
-"""A page with the plots of a forecast, by Plotly. The page contains Plotly's script, so it needs no other file."""
+"""A forecast as an HTML page with plots, made with Plotly. The page contains Plotly's script and needs no other file."""
 
 from __future__ import annotations
 

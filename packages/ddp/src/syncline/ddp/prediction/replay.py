@@ -32,11 +32,11 @@ class ReadyBucket:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step without its communication. All times are seconds from the start of the step.
+    """A step without its communication.
 
     Attributes:
         buckets: the buckets, in the order of their start.
-        backward_s: when backward had computed everything.
+        backward_s: when the last gradient came, in seconds from the start of the step.
         rest_s: the seconds of everything after the wait for the buckets, such as the optimizer.
     """
 
@@ -73,7 +73,7 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """Return a bucket's gradients. Assume that they come evenly, byte by byte: a trace has only the time of the last gradient.
+    """Return a bucket's gradients. A trace has only the time of the last gradient, so assume that bytes come evenly until then.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.

@@ -31,9 +31,9 @@ def workload_of(timeline: Timeline) -> Workload:
 
 
 def _of_rank(rank: RankTimeline) -> Workload | None:
-    """Return the workload of one rank, or None if it has traced too few steps.
+    """Return the workload of one rank, or None if this rank has traced too few steps.
 
-    Use only the steps with the last layout of buckets, and with the largest number of reduced buckets.
+    Use only the steps with the last layout of buckets, and of these steps those with the largest number of reduced buckets.
     """
     # A step ends where the next step begins, so both steps must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]
@@ -65,6 +65,6 @@ def _buckets(steps: Sequence[StepEvent], layout: Sequence[BucketLayout]) -> tupl
 def _communicated(step: StepEvent) -> float:
     """Return the time when backward had ended and the last bucket was reduced.
 
-    The copy back and the optimizer come after this time.
+    The copy from buckets to gradients, and the optimizer, come after this time.
     """
     return min(step.finished, max([step.finalize_started, *(bucket.finished for bucket in step.buckets)]))

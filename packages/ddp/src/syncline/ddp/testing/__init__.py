@@ -1,4 +1,4 @@
-"""Check that data-parallel training equals training in one process. This is for authors of a backend or a hook."""
+"""For authors of a backend or a hook: check that data-parallel training equals training in one process."""
 
 from .models import MODELS
 from .training import check_training

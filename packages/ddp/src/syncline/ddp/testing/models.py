@@ -32,7 +32,7 @@ class Model:
 
 
 class Convolutional(torch.nn.Module):
-    """Has batch normalisation. Its statistics must be those of the whole batch."""
+    """Has batch normalisation, whose statistics must be those of the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class ChannelsLast(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """Self-attention and layer norms."""
+    """Has self-attention and layer norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Transformer(torch.nn.Module):
 
 
 class Recurrent(torch.nn.Module):
-    """An LSTM of two layers, over sequences of length 3."""
+    """Has an LSTM of two layers, over sequences of length 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Tied(torch.nn.Module):
 
 
 class SparseEmbedding(torch.nn.Module):
-    """Has sparse gradients: a rank's gradients contain the rows of its words."""
+    """Has sparse gradients: a rank's gradients contain only the rows of the words in this rank's inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,11 +12,12 @@ from .events import CallEvent
 
 
 class CallLog:
-    """Notes calls from its construction until `stop`.
+    """Notes this rank's collectives, sends and receives, from the construction of this object until `stop`.
 
     Args:
         group: the group, which says which rank this is. If ranks are threads of one process, only calls of this rank are noted.
-        reducer: the reducer. All-reduces of its buckets are not noted. A communication hook's calls on other tensors are noted.
+        reducer: the reducer, whose all-reduces of buckets are not noted. Calls of a communication hook on other tensors than
+            the buckets are noted.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:
@@ -36,7 +37,7 @@ class CallLog:
         ]
 
     def stop(self) -> None:
-        """Stop observing."""
+        """Note no more calls."""
         self._stop()
 
     def _note(self, call: ObservedCall, tensor: torch.Tensor | None) -> None:

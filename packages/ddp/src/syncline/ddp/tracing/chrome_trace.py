@@ -1,6 +1,6 @@
 """Write a timeline in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open. Pure functions.
 
-In this format a rank is a process. Its threads are `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
+The viewers show each rank as a process with the threads `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
 backward, waiting and optimizers inside each step. If several buckets are in flight at once, there are also threads `buckets, 2`
 and so on. An arrow goes from a bucket's start on each rank to the bucket's start on the rank that started it last.
 """
@@ -71,7 +71,7 @@ def _rank_events(rank: RankTimeline, origin: float, starts: _Starts) -> Iterator
 
 
 def _end(step: StepEvent) -> float:
-    """Return the end of a step whose next step was not traced."""
+    """Return the end of a step after which no step was traced."""
     return max([step.finished, *(one.finished for one in step.optimizers), *(one.finished for one in step.calls)])
 
 
@@ -123,7 +123,7 @@ def _flow(phase: str, number: int, pid: int, tid: int, time: float, origin: floa
 
 
 class _Lanes:
-    """The threads of the format for one kind of slice. Slices that overlap in time get different threads."""
+    """The threads for one kind of slice (a named span of time in the format). Overlapping slices get different threads."""
 
     def __init__(self, pid: int, first: int, name: str) -> None:
         self._pid = pid

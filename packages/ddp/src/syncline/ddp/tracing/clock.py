@@ -1,4 +1,4 @@
-"""Measure how much each rank's `time.perf_counter()` differs from rank 0's, by ping-pong over the group."""
+"""Measure how much each rank's `time.perf_counter()` differs from rank 0's, by messages between rank 0 and each rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One round of ping-pong.
+    """One message from rank 0 to another rank, and the answer.
 
     `sent` and `received` are times of rank 0's clock, and `answered` is a time of the other rank's clock.
     """
@@ -42,7 +42,7 @@ class RoundTrip:
 
 
 def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
-    """Return the clock offset of the rank that answered, from the shortest of one or more rounds. A pure function.
+    """Return the clock offset of the rank that answered, from the shortest of one or more round trips. A pure function.
 
     The other rank answered between rank 0's sending and receiving. If we take the middle of this span as the moment of the
     answer, the error is at most half of the span (Cristian's algorithm).
@@ -52,7 +52,7 @@ def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
 
 
 def measure_offset(group: ProcessGroup) -> ClockOffset:
-    """Measure this rank's offset. Every rank of the group calls this function.
+    """Measure the offset from this rank's clock to rank 0's clock. Every rank of the group calls this function.
 
     Rank 0 measures one rank after the other: `ROUNDS` round trips of 24 bytes with each rank, then one message with the result.
     """

@@ -1,4 +1,4 @@
-"""The command `trace` merges the ranks' files into one file for ui.perfetto.dev."""
+"""The command `trace` merges the traces of all ranks into one file for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELP = "merge the traces of all ranks (SYNCLINE_TRACE=FOLDER) into one file for 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the folder, the merged file, and profiles to merge."""
+    """Add the options for the folder of the traces, the merged file, and profiles of torch.profiler to merge."""
     parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE names; it must hold the files of all ranks")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"the merged file (default: {TRACE_NAME} in the folder)")
     parser.add_argument(
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file, and say where it is."""
+    """Merge the traces, and print the path of the merged file."""
     profiles = dict(_profile(text) for text in arguments.profile)
     path = write_trace(arguments.folder, arguments.output, profiles)
     print(f"wrote {path}; open it in https://ui.perfetto.dev or chrome://tracing")

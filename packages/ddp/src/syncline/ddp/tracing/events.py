@@ -21,12 +21,13 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BucketEvent:
-    """One bucket in one step. See `syncline.reducer.BucketTimes` for its times.
+    """One bucket in one step.
 
     Attributes:
-        number: the bucket's number in the layout.
-        nbytes: the reduced bytes.
-        ready, started, finished: the times of these events.
+        number: the bucket's position in the step's layout.
+        nbytes: the size of the bucket's buffer, in bytes.
+        ready: when the bucket could start, because its last gradient had come and all earlier buckets had started.
+        started, finished: when the bucket's reduction was issued, and when it was over.
     """
 
     number: int
@@ -64,7 +65,7 @@ class CallEvent:
 
 @dataclass(frozen=True)
 class OptimizerEvent:
-    """One `step` of an optimizer."""
+    """One call of an optimizer's `step`: the name of the optimizer's class, and the times of start and end."""
 
     name: str
     started: float
@@ -77,7 +78,7 @@ class OptimizerEvent:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step. See `syncline.reducer.IterationStatistics` for its times.
+    """One step. The times have the same meaning as in `syncline.reducer.IterationStatistics`.
 
     Attributes:
         number: the step's number, counted from 1.

@@ -1,4 +1,4 @@
-"""Checks for the libraries that reports need."""
+"""Check that the libraries for tables and plots, rich and Plotly, are installed."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time of an all-reduce: pairs of a tensor's bytes, and the seconds of one rank's share of the adds and copies.
+    """The least time of an all-reduce: the seconds that one rank needs for its share of the additions and copies.
 
-    There is at least one pair. Sizes ascend.
+    Attributes:
+        points: pairs of a tensor's size in bytes, and these seconds. There is at least one pair. Sizes ascend.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -37,7 +38,7 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """Return the least time of all-reduces of these sizes, added up, divided by the measured seconds.
+        """Return the sum of the least times of all-reduces of these sizes, divided by `seconds`, their measured time.
 
         The best possible result is 1.
         """

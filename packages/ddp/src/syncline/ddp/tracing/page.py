@@ -1,4 +1,4 @@
-"""Make the part of a page that shows a trace, with Plotly. The page contains Plotly's script, so it needs no other file."""
+"""Show a trace as a part of an HTML page, with Plotly. The part contains Plotly's script, so it needs no other file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fragment(timeline: Timeline) -> str:
 
 
 def _rows(timeline: Timeline) -> list[str]:
-    """Return the rows from top to bottom. Each rank has a row, and below it a row for its buckets."""
+    """Return the names of the timeline's rows from top to bottom: for each rank a row, and then a row for its buckets."""
     return [row for rank in timeline.ranks for row in (_row(rank), _bucket_row(rank))]
 
 
@@ -55,7 +55,7 @@ def _bucket_row(rank: RankTimeline) -> str:
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
-    """Return the bars of the timeline: for each phase, its slices on all ranks."""
+    """Return Plotly's traces for the timeline: for each phase (such as forward), the bars of this phase on all ranks."""
     origin = min(step.forward_started for step in timeline.of_step(number))
     slices = [one for rank in timeline.ranks for one in _slices(rank, number)]
     bars = []
@@ -78,7 +78,7 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
 
 
 def _slices(rank: RankTimeline, number: int) -> list[tuple[str, str, float, float, str]]:
-    """Return the phase, row, start, end and text of each slice of a rank."""
+    """Return the phase, row, start, end and text of each bar of a rank in one step."""
     step, row = rank.steps[number], _row(rank)
     spans = [
         ("backward", step.backward_started, step.finalize_started, "backward"),

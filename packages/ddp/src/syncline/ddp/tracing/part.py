@@ -50,7 +50,7 @@ class Part:
     Attributes:
         header: the rank that traced.
         clocks: the offsets to rank 0's clock, in the order of measurement.
-        layouts: which parameters were in which bucket: a layout for each time that the reducer had built new buckets.
+        layouts: which parameters were in which bucket. There is one layout for each time that the reducer built new buckets.
         steps: the steps, in their order.
         is_complete: whether the file has the last line of a complete trace.
     """
@@ -73,7 +73,7 @@ def clock_line(clock: ClockOffset) -> str:
 
 
 def layout_line(buckets: Iterable[BucketLayout]) -> str:
-    """Return a line for the next layout."""
+    """Return a line for a layout of buckets. Steps refer to a layout by its position among the layouts of the file."""
     return _line("layout", {"buckets": [asdict(bucket) for bucket in buckets]})
 
 
@@ -111,7 +111,7 @@ def _began(part: Part) -> float:
 
 
 def read_part(path: Path) -> Part:
-    """Read the part in one file. If the last line was cut off, leave this line out.
+    """Read the part in one file. If the file ends within a line, leave this line out.
 
     Raises:
         InvalidArgumentError: the file is not a part.

@@ -56,14 +56,14 @@ class _OpenStep:
 
 
 class StepRecorder:
-    """Notes steps and the events between them, from the construction until `end`.
+    """Notes this rank's steps and the events between the steps, from the construction of this object until `end`.
 
     Args:
         folder: the folder for the file. It is created if it is missing.
         header: the file's first line.
         group: the group whose ranks average their gradients.
         reducer: the reducer whose backwards are the steps. The recorder does not keep the reducer alive.
-        parameters: the parameters. The recorder notes steps of their optimizers.
+        parameters: the model's parameters. The recorder notes steps of their optimizers.
 
     Raises:
         OSError: the file cannot be written.
@@ -89,7 +89,7 @@ class StepRecorder:
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """Note a step after its backward was reduced. All events until the next step's forward belong to this step."""
+        """Note step `number` when its backward is over. All events until the next step's forward belong to this step."""
         # Events before this step's forward belong to the previous step.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started
@@ -106,7 +106,7 @@ class StepRecorder:
             self._write()
 
     def note_end_of_steps(self, statistics: IterationStatistics) -> None:
-        """Close the last traced step. Call this method after the first reduced backward that is not traced."""
+        """Close the last traced step. Call this method after the backward of the next step, which is not traced."""
         began = statistics.forward_started
         self._close_step(
             [one for one in self._optimizers.take() if one.started < began],

@@ -32,20 +32,21 @@ class TraceRecording:
 
     ::
 
-        construction             the ranks agree on a name for the run, and measure their clocks (ping-pong)
+        construction             the ranks agree on a name for the run, and compare their clocks (see `measure_offset`)
         step `first` .. `last`   each rank notes its events, and writes them to its own file
-        the next step            the ranks measure their clocks again, and rank 0 merges all files into `trace.json`
+        the next step            the ranks compare their clocks again, and rank 0 merges all files into `trace.json`
 
-    A step is a reduced backward. All ranks have the same number of steps, so they issue the collectives of a trace in the same
-    order. If a file cannot be written, the rank logs a warning, and training goes on. If ranks may have different numbers of
-    steps (`ranks_may_differ`), the trace issues no more collectives. The files stay, and `syncline trace` can merge them.
+    A step is a backward that averages gradients. All ranks have the same number of steps, so they issue the collectives of a
+    trace in the same order. If a file cannot be written, the rank logs a warning, and training goes on. If ranks may have
+    different numbers of steps (`ranks_may_differ`), the trace issues no more collectives. Then rank 0 does not merge the files,
+    but `syncline trace` can merge them.
 
     Args:
         settings: the steps to trace, and the folder.
         group: the group whose ranks average their gradients.
         reducer: the reducer whose backwards are the steps. The recording does not keep the reducer alive.
         parameters: the model's parameters.
-        only_first: trace only if no other model of this process has reached the first traced step. So the trained model is
+        only_first: trace only if no other model of this process has reached step `first` before. So the trained model is
             traced, even if the script has run a few steps with another model before.
 
     Attributes:
@@ -79,7 +80,7 @@ class TraceRecording:
             self._start()
 
     def note_step(self, statistics: IterationStatistics) -> None:
-        """Note a reduced backward. The call for the first step after the traced steps is a collective."""
+        """Note that a step's backward is over. The call for the first step after the traced steps is a collective."""
         self._steps += 1
         if self._is_over:
             return
@@ -117,7 +118,7 @@ class TraceRecording:
             self._merge()
 
     def abandon(self) -> None:
-        """End the trace only on this rank. Write the noted events, but merge nothing."""
+        """End the trace on this rank, without a collective. Write this rank's events to its file, but merge nothing."""
         self._is_over = True
         self._close(is_complete=False)
 
@@ -178,7 +179,7 @@ class TraceRecording:
 
 
 def _agree_on_run(group: ProcessGroup) -> str:
-    """Agree on a name that no other run has. This is a collective."""
+    """Return a name for this run that no other run has, the same on all ranks. This is a collective."""
     number = torch.tensor([time.time_ns()], dtype=torch.int64, device=message_device(group))
     group.broadcast(number, 0)
     return f"{int(number):x}"

@@ -18,7 +18,8 @@ DEFAULT_STEPS = "10-20"
 class TraceSettings:
     """The steps to trace, and the folder.
 
-    A step is a reduced backward, its forward, and everything until the next forward. The first step has number 1.
+    A step is a forward, its backward (which averages gradients), and everything until the next forward. The first step has
+    number 1.
 
     Attributes:
         folder: the folder for the files of all ranks. It is created if it is missing.

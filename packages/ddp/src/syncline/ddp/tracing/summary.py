@@ -16,8 +16,8 @@ class StepSummary:
 
     Attributes:
         number: the step's number.
-        duration_s: the time from the earliest start of a forward to the latest end of an optimizer's step, or of backward's
-            wait for buckets, over all ranks.
+        duration_s: the time from the first rank's start of the forward to the last rank's end of the step. A rank's step ends
+            with its last optimizer, or with backward's wait for buckets if that is later.
         compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
         exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
         last_rank: the rank whose last gradient came last.
@@ -58,7 +58,8 @@ class RankSummary:
         compute_s: this rank's time from the forward's start to the last gradient, as the median of the steps.
         exposed_s: this rank's exposed communication, as the median of the steps.
         times_last: in how many steps this rank's last gradient came last.
-        late_s: the median of this rank's delay over the steps in which it came last. 0 if there are no such steps.
+        late_s: the median of `StepSummary.late_s` over the steps in which this rank's last gradient came last. 0 if there are
+            no such steps.
         caused_s: how long the other ranks waited for this rank, added up over ranks and steps.
     """
 
@@ -119,7 +120,7 @@ def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> S
 
 
 def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
-    """Return for each bucket the time when the last rank started it, and the time when it was reduced on all ranks."""
+    """Return for each bucket when the last rank started its reduction, and when this reduction was over on all ranks."""
     by_bucket: dict[int, list[tuple[float, float]]] = {}
     for step in on_ranks:
         for bucket in step.buckets:
@@ -128,7 +129,7 @@ def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of time that the spans cover. A time in several spans counts once."""
+    """Return how many seconds the spans (pairs of start and end) cover. A time in several spans counts once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -1,4 +1,4 @@
-"""Make the tables of a trace for the terminal, with rich."""
+"""A trace as tables for the terminal, made with the package rich."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tables(timeline: Timeline, floor: Floor | None = None) -> str:
 
     Args:
         timeline: the trace.
-        floor: the floor to compare the bandwidth with; None: no comparison.
+        floor: the least time of all-reduces, for a column that compares the bandwidth with it. None: no such column.
 
     Raises:
         MisuseError: rich is not installed.

@@ -21,8 +21,8 @@ class RankTimeline:
         header: the rank that traced.
         layouts: the layouts of the buckets; see `Part`.
         steps: the steps, by number.
-        error_s: the largest error of the times; None if the clock was never measured.
-        epoch_s: seconds since the epoch by this rank's host, minus the seconds of rank 0's clock at the same moment.
+        error_s: the largest possible error of the times in seconds; None if the rank's clock was never measured.
+        epoch_s: seconds since the epoch on this rank's host, minus the seconds of rank 0's clock at the same moment.
     """
 
     header: Header
@@ -56,7 +56,7 @@ class Timeline:
 
     @property
     def error_s(self) -> float | None:
-        """The largest error of any rank's clock; None if some clock was never measured."""
+        """The largest `error_s` of all ranks; None if some rank's clock was never measured."""
         errors = [rank.error_s for rank in self.ranks]
         return None if None in errors else max(error for error in errors if error is not None)
 
@@ -66,7 +66,7 @@ class Timeline:
 
 
 def merge(parts: Sequence[Part]) -> Timeline:
-    """Merge at least one part into a timeline. The parts are in the order of ranks."""
+    """Merge the parts of several ranks into a timeline. There must be at least one part, and parts must be sorted by rank."""
     present = {part.header.rank for part in parts}
     missing = tuple(rank for rank in range(parts[0].header.size) if rank not in present)
     return Timeline(tuple(map(_by_rank_0, parts)), missing)
@@ -93,7 +93,7 @@ def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
 
 
 def error_of(part: Part) -> float | None:
-    """Return the largest error of a rank's times in seconds, or None if its clock was never measured."""
+    """Return the largest possible error of a rank's times in seconds, or None if the rank's clock was never measured."""
     if not part.clocks or part.header.rank == 0:
         return 0.0 if part.header.rank == 0 else None
     measured = max(clock.error_s for clock in part.clocks)
