@@ -117,7 +117,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """Return the sizes with the shortest step. If the default sizes need hardly longer, return them. A pure function."""
+    """Return the sizes with the shortest step, or the default sizes if their step is hardly longer. A pure function."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
@@ -295,7 +295,7 @@ class BucketTuning:
 
 
 def _clocks() -> tuple[float, float]:
-    """Return the processor time of this process and the time of the clock, in seconds."""
+    """Return the processor time of this process and `time.perf_counter()`, in seconds."""
     return time.process_time(), time.perf_counter()
 
 

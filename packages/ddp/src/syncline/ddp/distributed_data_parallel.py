@@ -95,8 +95,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         static_graph: True promises that every backward uses the same graph as the first. Then re-entrant checkpoints and unused
             parameters are allowed.
         delay_all_reduce_named_params: pairs of name and parameter. These parameters may get any number of gradients, or none,
-            in a backward. They are reduced last, when the gradient of `param_to_hook_all_reduce` has arrived.
-        param_to_hook_all_reduce: a parameter of the module. When its gradient arrives, the delayed parameters are reduced.
+            in a backward. Their gradients are averaged last, when the gradient of `param_to_hook_all_reduce` has arrived.
+        param_to_hook_all_reduce: the parameter for whose gradient the parameters in `delay_all_reduce_named_params` wait.
         mixed_precision: a `MixedPrecision` of Syncline or of torch. It says in which lower precision to compute, to reduce, and
             to keep buffers.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
@@ -110,7 +110,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             between backwards.
 
     The constructor is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
-    The first forward whose backward is reduced is a collective, too, because it allocates the buckets. Making a copy
+    The first forward whose backward averages gradients is a collective, too, because it allocates the buckets. Making a copy
     (`copy.deepcopy`, `pickle`) is no collective.
 
     Raises:
@@ -381,12 +381,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     @disable_dynamo
     def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
-        # As in torch, only a forward whose backward is reduced counts as a change of the buffers.
+        # As in torch, only a forward whose backward averages gradients counts as a change of the buffers.
         self._buffer_sync.are_stale = will_reduce
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
-        # No reduced backward follows that could wait for the futures of the buffer hook, so wait here.
+        # The backward of this forward does not wait for the futures of the buffer hook, so wait here.
         elif pending:
             torch.futures.wait_all(pending)
 
@@ -394,9 +394,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         """A context for forwards whose backwards only add to this rank's gradients, and do not communicate.
 
-        The backward of the first forward after the context reduces the sum. As in torch, a backward stays local if its forward
-        was inside the context, wherever the backward runs. Inside the context, a backward of the bare module stays local, too
-        (for example for a saliency map). Contexts may be nested.
+        The backward of the first forward after the context averages the sums. As in torch, a backward stays local if its
+        forward was inside the context, wherever the backward runs. Inside the context, a backward of the bare module stays
+        local, too (for example for a saliency map). Contexts may be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -784,7 +784,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, on the default group of this process.
 
-        This is no collective: the first forward whose backward is reduced allocates the buckets.
+        This is no collective: the first forward whose backward averages gradients allocates the buckets.
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()

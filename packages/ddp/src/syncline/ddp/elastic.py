@@ -63,25 +63,25 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` inside `with elastic.step():` ends the body at the line that raised it. Then `batches` gives
-    the failed batch again, divided among the remaining ranks. Before the first `optimizer.step()` the ranks agree that all
-    apply the step. After this agreement the body must not communicate: code after a failed collective would run on some ranks
-    only. So a collective that fails after the agreement raises a `MisuseError`. Outside of the step, for example in an
-    evaluation, the loss of a rank is an error as usual, and writes a report. If the training recovers, there is no report.
-    After the loss of a rank the model has a new group: read `model.join_process_group`. If the old group was the default group,
-    the new group becomes the default.
+    A `TransportError` inside `with elastic.step():` ends the body at the line that raised it. Then `batches` gives the failed
+    batch again, divided among the remaining ranks. Before the first `optimizer.step()` the ranks agree that all apply the step.
+    After this agreement the body must not communicate: code after a failed collective would run on some ranks only. So a
+    collective that fails after the agreement raises a `MisuseError`. Outside of `with elastic.step():`, for example in an
+    evaluation, the loss of a rank raises an error as usual, and a report is written. If a step recovers from a loss, no report
+    is written. After the loss of a rank the model has a new group: read `model.join_process_group`. If the old group was the
+    default group, the new group becomes the default.
 
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
-    all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The
-    error feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a
-    hook's state holds a group, register the hook again after a recovery.
+    all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The error
+    feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a hook's
+    state holds a group, register the hook again after a recovery.
 
-    **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. Its constructor of
-    `Elastic` waits until the other ranks let it in. The other ranks look for newcomers after every `admit_every` applied steps.
-    A newcomer gets the state of the lowest rank among those that have taken part in the most agreements. The state is the
-    parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, and the state of the
-    communication hook. The newcomer continues at the step of the other ranks. From this step on, its script must issue exactly
-    the same collectives as the other ranks. So the script must loop over `epochs`.
+    **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
+    constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
+    `admit_every` applied steps. A newcomer gets the state of the lowest rank among those that have taken part in the most
+    agreements. The state is the parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
+    and the state of the communication hook. The newcomer continues at the step of the other ranks. From this step on, its
+    script must issue exactly the same collectives as the other ranks. So the script must loop over `epochs`.
 
     Args:
         model: the model, on a group that can shrink.
@@ -234,6 +234,7 @@ class Elastic:
             RankLostError: on all survivors, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
+            MisuseError: this step begins within another step. Or a collective failed after the ranks had agreed.
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")

@@ -46,7 +46,7 @@ class AverageHooks:
 
 
 class FusedOptimizer:
-    """Steps parameters one by one. Each parameter has optimizers of its own, with their own state.
+    """Steps each parameter as soon as its gradient is averaged. Each parameter has optimizers of its own.
 
     While the parameters of one bucket step, the next buckets are being reduced.
 
@@ -76,7 +76,7 @@ class FusedOptimizer:
         self.optimizers.update({parameter: [kind([parameter], *args, **kwargs)] for parameter in chosen})
 
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which otherwise step before the reduction.
+        """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which would step before gradients are averaged.
 
         As in torch, a gradient becomes None after the step of its parameter.
         """

@@ -11,7 +11,7 @@ Listener: TypeAlias = Callable[[IterationStatistics], None]
 
 
 class IterationListeners:
-    """Functions to call after each reduced backward. Every rank calls them in the same order, so they may communicate."""
+    """Functions to call after each reduced backward. All ranks call them in the same order, so they may communicate."""
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []

@@ -100,7 +100,7 @@ def describe_environment() -> LoggingData:
 def describe_module(
     module: torch.nn.Module, parameters: Sequence[torch.Tensor], group: ProcessGroup, given: AnyGroup
 ) -> LoggingData:
-    """Return the values that do not change: module, ranks, sizes in bytes.
+    """Return the values that do not change while the model trains: module, ranks, sizes in bytes.
 
     Args:
         module: the module.

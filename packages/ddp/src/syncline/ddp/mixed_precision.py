@@ -63,7 +63,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in this dtype: a communication hook with a dtype as its state. Complex buckets keep their own dtype.
+    """Average a bucket in `dtype`. This is a communication hook with `dtype` as state. Complex buckets keep their own dtype.
 
     Extra memory: a copy of the bucket in this dtype.
     """

@@ -49,7 +49,7 @@ class ModelWatch:
         owner: the wrapper, whose module may be replaced.
 
     Attributes:
-        has_sign: whether torch or the wrapper has reported a change.
+        has_sign: whether there was a sign of a change (see the Note) since the last `take_note`.
     """
 
     def __init__(self, state: ModuleState, owner: torch.nn.Module) -> None:
@@ -62,7 +62,7 @@ class ModelWatch:
             _watches.add(self)
 
     def take_note(self) -> None:
-        """Remember the present module for later comparisons."""
+        """Remember the module's present parameters and buffers for later comparisons."""
         module, parameters = self._state.module, self._state.parameters()
         self.has_sign = False
         self._parts = {self._owner, *map(id, module.modules())}
@@ -80,7 +80,7 @@ class ModelWatch:
         self._buffers = {id(buffer) for _, buffer in self._state.buffers()}
 
     def is_due(self, reductions: int) -> bool:
-        """Whether a look for changes is due before a forward. `reductions` is the number of reduced backwards so far."""
+        """Whether a look for changes is due before a forward. `reductions` counts the backwards that averaged gradients."""
         if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
             return True
         # Several forwards may come between two reduced backwards; one look is enough.
@@ -91,9 +91,9 @@ class ModelWatch:
         return self.has_sign
 
     def has_changed(self) -> bool:
-        """Whether the module's parameters are others than at the last `take_note`, or have changed.
+        """Whether the module has other parameters than at the last `take_note`, or a parameter has changed since then.
 
-        A change is another dtype, device, shape or strides, or that a frozen parameter now needs a gradient.
+        A parameter has changed if it has another dtype, device, shape or strides, or if it was frozen and now needs a gradient.
         """
         if any(map(_requires_grad_of, self._frozen)):
             return True
@@ -114,7 +114,7 @@ class ModelWatch:
     def note_registration(self, part: torch.nn.Module) -> None:
         """Note that a parameter or module was registered with the submodule `part`.
 
-        This is a sign if `part` belongs to the watched module.
+        If `part` belongs to the watched module, set `has_sign`.
         """
         if id(part) in self._parts:
             self.has_sign = True

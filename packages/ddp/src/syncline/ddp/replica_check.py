@@ -95,7 +95,7 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """Count a reduced backward, and check the replicas if a check is due. One call in `every` is a collective."""
+        """Count a step, and check the replicas if a check is due. One call in `every` is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()

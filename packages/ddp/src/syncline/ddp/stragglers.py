@@ -84,7 +84,7 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Note the times of a reduced backward. One call in `every` is a collective."""
+        """Note the times of a step whose backward is over. One call in `every` is a collective."""
         # The first step has no step before it, so its start is not common to all ranks.
         if self._common is not None:
             self._times.append(seen.last_gradient - self._common)

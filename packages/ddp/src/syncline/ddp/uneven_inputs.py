@@ -19,7 +19,7 @@ from .sync_batch_norm import SyncBatchNorm
 
 @dataclass(frozen=True)
 class Replica:
-    """The objects of one `DistributedDataParallel` that communicate in an iteration.
+    """The parts of one `DistributedDataParallel` that `UnevenInputs` needs.
 
     Attributes:
         module: the wrapped module.
@@ -49,7 +49,7 @@ class UnevenInputs(JoinHook):
     Buffers come from the highest rank that has inputs. A communication hook is called on all ranks.
 
     Args:
-        replica: the objects that communicate.
+        replica: the parts of the wrapped model.
         divide_by_initial_world_size: divide gradients by the number of all ranks. False: by the number of ranks with
             inputs.
         throws: whether the join context raises an error on all ranks as soon as one rank has no inputs.
@@ -84,7 +84,7 @@ class UnevenInputs(JoinHook):
 
         Args:
             present: the ranks with inputs.
-            will_reduce: whether the backward of this forward is reduced.
+            will_reduce: whether the backward of this forward averages gradients.
 
         Returns:
             The rank whose buffers all ranks get.

@@ -66,8 +66,8 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 def _factors(bucket: ReadyBucket) -> list[float]:
     """Return the bytes of PowerSGD's two messages for a bucket.
 
-    The first message has the gradients that are sent whole (vectors and small matrices), and the left factors. The second has
-    the right factors. If no gradient is compressed, there is no second message.
+    The first message has the gradients that are sent whole (vectors and small matrices), and the left factors. The second
+    message has the right factors. If no gradient is compressed, there is no second message.
     """
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:

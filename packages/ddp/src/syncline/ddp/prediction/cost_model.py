@@ -25,7 +25,7 @@ class CostModel:
         between: the link between nodes.
         within: the link between the ranks of a node. If each node has one rank, this link is not used.
         per_node: the number of ranks on a node.
-        ring_bytes: nodes reduce in a ring if a node's part (the size divided by the number of nodes) has at least this many
+        ring_bytes: nodes reduce in a ring if a node's part (the tensor divided by the number of nodes) has at least this many
             bytes. Smaller tensors use recursive halving and doubling. 0: always a ring.
     """
 

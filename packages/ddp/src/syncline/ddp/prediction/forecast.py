@@ -51,7 +51,7 @@ class Forecast:
     def best(self, ranks: int, compression: str) -> Choice:
         """Return the choice with this compression and the shortest step.
 
-        If no other buckets are faster, return the traced buckets.
+        If no bucket size is faster than the traced buckets, return the choice with the traced buckets.
         """
         steps = self.steps[ranks]
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
@@ -109,7 +109,7 @@ def advice(found: Forecast) -> str:
 def _from(found: Forecast, compression: str, most: int) -> str:
     """Say which is the smallest number of ranks at which a compression makes a step clearly faster.
 
-    The text is empty if this holds only for the largest number of ranks.
+    The text is empty if a step is clearly faster only at the largest number of ranks, or at none.
     """
     paying = [count for count in sorted(found.steps) if found.gain(count, found.best(count, compression)) >= _WORTH]
     return f" (and more than {_WORTH:.2f} times from {paying[0]} ranks on)" if paying and paying[0] != most else ""

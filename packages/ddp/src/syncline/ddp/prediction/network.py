@@ -77,7 +77,7 @@ def link_in_words(text: str) -> Link:
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
     """Return the link that best explains figures of `syncline bench --json`.
 
-    The figures were measured with one rank on each node.
+    The figures must have been measured with one rank on each node.
 
     Raises:
         InvalidArgumentError: the file `name` has no figures of this kind, or has too few figures.

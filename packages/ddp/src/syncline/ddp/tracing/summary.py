@@ -23,7 +23,7 @@ class StepSummary:
         last_rank: the rank whose last gradient came last.
         late_s: the seconds from the median of the other ranks' last gradients to the last gradient of `last_rank`. 0 with one
             rank.
-        caused_s: how long the other ranks waited for `last_rank`, added up.
+        caused_s: how long the other ranks waited for `last_rank`, added up over these ranks.
         bucket_bytes: the bytes of each bucket on one rank.
         reducing_s: the seconds in which at least one bucket was being reduced. A reduction begins when the last rank starts it.
     """
