@@ -254,7 +254,7 @@ class BucketTuning:
         tensor = self._group.allocate(max(1, sizes[-1] // dtype.itemsize), dtype, torch.device("cpu")).zero_()
         for size in sizes:
             part = tensor[: max(1, size // dtype.itemsize)]
-            # Do not measure the first call of a size, because this call makes the plan.
+            # Do not measure the first call of a size. It takes longer, because it makes the plan that later calls use.
             self._group.all_reduce(part, ReduceOp.AVG)
             trials = [self._timed(part) for _ in range(_TRIALS)]
             issue += [issued for issued, _, _ in trials]

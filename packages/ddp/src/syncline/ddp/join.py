@@ -93,7 +93,7 @@ class Join:
 
     Raises:
         InvalidArgumentError: there is no joinable, or their groups differ.
-        MisuseError: at the start, if a joinable is already in a join context, or cannot be in one.
+        MisuseError: at the start, if a joinable is already in a join context, or cannot take part in a join context.
         DisagreementError: with `throw_on_early_termination`, on every rank. The text names the ranks that are out of inputs.
     """
 

@@ -83,7 +83,7 @@ class ModelWatch:
         """Whether a look for changes is due before a forward. `reductions` counts the backwards that averaged gradients."""
         if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
             return True
-        # Several forwards may come between two reduced backwards; one look is enough.
+        # Several forwards may come between two backwards that average gradients; one look is enough.
         if reductions == self._looked_after or not is_worth_a_look(reductions):
             return False
         self._looked_after = reductions

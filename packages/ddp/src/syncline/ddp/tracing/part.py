@@ -24,7 +24,7 @@ def part_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """The rank that traced, and its host and group.
+    """The first line of a part: the rank that traced, and the rank's host and group.
 
     Attributes:
         rank, size: the rank and the size of the group whose ranks average their gradients.
