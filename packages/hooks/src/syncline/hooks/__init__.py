@@ -1,4 +1,4 @@
-"""Communication hooks: functions that reduce a bucket of gradients. They run under Syncline's DDP and under torch's."""
+"""Communication hooks: functions that combine a bucket of gradients over the ranks, for Syncline's DDP and torch's DDP."""
 
 from .adasum import adasum_hook
 from .allreduce import allreduce_hook, noop_hook

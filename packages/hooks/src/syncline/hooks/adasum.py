@@ -23,7 +23,7 @@ def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
         bucket: the gradients, of a floating-point dtype.
 
     Returns:
-        A future of the bucket's buffer. It is finished when the hook returns, so nothing overlaps with backward.
+        A future of the bucket's buffer. The future is finished when the hook returns, so nothing overlaps with backward.
 
     Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is not a power of two. Extra memory:
     two buckets, and three copies in float64 of one parameter's gradient.

@@ -22,15 +22,16 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
 
     It works like `powerSGD_hook`, but the rows of the matrix are not the rows of the parameters. So the approximation is worse.
     Use `powerSGD_hook` unless it takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have no
-    effect here, as in torch. A bucket with NaN or infinity becomes NaN on every rank, and the state drops its error and its
-    factor.
+    effect here, as in torch. A bucket with NaN or infinity becomes NaN on every rank, and the state drops the bucket's
+    errors and factor.
 
     Source: see `powerSGD_hook`.
 
     Args:
-        state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket. After a change of
-            buckets it starts at random.
-        bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32 and sent in 16 bits.
+        state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket. If the
+            buckets change, they begin with random factors.
+        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16
+            bits.
 
     Returns:
         A future of the bucket's buffer.
@@ -91,10 +92,10 @@ def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffe
 
 
 def _pieces(state: PowerSGDState, bucket: Bucket, padded: torch.Tensor, layout: str) -> tuple[list[str], list[torch.Tensor]]:
-    """Split the square into the parts of the parameters, each in its parameter's shape, and the padding.
+    """Split the padded bucket into one part for each parameter, in the parameter's shape, and the padding. Returns names, too.
 
-    A part keeps the order of the bucket's memory, whatever the parameter's strides are. So each number of an error is added to
-    the number of the gradient that it belongs to.
+    A part keeps the order of the bucket's memory, whatever the parameter's strides are. So each number of an error is later
+    added to the gradient's number at the same place.
     """
     shapes = [parameter.shape for parameter in bucket.parameters()]
     sizes = [shape.numel() for shape in shapes]

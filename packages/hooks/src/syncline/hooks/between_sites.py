@@ -12,12 +12,12 @@ from .sites import Sites
 
 @communication_hook
 def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
-    """Average the bucket in its own dtype inside each site, and as bfloat16 between sites. Sums are float32.
+    """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
-    `bf16_compress_hook`, in contrast, rounds the gradients of each rank. It rounds their sum only at the end, so it sends
-    float32 between nodes. This hook sends bfloat16 between sites. It rounds twice: first each site's sum, divided by the number
-    of all ranks, and then the sum of these results over the sites.
+    `bf16_compress_hook`, in contrast, rounds the gradients of each rank. It rounds the sum of all ranks only at the end, so
+    float32 sums travel between nodes. This hook rounds twice: first each site's sum, divided by the number of all ranks, and
+    then the sum over the sites. Sums of 16-bit numbers are accumulated in float32.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.
@@ -27,7 +27,7 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
         A future of the bucket's buffer, which has the same bits on all ranks.
 
     Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside a site. Each site sends
-    4 n (S-1)/S bytes to other sites, half of the bytes of float32. The first rank of a site needs 6 n bytes of extra memory.
+    4 n (S-1)/S bytes to other sites, half as many as without a cast. The first rank of a site needs 6 n bytes of extra memory.
     """
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 

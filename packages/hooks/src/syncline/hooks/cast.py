@@ -14,11 +14,11 @@ from .contract import Bucket, TensorFuture, communication_hook, floating_buffer,
 
 @communication_hook
 def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
-    """Average the bucket in float16, and cast the result back.
+    """Cast the bucket to float16, average it over the ranks, and cast the result back.
 
-    Sums are accumulated in float32, and are divided before they are rounded. So a sum beyond float16's limit of 65,504 does no
-    harm, but a single gradient beyond this limit becomes infinite. (NCCL instead multiplies the terms by 1/size, and rounds
-    each addition.)
+    The ranks' gradients are added up in float32. The sum is divided by the number of ranks before it is rounded to float16. So
+    a sum beyond float16's limit of 65,504 does no harm, but a single gradient beyond this limit becomes infinite. (NCCL instead
+    divides each gradient before the addition, and rounds each addition.)
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -34,10 +34,10 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 
 @communication_hook
 def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
-    """Average the bucket in bfloat16, and cast the result back.
+    """Cast the bucket to bfloat16, average it over the ranks, and cast the result back.
 
     bfloat16 has the range of float32 and 8 bits of precision. So nothing becomes infinite, but rounding loses more than in
-    `fp16_compress_hook`. Sums are accumulated as in that hook.
+    `fp16_compress_hook`. Sums are computed as in `fp16_compress_hook`.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -57,7 +57,7 @@ bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
 def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Wrap a hook, so that the hook gets the bucket cast to float16, and its result is cast back.
+    """Wrap a hook, so that the hook gets the bucket cast to float16, and the hook's result is cast back.
 
     Args:
         hook: any hook. It gets float16 in `buffer()` and `gradients()`, and its result may have any dtype.
@@ -96,7 +96,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """The tensor in a hook's result. The result is the tensor, or a list of one tensor like the value of a Work's future."""
+    """The tensor in the value of a hook's future: the value itself, or the only element of a list, as in a Work's future."""
     result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     if not isinstance(result, torch.Tensor):
         raise MisuseError(f"expected the wrapped hook's future to hold the reduced bucket, found {type(result).__name__}")

@@ -1,4 +1,4 @@
-"""The hook for every compressor, with error feedback."""
+"""`compression_hook` averages gradients through any `Compressor`, with error feedback."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class CompressionState:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
         use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
             much memory as the gradients.
-        random_seed: the seed of random compressors, 0 to 2**32 - 1.
+        random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
         named_parameters: pairs of name and parameter, such as `model.named_parameters()`. `state_dict` saves the error feedback
-            under these names. Without names it saves under the numbers of the parameters.
+            under these names. Without names, the parameters' numbers are the keys.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -60,7 +60,7 @@ class CompressionState:
         self.origin = Origin()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, which contains only numbers, texts and tensors. See `saved_state`."""
+        """This rank's state, which contains only numbers, texts and tensors. See the module `saved_state`."""
         return {
             "kind": _KIND,
             "format": FORMAT,
@@ -92,13 +92,13 @@ class CompressionState:
 
 @communication_hook
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
-    """Average the compressed gradients of all ranks. Keep the part that was not sent for the next step.
+    """Send compressed gradients, and average them over the ranks. Add the part that was left out to the next step's gradients.
 
-    All ranks get the same bits. The compressor decides how NaN and infinity arrive. The error feedback contains neither.
+    All ranks get the same bits. What NaN and infinity become depends on the compressor. The error feedback never contains them.
 
     Args:
         state: the compressor, and the error feedback.
-        bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32.
+        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32.
 
     Returns:
         A future of the bucket's buffer.
@@ -120,7 +120,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     if buffer.numel() == 0:
         return finished(buffer)
     group = group_of(state.process_group, bucket)
-    # Do this before the error feedback is used. If it was loaded from another rank's state, `settle` drops it.
+    # Do this before the error feedback is used, because `settle` drops errors that another rank saved.
     state.origin.settle(group.rank, group.size, state.error_feedback)
     seed = state.seeds.next()
     with torch.no_grad(), state.statistics.stage("compress"):

@@ -1,4 +1,4 @@
-"""The contract of a compressor: how one rank's gradients become a message, and how messages become a mean."""
+"""The contract of a compressor: it makes a message from one rank's gradients, and mean gradients from all ranks' messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .low_precision import math_dtype
 class Compressor(ABC):
     """Makes messages from gradients. A compressor has no state: error feedback and seeds are in the hook's state.
 
-    The length of a message depends only on the gradients' shapes and dtype. So it is the same on all ranks, and one collective
-    carries all messages.
+    The length of a message depends only on the gradients' shapes and dtype. So all ranks send equally many bytes,
+    and one collective carries all messages.
     """
 
     @property
@@ -30,7 +30,7 @@ class Compressor(ABC):
 
         Args:
             gradients: tensors of one dtype and any shapes. They are not changed.
-            seed: the same on every rank, different in every call.
+            seed: a number for random choices, the same on every rank, different in every call.
 
         Returns:
             A flat tensor, of uint8 unless the subclass says otherwise.
@@ -50,13 +50,13 @@ class Compressor(ABC):
         """Start the collective that carries the messages of all ranks. By default every rank gets every message.
 
         Returns:
-            The work, and a tensor [messages, length], which holds the messages when the work has finished.
+            The work, and a tensor of one row for each message, which is filled when the work has finished.
         """
         messages = message.new_empty(group.size, message.numel())
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The mean of the tensors of all messages. The order of addition is that of the ranks: all ranks get the same bits."""
+        """The mean of the tensors of all messages. They are added in the order of the ranks, so all ranks get the same bits."""
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):
@@ -77,14 +77,14 @@ def check_compressor(compressor: object) -> None:
     """Check that the argument is a compressor.
 
     Raises:
-        InvalidArgumentError: the argument is something else, for example the class and not an instance.
+        InvalidArgumentError: the argument is something else, for example the class `Int8` instead of `Int8()`.
     """
     if not isinstance(compressor, Compressor):
         raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {compressor!r}")
 
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of these tensors, one tensor after the other."""
+    """A flat tensor of the bytes of all these tensors, one tensor after the other."""
     return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
 
 
@@ -96,7 +96,7 @@ class Unpacker:
         self._read = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, flat, as a copy."""
+        """A copy of the next tensor in the message, which has `numel` elements. The copy is flat."""
         nbytes = numel * dtype.itemsize
         part = self._message[self._read : self._read + nbytes]
         self._read += nbytes

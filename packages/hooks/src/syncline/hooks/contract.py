@@ -1,8 +1,9 @@
-"""The hook contract: the arguments and the result of a communication hook, under any caller.
+"""The hook contract: the arguments and the result of a communication hook, for Syncline's DDP and for torch's DDP.
 
-A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. The caller (our reducer, or torch's) calls it
-during backward, on every rank, for the same buckets in the same order. The bucket holds this rank's own gradients, not
-divided. The future's value is the flat tensor that every rank gets. So the hook must divide by the number of ranks itself.
+A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. Syncline's reducer or
+torch's reducer calls the hook during backward, on every rank, for the same buckets in the same order. The bucket holds this
+rank's own gradients, which are not yet divided by the number of ranks. The future's value is the flat tensor that every rank
+gets. So a hook that averages must itself divide by the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Hook = TypeVar("Hook", bound=Callable[[Any, Any], TensorFuture])
 
 
 class Bucket(Protocol):
-    """The methods that our GradBucket and torch's both have."""
+    """The methods that both Syncline's GradBucket and torch's GradBucket have."""
 
     def index(self) -> int:
         """The bucket's number, counted from 0 in the order in which the buckets of a backward are reduced."""
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, flat."""
+        """All gradients of the bucket, in one flat tensor."""
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Let `buffer()` and `gradients()` show another flat tensor with the same number of elements."""
@@ -73,7 +74,9 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:
-    """The bucket's buffer, which must have a floating-point dtype. An error's text contains `purpose`.
+    """The bucket's buffer, which must have a floating-point dtype.
+
+    `purpose` says in the error's text what the dtype is needed for, for example "to compress".
 
     Raises:
         MisuseError: the dtype is integer or complex. (A cast would drop the imaginary part of a complex number.)

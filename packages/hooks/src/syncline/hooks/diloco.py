@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then an outer step towards the average of replicas, for all parameters at once or in fragments."""
+"""DiLoCo: each replica takes many steps alone. Then an outer step moves all replicas towards their average."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         outer_lr: the learning rate of the outer optimizer, above 0.
         outer_momentum: the momentum of the outer optimizer, 0 to below 1.
         fragments: the number of fragments, or a list of parameter names for each fragment. Every name is in exactly one list.
-        overlap_steps: the number of inner steps during which an average is under way, 0 to below `sync_every`.
-        mixing: the weight of a parameter's own value, 0 to below 1. It must be 0 without overlap. The second paper
-            recommends 0.5.
-        compressor: compresses the differences that are sent, with error feedback: `Int8()`, `Int4()`. None: whole parameters
-            are sent.
+        overlap_steps: the number of inner steps from the start of an average to its outer step, 0 to below `sync_every`.
+        mixing: the weight of a parameter's own value, as against the outer step's result, 0 to below 1. It must be 0 without
+            overlap. The second paper recommends 0.5.
+        compressor: `Int8()`, `Int4()`, or another. Only the changes since the latest synchronisation are sent, compressed with
+            error feedback. None: whole parameters are sent.
         seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor it must be 0.
 
     Bytes sent by each rank for each step, on average: the bytes of one all_reduce of all parameters, divided by H. float16 and
@@ -141,7 +141,10 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return f"DiLoCoOptimizer({self.optim!r}, sync_every={self.sync_every}, fragments={len(self._fragments)})"
 
     def step(self, closure: Any = None) -> Any:
-        """Step the inner optimizer, then finish and start averages that are due. All ranks must step equally often."""
+        """Step the inner optimizer. Then take the outer steps and start the averages that are due.
+
+        All ranks must step equally often.
+        """
         loss = self.optim.step(closure)
         self.steps += 1
         # Finish everything that is due before anything starts: a fragment must not start again before its outer step.
@@ -155,7 +158,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Finish the averages under way. Then take an outer step of every fragment now, without mixing.
+        """Take the outer steps of averages under way. Then take one more outer step of every fragment, without mixing.
 
         This is a collective. Call it at the end of training. Afterwards the replicas are equal. (With one fragment and no
         overlap, replicas are equal after every outer step. Do not call `synchronize` right after such an outer step, because a
@@ -191,7 +194,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         return {**self.optim.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Load the model's parameters, too.
+        """Continue from a saved state. It does not contain the model's parameters, so load these, too.
 
         Raises:
             MisuseError: the "outer" state is missing or belongs to another model. Or it was saved while an average was under
@@ -231,7 +234,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
 
 
 class _OuterSGD:
-    """The outer optimizer: SGD with Nesterov momentum, as in torch. The fragments hold its state."""
+    """The outer optimizer: SGD with Nesterov momentum, as in torch. Its state is in the fragments."""
 
     def __init__(self, lr: float, momentum: float, mixing: float) -> None:
         self.lr = lr
@@ -239,7 +242,7 @@ class _OuterSGD:
         self.mixing = mixing
 
     def moved(self, anchor: torch.Tensor, average: torch.Tensor, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Return the parameters after the step, and update `velocity`. See Note [Bitwise outer steps]."""
+        """Return the parameter after the outer step, and update `velocity`. See Note [Bitwise outer steps]."""
         result = torch.lerp(anchor, average, self.lr)  # exactly the average if the rate is 1
         if velocity is not None:
             velocity.mul_(self.momentum).add_(anchor - average)
@@ -269,7 +272,7 @@ class _Fragment:
         self._mixing = outer.mixing
 
     def start(self, due: int, *, mixes: bool = True) -> None:
-        """Start to average the parameters' present values. The outer step is due after step `due`."""
+        """Start to average the parameters' present values. The outer step is due after inner step `due`."""
         values = [parameter.detach() for parameter in self.parameters.values()]
         self._pending = self._exchange.start(list(self.parameters), values, self._anchors)
         self._due = due
@@ -277,7 +280,7 @@ class _Fragment:
 
     @torch.no_grad()
     def finish_if_due(self, step: int | None) -> None:
-        """If the outer step is due after `step`, wait for the average and take the outer step. With None it is always due."""
+        """If the outer step is due after `step`, wait for the average and take the outer step. None: it is due."""
         if self._pending is None or (step is not None and step < self._due):
             # No average is under way, or its outer step is due later.
             return
@@ -303,7 +306,7 @@ class _Fragment:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
-        """Continue from saved tensors, by name. If an average is under way, `due` has its step and its mixing; else None."""
+        """Continue from saved tensors, by name. `due` is [step, mixing] of an outer step that was under way, or None."""
         mine = [saved[name] for name in self.parameters]
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])

@@ -11,11 +11,11 @@ from syncline.collectives import MisuseError
 
 
 class ErrorFeedback:
-    """The parts of the gradients that the latest compression left out on this rank, by parameter name.
+    """The parts of this rank's gradients that the latest compression left out (errors), by parameter name.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019.
 
-    Memory: as much as the compressed gradients.
+    Memory: as much as the gradients that are compressed.
     """
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class ErrorFeedback:
         return len(self._errors)
 
     def add_to(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Add the remembered errors, in place. A tensor without an error stays unchanged.
+        """Add the remembered errors to gradients, in place. A gradient without an error stays unchanged.
 
         Args:
             names: the parameters' names.
-            tensors: their gradients, in any shape with the same number of elements.
+            tensors: the parameters' gradients, in any shape.
 
         Raises:
-            MisuseError: an error has another number of elements, because it was loaded from another model's state.
+            MisuseError: an error and its gradient differ in size, because it was loaded from another model's state.
         """
         pairs = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if name in self._errors]
         for name, tensor in pairs:
@@ -45,13 +45,13 @@ class ErrorFeedback:
 
         Args:
             name: the parameter's name.
-            like: the parameter's gradient, in any shape with the same number of elements.
+            like: the parameter's gradient, in any shape.
 
         Returns:
             The error in the shape of the gradient, on the gradient's device. None if no error is remembered.
 
         Raises:
-            MisuseError: the error has another number of elements, because it was loaded from another model's state.
+            MisuseError: the error and the gradient differ in size, because it was loaded from another model's state.
         """
         if name not in self._errors:
             return None
@@ -61,11 +61,11 @@ class ErrorFeedback:
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
-        """Keep the parts that were left out. `errors` are kept without a copy, so do not write to them afterwards.
+        """Keep the parts that compression left out. `errors` are kept without a copy, so do not write to them afterwards.
 
         Args:
             names: the parameters' names.
-            errors: for each parameter, the compressor's input minus its output. All numbers are finite.
+            errors: for each parameter, what the compressor got, minus what the receivers restore. All numbers are finite.
             shapes: the parameters' shapes. None if the errors already have these shapes.
         """
         for number, (name, error) in enumerate(zip(names, errors, strict=True)):

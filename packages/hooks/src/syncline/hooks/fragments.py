@@ -1,4 +1,4 @@
-"""Which parameters are synchronised together, and when. Pure functions."""
+"""DiLoCo's fragments: which parameters are synchronised together, and after which steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
     Items are placed from the largest to the smallest. Each item goes to the fragment that is the smallest so far. If several
     fragments are equally small, it goes to the first of them. (Longest processing time first, Graham 1969: the largest fragment
-    is at most 4/3 of the largest fragment of the best division.) Streaming DiLoCo takes every n-th block of a transformer
-    instead. All blocks have the same size, so each fragment has the same number of bytes.
+    is at most 4/3 of the largest fragment of the best division.) The paper on Streaming DiLoCo
+    instead takes every n-th block of a transformer. All blocks have the same size, so all fragments have the same size.
 
     Args:
         sizes: the sizes of the items, 0 or above.
@@ -37,7 +37,7 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def starts_at(step: int, fragment: int, fragments: int, sync_every: int) -> bool:
-    """Whether the average of a fragment starts after this step (counted from 1).
+    """Whether the average of fragment number `fragment` (counted from 0) starts after step `step` (counted from 1).
 
     Each fragment has its turn every `sync_every` steps, and the turns of the fragments are spread evenly over these steps. A
     single fragment starts at steps `sync_every`, 2 `sync_every`, ...

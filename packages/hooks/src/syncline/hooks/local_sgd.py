@@ -16,16 +16,18 @@ _KIND = "post-local SGD"
 
 
 class PostLocalSGDState:
-    """Settings and step of `post_localSGD_hook`, the same on every rank. The arguments are those of torch's class.
+    """The settings of `post_localSGD_hook`, and a count of steps. Both are the same on every rank.
+
+    The arguments are those of torch's class.
 
     Args:
-        process_group: the group that averages all gradients until `start_localSGD_iter`. None means the group of the DDP that
-            runs the hook.
-        subgroup: the group that averages the gradients afterwards, for example the ranks of a node. It is a group of Syncline
-            or of torch. You must give a subgroup unless `post_local_gradient_allreduce` is False. (If torch's class gets None,
-            it makes a subgroup for each node.)
+        process_group: the group that averages gradients in the first `start_localSGD_iter` steps. None means the group of the
+            DDP that runs the hook.
+        subgroup: the group that averages gradients in all later steps, for example the ranks of a node. It is a group of
+            Syncline or of torch. You must give a subgroup unless `post_local_gradient_allreduce` is False. (If torch's class
+            gets None, it makes a subgroup for each node.)
         start_localSGD_iter: the number of first steps that average over all ranks, 0 or above.
-        post_local_gradient_allreduce: if False, no gradient is averaged after these steps.
+        post_local_gradient_allreduce: if False, no gradient is averaged after the first `start_localSGD_iter` steps.
 
     Raises:
         InvalidArgumentError: `start_localSGD_iter` is negative, or the subgroup is missing.
@@ -52,12 +54,12 @@ class PostLocalSGDState:
         self.iter = 0
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
-        """Count the step, if this is its last bucket."""
+        """Count a step, if `bucket` is the step's last bucket."""
         if bucket.is_last():
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, without the groups. The state is the same on every rank, and fits any number of ranks."""
+        """The number of steps. The groups are not saved. The state is the same on every rank, and fits any number of ranks."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -72,14 +74,15 @@ class PostLocalSGDState:
 
 @communication_hook
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average over the group until `start_localSGD_iter`. Then average over the subgroup, or not at all.
+    """Average the bucket over all ranks in the first steps. Later average it over a subgroup, or not at all.
 
-    After `start_localSGD_iter` the replicas drift apart. A model averager makes them equal again. See `PostLocalSGDOptimizer`.
+    After the first `start_localSGD_iter` steps the replicas drift apart. A model averager makes them equal again. See
+    `PostLocalSGDOptimizer`.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 
     Args:
-        state: the groups, and the step.
+        state: the groups, the settings, and the count of steps.
         bucket: the gradients.
 
     Returns:

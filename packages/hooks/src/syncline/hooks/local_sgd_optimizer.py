@@ -12,7 +12,7 @@ from .model_averaging import ModelAverager
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps a local optimizer. Then an averager averages the optimizer's parameters over the ranks, if an average is due.
+    """Steps a local optimizer, which changes only this rank's replica. Then averages the replicas, if an average is due.
 
     The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
 

@@ -1,4 +1,4 @@
-"""The dtype in which gradients are computed."""
+"""The dtype in which hooks compute with gradients."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How one gradient is sent: as two factors [rows, rank] and [columns, rank], or as a whole if `rank` is 0."""
+    """How one gradient is sent: as two factors, of shapes [rows, rank] and [columns, rank], or as a whole if `rank` is 0."""
 
     rows: int
     columns: int
@@ -22,7 +22,7 @@ class MatrixPlan:
 
     @property
     def numel_sent(self) -> int:
-        """The number of elements that are sent. For two factors, the sum of their elements."""
+        """The number of elements that are sent: of both factors together, or of the whole gradient."""
         return (self.rows + self.columns) * self.rank if self.is_compressed else self.rows * self.columns
 
 
@@ -33,7 +33,7 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
         shape: the gradient's shape. Its first dimension becomes the rows, the others the columns.
         rank: the largest number of columns of the factors.
         min_compression_rate: the gradient is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`.
-            With a rate below 1, a gradient whose factors are larger may be compressed, too, for example a vector.
+            With a rate below 1, a gradient may be compressed although its factors are larger, for example a vector.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])

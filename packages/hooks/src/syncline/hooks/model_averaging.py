@@ -13,14 +13,14 @@ from syncline.collectives import InvalidArgumentError, MisuseError, NonMember, P
 
 
 class ModelAverager(ABC):
-    """Averages parameters over a group after some steps of the optimizer.
+    """After some of an optimizer's steps, averages the parameters over a group.
 
     Args:
         process_group: a group of Syncline or of torch; None means torch's default group.
-        warmup_steps: the number of first steps that average nothing, 0 or above.
+        warmup_steps: the number of steps at the start of a training without averaging, 0 or above.
 
     Attributes:
-        step: how often `average_parameters` was called. You may set it to resume.
+        step: how often `average_parameters` was called. To resume a training, set this number.
     """
 
     def __init__(self, process_group: Any, warmup_steps: int) -> None:
@@ -48,15 +48,16 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def _group_of_step(self) -> ProcessGroup | None:
-        """The group that averages after this step, or None."""
+        """The group over which to average after the present step. None if no average is due."""
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages over all ranks every `period` steps, beginning at the end of the warm-up.
+    """Averages over the whole group every `period` steps, beginning at the end of the warm-up.
 
     Args:
-        period: the number of steps from one average to the next, 1 or above. (1 costs as much as averaging gradients.)
-        warmup_steps: the number of first steps that average nothing.
+        period: the number of steps from one average to the next, 1 or above. (A period of 1 costs as much as averaging
+            gradients.)
+        warmup_steps: the number of steps at the start of a training without averaging.
         process_group: a group of Syncline or of torch; None means torch's default group.
 
     Raises:
@@ -75,16 +76,16 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages often over small groups, less often over larger groups, and least often over all ranks.
+    """Averages often over small groups, less often over larger groups, and least often over the whole group.
 
-    In each step, the largest period that divides the step's number decides which group averages. Steps are counted from 0. So
-    step 0 averages over all ranks if there is no warm-up.
+    After each step, the largest period that divides the step's number decides over which group to average. Steps are counted
+    from 0. So without a warm-up, step 0 averages over the whole group.
 
     Args:
-        period_group_size_dict: for each period in steps, the size of the groups of consecutive ranks. Periods rise, and sizes
-            do not fall. With few ranks some sizes may be equal. The last size is the size of the whole group, and all other
-            sizes divide it.
-        warmup_steps: the number of first steps that average nothing.
+        period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together.
+            Periods rise, and sizes do not fall. With few ranks some sizes may be equal. The last size is the size of the whole
+            group, and all other sizes divide it.
+        warmup_steps: the number of steps at the start of a training without averaging.
         process_group: a group of Syncline or of torch; None means torch's default group. The constructor splits the group,
             which is a collective.
 
@@ -124,7 +125,7 @@ def _check_hierarchy(periods: list[int], sizes: list[int], world_size: int) -> N
 
 
 def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
-    """This rank's group of `size` consecutive ranks."""
+    """Divide the group into groups of `size` consecutive ranks. Returns the group of this rank."""
     if size == group.size:
         return group
     if not group.can_split:  # the group wraps a group of torch, which only torch can divide
@@ -136,7 +137,7 @@ def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
 
 
 def group_of_ranks(process_group: Any) -> ProcessGroup:
-    """Syncline's group for a given group of Syncline or of torch. None means torch's default group.
+    """A group of Syncline or of torch, as a group of Syncline. None means torch's default group.
 
     Raises:
         MisuseError: the argument is neither a process group nor None, or this rank is not in the group.

@@ -1,4 +1,4 @@
-"""Orthonormal columns, matrix by matrix."""
+"""Makes the columns of matrices orthonormal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _DEPENDENT = 32
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    Matrices with one or two columns use modified Gram-Schmidt, with each column projected twice ("twice is enough": Giraud,
-    Langou, Rozloznik, 2005). Other matrices use Householder QR. Every matrix of a batch is treated separately. A column that is
-    zero or depends on earlier columns is replaced by an independent column, so that a factor never loses its rank. A matrix
-    with a NaN or an infinity yields NaN.
+    Matrices with one or two columns use modified Gram-Schmidt, which subtracts from each column its projection on the earlier
+    columns, twice ("twice is enough": Giraud, Langou, Rozloznik, 2005). Other matrices use Householder QR. Every matrix of a
+    batch is treated separately. A column that is zero or depends on earlier columns is replaced by an independent column, so
+    that the result always has full rank. A matrix with a NaN or an infinity yields NaN.
 
     Args:
-        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. They are not changed. 16-bit matrices
-            are computed in float32.
-        epsilon: a number that is added to each column's length before the division by it, 0 or above. QR ignores it, as in
-            torch.
+        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. They are not changed. For 16-bit
+            matrices the function computes in float32.
+        epsilon: 0 or above. Each column is divided by its length plus epsilon. QR ignores epsilon, as in torch.
 
     Returns:
-        A tensor like `matrices`.
+        The matrices with orthonormal columns, in the shape and dtype of `matrices`.
 
     Extra memory: one or two copies of `matrices`.
     """
@@ -74,6 +73,6 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
-    """A column in a direction that gradients do not have by chance. It is the same on every rank."""
+    """The column that replaces a dependent one. Gradients hardly ever have its direction. It is the same on every rank."""
     rows = torch.arange(1, matrices.shape[1] + 1, dtype=matrices.dtype, device=matrices.device)
     return torch.cos(rows * (number + 1)).view(1, -1, 1).expand(matrices.shape[0], -1, 1)

@@ -1,4 +1,4 @@
-"""The average of a fragment's parameters over all replicas. It starts now and is used some steps later."""
+"""Averages a fragment's parameters over all replicas, while the replicas go on. The average is used some steps later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PendingAverage(ABC):
 
 
 class KnownAverage(PendingAverage):
-    """An average that is already there."""
+    """An average for which no wait is needed."""
 
     def __init__(self, averages: Sequence[torch.Tensor]) -> None:
         self._averages = list(averages)
@@ -76,7 +76,7 @@ class OuterExchange:
     def start(
         self, names: Sequence[str], parameters: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
     ) -> PendingAverage:
-        """Start to average the parameters' present values. All ranks call `start` for the same parameters.
+        """Start to average the parameters' present values. All ranks call `start` for the same parameters in the same order.
 
         Args:
             names: the parameters' names.
@@ -93,7 +93,7 @@ class OuterExchange:
         elif self.compressor is None:
             own = _WholeAverage(self._group, parameters, shaped, self.statistics)
         else:
-            # Do this before the error feedback is used. If it was loaded from another rank's state, `settle` drops it.
+            # Do this before the error feedback is used, because `settle` drops errors that another rank saved.
             self.origin.settle(self._group.rank, self._group.size, self.error_feedback)
             own = self._start_compressed(self._group, self.compressor, names, parameters, anchors, seed)
         return own if self.inside is None else _SharedAverage(own, self.inside)

@@ -1,4 +1,4 @@
-"""Names for the parameters in a bucket."""
+"""Names for the parameters in buckets: given names, or numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ParameterNames:
     """Names for the parameters of buckets. What a hook keeps under these names stays valid when the buckets change.
 
     Args:
-        named_parameters: as from `model.named_parameters()`. None: the parameters are numbered in the order in which they first
-            come in a bucket. This order is the same in every run that builds the same model and buckets.
+        named_parameters: as from `model.named_parameters()`. None: the parameters are numbered in the order in which
+            buckets first contain them. This order is the same in every run that builds the same model and buckets.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:

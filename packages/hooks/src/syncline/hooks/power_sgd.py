@@ -30,23 +30,25 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
 
-    1. Each gradient becomes a matrix [first dimension, all others]. The error of the previous step is added to it.
-    2. P = M Q. Q is the latest Q or random, and is made orthonormal first.
+    1. Each gradient becomes a matrix [first dimension, all other dimensions]. The error of the previous step is added.
+    2. P = M Q. Here Q is the previous step's Q or a random Q, after its columns were made orthonormal.
     3. One all_reduce averages the Ps together with the gradients that are not worth compressing.
-    4. P is made orthonormal, Q = M^T P, and a second all_reduce averages the Qs.
-    5. M becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
+    4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages the Qs.
+    5. The gradient becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
     The first `start_powerSGD_iter` steps average without compression. A gradient with NaN or infinity becomes NaN on every
-    rank. Then the state drops the errors and factors of its bucket, so that the next step is sound.
+    rank. Then the state drops the errors and factors of this gradient's bucket, so that NaN does not reach the next step.
 
     Args:
         state: the settings, and the errors and factors of earlier steps.
-        bucket: the gradients, of a floating-point dtype. 16-bit gradients are computed in float32 and sent in 16 bits.
+        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16
+            bits.
 
     Returns:
         A future of the bucket's buffer.
 
-    Cost: two all_reduces (one if nothing is compressed), of `(rows + columns) * rank` elements for each compressed gradient.
+    Cost: two all_reduces (one if nothing is compressed). They carry `(rows + columns) * rank` elements of each compressed
+    gradient, and all elements of the other gradients.
 
     Raises:
         MisuseError: the state is not a PowerSGDState, the bucket holds integers, or the loaded state belongs to another model
@@ -56,14 +58,15 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
 
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
-    """Run `powerSGD_hook` or `batched_powerSGD_hook`: check the input, count steps, and compress after the plain first steps.
+    """Run `powerSGD_hook` or `batched_powerSGD_hook`: the first steps average without compression, later steps compress.
 
-    `algorithm` is the part in which the two hooks differ: the stages that compress a bucket.
+    `algorithm` is the part in which the two hooks differ: a generator function that compresses a bucket. See Note [Stages].
     """
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
     floating_buffer(bucket, "for PowerSGD")
-    # Number the parameters in plain steps, too. A resumed run numbers them in its first step, so every run must do this.
+    # Number the parameters in steps without compression, too. A resumed run numbers them in its first step, so every run must
+    # do this.
     state.names.of(bucket)
     if not state.compresses:
         state.maybe_increase_iter(bucket)
@@ -83,10 +86,10 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 class _Batch:
     """Gradients of one matrix shape. One batched call multiplies them, but each gradient has its own factors.
 
-    `matrices` is [members, rows, columns]. With error feedback, `matrices` does not share memory with the gradients, because it
-    becomes the next error. A batch of one gradient reuses the memory of the gradient's latest error, if there is an error.
-    Without error feedback, `matrices` is a view of a single gradient if its memory and dtype allow this. If not, or for several
-    gradients, `matrices` is a copy.
+    `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` does not share memory with the
+    gradients, because `matrices` later becomes the next error. A batch of one gradient reuses the memory of the gradient's
+    latest error, if there is an error. Without error feedback, `matrices` is a view of a single gradient if its memory and
+    dtype allow this. If not, or for several gradients, `matrices` is a copy.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class _Batch:
         return len(self.names), self.plan.columns, self.plan.rank
 
     def leave_out(self, p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
-        """Subtract P Q^T from the matrices. The remainders are the errors."""
+        """Subtract P Q^T from the matrices. Returns the remainders, which are the new errors."""
         return list(self.matrices.baddbmm_(p, q.transpose(1, 2), alpha=-1).unbind(0))
 
     def replace(self, p: torch.Tensor, q: torch.Tensor) -> None:
@@ -157,7 +160,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
 
 
 def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], list[_Batch]]:
-    """The gradients that are sent whole, and the others in batches.
+    """Divide a bucket into the gradients that are sent whole, and batches of the gradients that are compressed.
 
     Batches are in the order in which shapes first occur, because torch draws its random factors in this order.
     """
@@ -178,8 +181,8 @@ def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], 
 
 
 def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The latest Q of every batch, or a random one."""
-    # A batch is computed at once. So if a single member has no factor, all members get new factors.
+    """For every batch the Qs of the previous step, or random Qs."""
+    # If a single gradient of a batch has no factor, all gradients of this batch get new factors.
     missing = [batch for batch in batches if not (state.warm_start and all(name in state.factors for name in batch.names))]
     if missing:
         drawn = state.random_factors([batch.factor_shape for batch in missing], missing[0].matrices, dtype)

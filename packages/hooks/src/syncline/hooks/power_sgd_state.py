@@ -1,4 +1,4 @@
-"""Settings and memory of PowerSGD."""
+"""The state of the PowerSGD hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 class PowerSGDState:
     """The settings of `powerSGD_hook` and `batched_powerSGD_hook`, and what they keep from step to step: errors and factors.
 
-    The arguments are those of torch's class.
+    The arguments are those of torch's class, and `named_parameters`.
 
     Every rank passes the same arguments. Ranks must train the same model, and one state serves one model.
 
@@ -45,20 +45,19 @@ class PowerSGDState:
             gradient, 1 or above, usually 1 to 4. More columns take more bytes and time.
         start_powerSGD_iter: the number of first steps that average without compression. At least 2 with error feedback or warm
             start.
-        min_compression_rate: compress a gradient only if it becomes smaller by this factor. With a factor below 1, a gradient
-            that becomes larger is compressed, too.
+        min_compression_rate: compress a gradient only if it becomes smaller by more than this factor. With a factor below 1, a
+            gradient may be compressed although it becomes larger.
         use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
-            much memory as the compressed gradients.
+            much memory as the gradients that are compressed.
         warm_start: begin each step with the latest factors instead of random factors.
-        orthogonalization_epsilon: a number that is added to the length of a factor's column before the column is divided by
-            this length. With more than two columns it has no effect. You need no epsilon here, because a column of zeros is
-            replaced.
+        orthogonalization_epsilon: each column of a factor is divided by its length plus this epsilon. For factors of more than
+            two columns the epsilon has no effect. You can leave it at 0, because a column of zeros is replaced.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
-        compression_stats_logging_frequency: log `compression_stats()` after every so many steps.
-        batch_tensors_with_same_shape: compute the gradients of one shape in one batch, which costs a copy. Each gradient is
-            still compressed separately.
+        compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
+        batch_tensors_with_same_shape: multiply all gradients of one shape in one batched call, which costs a copy. Each
+            gradient still has its own factors.
         named_parameters: as from `model.named_parameters()`. `state_dict` saves errors and factors under these names. Without
-            names it saves under the numbers of the parameters.
+            names, the parameters' numbers are the keys.
 
     Raises:
         InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
@@ -124,18 +123,18 @@ class PowerSGDState:
         return self.iter >= self.start_powerSGD_iter
 
     def enter(self, group: ProcessGroup) -> None:
-        """Check that a loaded state fits this rank of this group; see `Origin.settle`. Call this before each compression."""
+        """Check that a loaded state fits this rank and group; see `Origin.settle`. Call `enter` before each compression."""
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
-        """Count the step, if this is its last bucket."""
+        """Count a step, if `bucket` is the step's last bucket."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
                 _logger.info("PowerSGD begins after %d steps of plain averaging", self.iter)
 
     def count(self, bucket: Bucket, numel_sent: int) -> None:
-        """Add a compressed bucket to the statistics, and log them if a report is due."""
+        """Count the elements of a compressed bucket. From time to time, log `compression_stats()`."""
         buffer = bucket.buffer()
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += numel_sent
@@ -165,7 +164,8 @@ class PowerSGDState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. It contains only numbers, texts and tensors, so `torch.load(..., weights_only=True)` loads it.
 
-        The state differs from rank to rank. See `saved_state` if the number of ranks changes. The group is not saved.
+        The state differs from rank to rank. If the number of ranks changes, see the module `saved_state`. The group is not
+        saved.
         """
         return {
             "kind": _KIND,
@@ -184,8 +184,9 @@ class PowerSGDState:
         """Continue from a saved state.
 
         Raises:
-            MisuseError: the state belongs to another kind of hook or another model, or has other settings. If parameters are
-                numbered, another model is noticed only at the first gradient of another size.
+            MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, another model is noticed only at the first
+                gradient of another size.
         """
         check_kind(state, _KIND)
         for name in _SHAPING:
@@ -222,7 +223,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """The key under which `batched_powerSGD_hook` keeps a bucket's factor and its padding's error, made of these names."""
+    """The key, made of parameter names, under which `batched_powerSGD_hook` keeps a bucket's factor and padding error."""
     return f"[{', '.join(names)}]"
 
 

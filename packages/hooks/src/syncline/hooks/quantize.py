@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - every compressor gets a seed, even if it does not use one
-"""Quantization: eight bits, four bits or one bit for each number."""
+"""Quantization: compressors that send eight bits, four bits or one bit for each number."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class _Symmetric(Compressor):
 
     @property
     def name(self) -> str:
-        """The number of bits, and whether each tensor or each channel has a scale."""
+        """The name contains the number of bits, and whether each tensor or each channel has a scale."""
         return f"int{self._bits} per {'channel' if self._per_channel else 'tensor'}"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """Make a message with the scales first, then the numbers."""
+        """Make a message with the scales first, then the quantized numbers."""
         rows = [in_math_dtype(gradient).reshape(self._channels(gradient), -1) for gradient in gradients]
         scales = [row.abs().amax(dim=1) / self._largest for row in rows]
         numbers = [self._packed(_quantized(row, scale, self._largest)) for row, scale in zip(rows, scales, strict=True)]
@@ -65,10 +65,10 @@ class Int8(_Symmetric):
     numbers with the same scale. The error of a number is at most half of its scale.
 
     Args:
-        per_channel: send one scale for each channel, not for each tensor. This is more accurate if channels differ in size, but
-            sends more scales.
+        per_channel: send one scale for each channel, not for each tensor. This is more accurate if the channels' magnitudes
+            differ, but sends more scales.
 
-    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. A rank receives as many bytes from each rank.
+    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. A rank receives as many from every other rank.
     """
 
     _bits, _largest = 8, 127
@@ -77,13 +77,14 @@ class Int8(_Symmetric):
 class Int4(_Symmetric):
     """4-bit quantization: like `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
 
-    Four bits are coarse, so use error feedback. Streaming DiLoCo sends 4-bit floats (E3M0) instead, which are finer near 0.
+    Four bits are coarse, so use error feedback. The paper on Streaming DiLoCo instead sends 4-bit floats (E3M0),
+    which are finer near 0.
 
     Args:
         per_channel: as for `Int8`.
 
     Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. A rank receives
-    as many bytes from each rank.
+    as many bytes from every other rank.
     """
 
     _bits, _largest = 4, 7
@@ -112,13 +113,13 @@ class OneBit(Compressor):
     """Sends the sign of each number, and the mean magnitude of each tensor.
 
     Source: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-    DNNs", 2014; the scale follows Karimireddy et al., "Error feedback fixes SignSGD", 2019. This compressor needs error
-    feedback.
+    DNNs", 2014; the mean magnitude follows Karimireddy et al., "Error feedback fixes SignSGD", 2019. This compressor needs
+    error feedback.
 
     Zero counts as positive. A NaN or infinity spoils the whole tensor.
 
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor. A rank
-    receives as many bytes from each rank.
+    receives as many bytes from every other rank.
     """
 
     @property
@@ -127,12 +128,12 @@ class OneBit(Compressor):
         return "one bit"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """Make a message with the scales first, then the signs."""
+        """Make a message with the mean magnitudes first, then the signs."""
         scales = [in_math_dtype(gradient).abs().mean() for gradient in gradients]
         return packed([*scales, *(_bits(gradient.reshape(-1) >= 0) for gradient in gradients)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Give each number the tensor's scale with the number's sign."""
+        """Replace each number by the tensor's mean magnitude with the number's sign."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(1, math_dtype(tensor.dtype)) for tensor in like]
         found = []

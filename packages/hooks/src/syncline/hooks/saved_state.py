@@ -1,8 +1,9 @@
 """Saved states: plain dictionaries of numbers, texts and tensors, which `torch.load(..., weights_only=True)` can load.
 
-The errors of error feedback differ between ranks. Everything else in a state is the same on all ranks. So a saved state
-contains its rank and the number of ranks, and fits only a job with this number of ranks. For another number, `merge_states`
-makes one state that fits all ranks. The merged state has the mean of all ranks' errors: training depends only on this mean.
+The errors of error feedback differ between ranks. Everything else in a state is the same on all ranks. So a state with
+errors also contains the rank that saved it and the number of ranks, and fits only a job with this number of ranks. For another
+number, `merge_states` makes one state that fits all ranks. The merged state has the mean of all ranks' errors, which is enough:
+training depends only on this mean.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the saved states of all ranks into one state that every rank of a job of any size can load.
 
     Args:
-        states: results of `state_dict()`, one for each rank. If there is a single state, its errors are taken
-            for the errors of all ranks.
+        states: results of `state_dict()`, one for each rank. If there is a single state, its errors are used
+            as the mean.
 
     Returns:
-        The first rank's state, but with the mean of all ranks' errors (in float32 for 16-bit gradients). Its "rank" and
-        "world_size" are None, because it belongs to all ranks.
+        The first rank's state, but with the mean of all ranks' errors (in float32 for 16-bit gradients). "rank" and
+        "world_size" are None, because this state belongs to all ranks.
 
     Raises:
         InvalidArgumentError: there is no state, or the states do not come from the same step of the same job.
@@ -101,7 +102,7 @@ class Origin:
 
     Args:
         rank: the rank that saved the state. None for a new state, and for a merged state, which every rank can load.
-        world_size: the number of ranks when the state was saved; None in the same cases.
+        world_size: the number of ranks when the state was saved; None for a new or merged state.
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:

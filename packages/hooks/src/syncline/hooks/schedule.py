@@ -18,7 +18,7 @@ _KIND = "schedule"
 
 @dataclass(frozen=True)
 class Phase:
-    """A hook and its state, from a given step on.
+    """A part of a training run: from `first_step` until the next phase, one hook runs.
 
     Attributes:
         first_step: the first step that calls the hook, counted from 0.
@@ -104,7 +104,7 @@ class ScheduleState:
         """Continue from a saved state.
 
         Raises:
-            MisuseError: the saved phases have other first steps, or a phase's state refuses its saved state.
+            MisuseError: the saved phases have other first steps, or a phase's state refuses its saved state or cannot load one.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
@@ -126,7 +126,7 @@ class ScheduleState:
 
 @communication_hook
 def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
-    """Call the hook of the step's phase.
+    """Call the hook of the phase to which the present step belongs.
 
     Args:
         state: the phases.

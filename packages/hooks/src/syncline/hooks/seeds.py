@@ -23,7 +23,7 @@ def check_seed(name: str, seed: int) -> None:
 
 
 class SharedSeeds:
-    """The numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`; torch's PowerSGD uses such seeds.
+    """Draws the numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, which torch's PowerSGD uses as seeds.
 
     Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but it makes its first state
     from the seed in another way. So this class makes the first state itself.

@@ -8,17 +8,17 @@ from syncline.collectives import MisuseError, ProcessGroup, exchange_objects
 class Sites:
     """A group that is divided into sites, such as nodes, racks or data centres.
 
-        site "a":  rank 0   rank 1   rank 2          inside: every step, over fast links
+        site "a":  rank 0   rank 1   rank 2          inside: over fast links
                      │
-                  between: every H steps, over slow links, one rank of each site
+                  between: over slow links, one rank of each site
                      │
         site "b":  rank 3   rank 4
 
     Attributes:
-        inside: a group of the ranks of this rank's site, ordered as in `group`.
-        between: a group of the first rank of each site; None on all other ranks.
+        inside: the group of all ranks of this rank's site, in the order of `group`.
+        between: the group of the first ranks of all sites; None on any other rank.
         number: how many sites there are.
-        ranks: how many ranks the group has.
+        ranks: how many ranks all sites have together.
 
     Args:
         group: the group to divide, which must be a group of Syncline. The constructor is a collective of the group.

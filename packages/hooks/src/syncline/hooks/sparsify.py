@@ -23,7 +23,7 @@ class TopK(Compressor):
         fraction: the fraction of each tensor's numbers that are sent, above 0 and up to 1. At least one number is sent.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
-    of the number's dtype. A rank receives as many bytes from each rank.
+    of the number's dtype. A rank receives as many bytes from every other rank.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -45,7 +45,7 @@ class TopK(Compressor):
         return packed([*values, *indices])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Make tensors of zeros, with the values at their indices."""
+        """Make tensors with the received values at their indices, and zeros elsewhere."""
         unpacker = Unpacker(message)
         counts = [_count(tensor.numel(), self._fraction) for tensor in like]
         values = [unpacker.take(count, tensor.dtype) for count, tensor in zip(counts, like, strict=True)]
@@ -80,7 +80,7 @@ class RandomK(LinearCompressor):
         return torch.cat([gradient.reshape(-1)[chosen] for gradient, chosen in zip(gradients, places, strict=True)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Make tensors of zeros, with the values at their places."""
+        """Make tensors with the received values at the chosen places, and zeros elsewhere."""
         places = self._places(like, seed)
         values = torch.split(message, [len(chosen) for chosen in places])
         return [_scattered(*triple) for triple in zip(like, places, values, strict=True)]

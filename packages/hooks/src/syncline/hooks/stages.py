@@ -1,18 +1,20 @@
-"""Hooks with several collectives, written as one generator. All ranks issue the collectives in the same order.
+"""Runs a hook that issues several collectives one after another. Such a hook is a generator; see Note [Stages].
 
 Note [Stages]
 ~~~~~~~~~~~~~
 A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this
-work has finished, and returns the reduced bucket at the end. Every rank must issue the same collectives in the same order, even
-if several buckets are in flight and ranks are scheduled differently. So the group decides who resumes a generator:
+work has finished, and returns the reduced bucket at the end. A stage is the part of the generator up to the next `yield`, or to
+the end. Every rank must issue the same collectives in the same order, even if several buckets are in flight, and threads are
+scheduled differently on each rank. So it depends on the kind of group who resumes a generator:
 
 1. Most groups of Syncline have one total order (`has_total_order`): a collective that a callback issues comes before every
    later collective (Note [One total order] in `syncline.collectives.engine.queue`). In these groups the future of each work
    resumes its generator: `_chained`.
-2. torch's groups order collectives by the moment of the call, and a `RoundRobinGroup` takes turns in this order. So a
-   collective that a callback issues races with the thread of backward. In these groups only the thread of backward resumes
-   generators, at fixed places: `Pipeline`. Each new bucket moves every earlier bucket on by one stage, and the last bucket of
-   the backward moves all buckets to their end. The first stage of a bucket still overlaps with backward.
+2. torch's groups order collectives by the moment of the call, so a collective that a callback issues would race with the
+   thread of backward. A `RoundRobinGroup` refuses calls from callbacks. In these groups only the thread of backward resumes
+   generators, at fixed places: `Pipeline`. When a bucket starts, every earlier bucket moves on by one stage. When the last
+   bucket of the backward starts, all buckets move on to their end. The first collective of a bucket still overlaps with
+   backward.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ else:
 
 
 def finished(tensor: torch.Tensor) -> TensorFuture:
-    """A future that already has its result."""
+    """A future that already has the result `tensor`."""
     future = _future_on(tensor)
     future.set_result(tensor)
     return future
 
 
 class Pipeline:
-    """Runs the stages of a hook's buckets, several buckets at a time. Each state of a hook has one. See Note [Stages]."""
+    """Runs a hook's generators, one for each bucket, several at a time. The hook's state keeps it. See Note [Stages]."""
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
         self._latest = -1
 
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
-        """Start a bucket's stages. Call it on the thread of backward, on every rank for the same buckets in the same order.
+        """Start a bucket's generator. Call it in backward's thread, for the same buckets in the same order on every rank.
 
         An error of the first stage is raised here. An error of a later stage is set on the future.
         """
@@ -88,7 +90,7 @@ class _Pending:
         self._work = first
 
     def advance(self) -> None:
-        """Wait for the work and issue the next one."""
+        """Wait for the work. Then let the generator issue its next collective, or return its result."""
         if self.future.done():
             return
         try:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """Sums over all buckets of this rank since the hook's state was made.
+    """Sums of this rank since the hook's state was made. PowerSGD's first steps, without compression, do not count.
 
     Attributes:
-        bytes_before: the bytes of the gradients that the hook got.
+        bytes_before: the bytes of the gradients before compression.
         bytes_sent: the bytes of the tensors that the hook gave to collectives.
-        seconds_by_stage: for each stage of the hook, the seconds of computing, without waiting.
+        seconds_by_stage: for each stage of the hook, such as "compress", its seconds of computation. Waits do not count.
     """
 
     bytes_before: int = 0

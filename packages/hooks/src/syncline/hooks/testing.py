@@ -10,14 +10,14 @@ from syncline.collectives import ProcessGroup
 
 
 class FakeBucket:
-    """A bucket that keeps the hook contract. The test chooses its gradients.
+    """A bucket that has all methods of the hook contract's `Bucket`. The test chooses the gradients.
 
     Args:
         gradients: tensors of any shapes and one dtype. They are copied into a flat buffer in this order.
         group: the result of `process_group()`.
         parameters: the result of `parameters()`. None: zeros with the gradients' shapes.
         index: the bucket's number.
-        is_last: whether it is the last bucket of the backward.
+        is_last: whether this bucket is the last one of the backward.
     """
 
     def __init__(
