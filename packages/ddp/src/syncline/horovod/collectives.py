@@ -1,7 +1,7 @@
-"""All operations on tensors: blocking, asynchronous, in place, grouped.
+"""Horovod's operations on tensors: blocking, asynchronous, in place, and grouped.
 
-Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, even if there is
-a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
+Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, even in a
+collective of a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
 Blocking functions that return a new tensor have gradients. The gradients are those of Horovod, which differ from the
 derivative. The gradients of `allgather` and `broadcast` are averages over the ranks, where the derivative is a sum. The
@@ -38,7 +38,7 @@ from .world import ProcessSet, global_process_set, world
 
 
 class Op(Enum):
-    """How tensors are combined."""
+    """The operation that combines the tensors of all ranks."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -65,7 +65,7 @@ class Compressor:
     """Makes tensors smaller before they are reduced. Derive your own compressor from this class.
 
     Attributes:
-        is_elementwise: whether many tensors may be compressed as one.
+        is_elementwise: whether several tensors may be joined into one and compressed together.
     """
 
     is_elementwise = False
@@ -197,7 +197,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine several tensors like `allreduce`. All are sent together. Returns a list."""
+    """Combine several tensors like `allreduce`, each over the ranks. All are sent together. Returns a list of new tensors."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _check("allreduce", tensors)
     compressed, contexts = _compressed(tensors, compression)
@@ -220,7 +220,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `grouped_allreduce`. `synchronize(handle)` returns the list."""
+    """Begin a `grouped_allreduce`. `synchronize(handle)` returns the list of new tensors."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _check("allreduce", tensors)
     _announce(process_set, tensors, chosen)
@@ -286,7 +286,7 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average a sparse tensor, or to add it up with `op=Sum`. The ranks may have different elements.
+    """Begin to average a sparse tensor over the ranks, or to add it up with `op=Sum`. The ranks' indices may differ.
 
     Returns:
         A function that waits and returns the new sparse tensor, coalesced. `synchronize` accepts this function, too.
@@ -354,12 +354,12 @@ def _chosen_op(op: Op | None, average: bool | None) -> Op:
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Concatenate the rows of all ranks. The first dimension may differ between ranks."""
+    """Concatenate the tensors of all ranks along the first dimension, which may differ in size between ranks."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Begin an `allgather`. `synchronize(handle)` returns the tensor."""
+    """Begin an `allgather`. `synchronize(handle)` returns the concatenated tensor."""
     return _first(grouped_allgather_async([tensor], name, process_set))
 
 
@@ -368,7 +368,7 @@ def grouped_allgather(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Concatenate the rows of several tensors like `allgather`. All are sent together. Returns a list."""
+    """Call `allgather` for several tensors, which are sent together. Returns a list with one result for each tensor."""
     _check("allgather", tensors)
     _announce_complete(process_set, "allgather")
     group = process_set.group()
@@ -381,7 +381,7 @@ def grouped_allgather_async(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `grouped_allgather`. `synchronize(handle)` returns the list."""
+    """Begin a `grouped_allgather`. `synchronize(handle)` returns the list of results."""
     _check("allgather", tensors)
     _announce_complete(process_set, "allgather")
     pending: Handle = all_gather_rows_coalesced(tensors, process_set.group(), async_op=True)
@@ -412,7 +412,7 @@ def broadcast_async(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin a `broadcast`. `synchronize(handle)` returns the tensor."""
+    """Begin a `broadcast`. `synchronize(handle)` returns the root's tensor."""
     group = process_set.group()
     root = _checked_root(tensor, root_rank, group)
     _announce_complete(process_set, "broadcast")
@@ -468,7 +468,7 @@ def alltoall(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each rank. The receivers need not know the numbers of rows.
+    """Send some of the tensor's rows to each rank. A receiver need not know how many rows will come.
 
     Args:
         tensor: the rows to send. All dimensions except the first are the same on every rank.
@@ -562,7 +562,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Combine and scatter several tensors like `reducescatter`. All are sent together. Returns a list."""
+    """Call `reducescatter` for several tensors, which are sent together. Returns a list with one result for each tensor."""
     reduction, group = _scattering(op), process_set.group()
     _check("reducescatter", tensors)
     _announce_complete(process_set, "reducescatter")
@@ -579,7 +579,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin a `grouped_reducescatter`. `synchronize(handle)` returns the list."""
+    """Begin a `grouped_reducescatter`. `synchronize(handle)` returns the list of results."""
     reduction = _scattering(op)
     _check("reducescatter", tensors)
     _announce_complete(process_set, "reducescatter")
@@ -609,7 +609,7 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
-    """Take part with zeros in each `allreduce` and optimizer's step of the other ranks, until all ranks have called `join`.
+    """Take part, with zeros, in the `allreduce`s and optimizer steps of the other ranks, until all ranks have called `join`.
 
     Call `join` on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run.
     Collectives of process sets, and all other collectives, raise an error.
@@ -627,7 +627,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse anything but tensors, before the other ranks hear of the call."""
+    """Raise an error if `tensors` is not a list of tensors. Call this before joined ranks hear of the collective."""
     if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:
@@ -639,7 +639,7 @@ def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
-    """Tell ranks that have called `join` about a collective of all ranks. Collectives of process sets are not announced."""
+    """Tell ranks that have called `join` about a coming collective of all ranks. Do nothing for a process set's collective."""
     # Joined ranks take part only in collectives of all ranks, and a single rank has nobody to tell.
     if process_set.process_set_id != 0 or world().group.size == 1:
         return
@@ -689,7 +689,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, but backward multiplies their gradients by the factor. See the module's docstring."""
+    """The same values, but backward multiplies the gradients of `tensors` by `factor`. See the module's docstring."""
     return [
         _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
         for tensor in tensors

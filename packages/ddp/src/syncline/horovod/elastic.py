@@ -1,4 +1,4 @@
-"""Let a training go on when ranks die or join: `@hvd.elastic.run`, and the states that it keeps.
+"""Let a training go on when ranks die or join: `@hvd.elastic.run`, and the classes of states that it restores.
 
 ::
 
@@ -40,13 +40,13 @@ _GIVE_UP_S = 300.0
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Raised by `commit` if processes wait to be let in. `run` then lets them in."""
+    """Raised by `commit` if new processes wait to join the training. `run` then lets the processes in."""
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """A decorator that calls `func(state, ...)` again with the new ranks when a rank is lost or a rank joins.
+    """A decorator for a training function `func(state, ...)`. When a rank is lost or joins, all ranks call `func` again.
 
-    Before each call all ranks get the state of rank 0.
+    Before each call of `func`, all ranks get the state of rank 0.
 
     Raises:
         TransportError: a rank is lost, and the group cannot go on without it (`ProcessGroup.missing_for_shrink`), or the ranks
@@ -90,7 +90,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def _recover(error: TransportError) -> None:
-    """Make a group of the remaining ranks. If another rank is lost meanwhile, try again."""
+    """Go on in a new group of the remaining ranks. If another rank is lost meanwhile, try again."""
     began_s = time.perf_counter()
     while True:
         # After a RankGivenUpError or a StoreError, this rank cannot be in a new group.
@@ -117,7 +117,10 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Call these functions after a change of ranks, before the state is synchronised. A function may set learning rates."""
+        """Let `on_reset` call these functions after each change of ranks, before the state is synchronised.
+
+        For example, a function may set learning rates.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -127,7 +130,7 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Save the state. If processes wait to be let in, raise HostsUpdatedInterrupt.
+        """Save the state. If new processes wait to join, raise HostsUpdatedInterrupt.
 
         Every rank calls `commit` at the same place of the training.
 
@@ -138,13 +141,13 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """If processes wait to be let in, raise HostsUpdatedInterrupt like `commit`, but do not save."""
+        """If new processes wait to join, raise HostsUpdatedInterrupt like `commit`, but do not save the state."""
         group = world().group
-        # The answer depends only on how the group was made. So it is the same on all ranks: either all return here, or all
-        # take part in the broadcast below.
+        # Whether the group can admit processes depends only on how it was made. So either all ranks return here, or all take
+        # part in the broadcast below.
         if group.missing_for_admit() is not None:
             return
-        # Only rank 0 looks whether processes wait, and broadcasts the answer. So all ranks raise at the same commit.
+        # Only rank 0 counts the waiting processes, and broadcasts the number. So all ranks raise at the same commit.
         if broadcast_object(group.newcomers() if group.rank == 0 else 0):
             raise HostsUpdatedInterrupt
 
@@ -168,7 +171,7 @@ class ObjectState(State):
     """A state of Python objects. Each object is an attribute of the state.
 
     Args:
-        kwargs: the names and the objects. The objects must support pickle.
+        kwargs: the objects, by the names of their attributes. The objects must support pickle.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -195,7 +198,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A state of models, optimizers, samplers and other objects. Each is an attribute of the state.
+    """A state of models, optimizers, samplers and other objects. Each of them is an attribute of the state.
 
     Args:
         model: a module, or None.
@@ -251,10 +254,11 @@ def _has_state(thing: object) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """This rank's share of the samples that this epoch has not used yet. A change of ranks divides these samples again.
+    """Gives each rank a share of the samples that the present epoch has not used yet.
 
-    Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
-    gets equally many samples. If the samples cannot be divided evenly, some are used again.
+    After a change of ranks, the unused samples are divided again. Put the sampler into the `TorchState`, call `record_batch`
+    after each batch, and `set_epoch` at the end of each epoch. Every rank gets equally many samples. If the samples cannot be
+    divided evenly, some are used again.
 
     Args:
         dataset: the data set. Its size must not change.
@@ -270,7 +274,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with all samples."""
+        """Begin the epoch with number `epoch`. All samples are unused again."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 

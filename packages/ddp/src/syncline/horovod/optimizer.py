@@ -2,12 +2,12 @@
 
 ::
 
-    step 1     backward adds to this rank's gradients; `synchronize` finds sparse gradients, makes a `Reducer`, reduces
-    later      backward ──► Reducer: buckets are reduced while backward goes on
+    step 1         backward adds to this rank's gradients; `synchronize` finds sparse gradients, makes a `Reducer`, reduces
+    later steps    backward ──► Reducer: buckets are reduced while backward goes on
     a rank without a backward (or with too few)     `synchronize` runs a backward that adds zeros, so the rank takes part
-    a rank that has joined                          shadows the backward of the other ranks
+    a rank that has called `join`                   takes part with zeros when the other ranks reduce
 
-The reducer asks autograd which parameters a backward will not reach. So the ranks may reach different parameters. See
+The reducer asks autograd which parameters a backward will not reach. So different ranks may reach different parameters. See
 `DynamicUsage`.
 """
 
@@ -56,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Make an optimizer that steps with the gradients of all ranks. Its class is derived from the given optimizer's class.
+    """Make an optimizer that steps with the gradients of all ranks. Its class derives from the class of `optimizer`.
 
     Gradients are combined while backward runs. If a rank did not reach a parameter, the rank's gradient of this parameter
     counts as zeros. Parameters that no rank reached get zeros. To read or clip gradients before the step, call
@@ -81,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: the ranks that combine gradients. On a rank outside of the set, the optimizer steps alone.
 
     Raises:
-        InvalidArgumentError: an argument is refused. The text says what to pass instead.
+        InvalidArgumentError: an argument is wrong. The error's text says what to pass instead.
     """
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise InvalidArgumentError(f"gradient_predivide_factor splits an average, found op={op.name}; leave it out")
@@ -127,7 +127,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A context in which `step` does not call `synchronize`. The script has called `synchronize` before."""
+        """A context in which `step` does not call `synchronize`. Call `synchronize` before you enter it."""
         self._combining.check_can_skip()
         self._should_synchronize = False
         try:
@@ -136,7 +136,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `synchronize` unless the script has called it. Then step."""
+        """Call `synchronize`, unless the script has called it in this step. Then step."""
         if self._should_synchronize:
             if self._is_synchronized:
                 warnings.warn(
@@ -150,7 +150,7 @@ class _Distributed:
         return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Call the optimizer's `zero_grad`, and forget the backwards since the last step."""
+        """Call the optimizer's `zero_grad`, and count the backwards of a step from 0 again."""
         self._combining.forget()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # the optimizer's
 
@@ -165,7 +165,7 @@ class _Distributed:
         self._combining.add([(f"group{index}.{number}", parameter) for number, parameter in enumerate(added)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Call the optimizer's `load_state_dict`, and forget the backwards since the last step."""
+        """Call the optimizer's `load_state_dict`, and count the backwards of a step from 0 again."""
         self._combining.forget()
         self._is_synchronized = False
         super().load_state_dict(state_dict)  # type: ignore[misc]  # the optimizer's
@@ -176,7 +176,7 @@ class _Distributed:
         return self._combining.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the number of backwards in a step. Call it between two steps."""
+        """Change the number of backwards in a step. Call this method between two steps."""
         self._combining.set_passes(passes)
 
 
@@ -187,7 +187,10 @@ _living: list[weakref.ref[_GradientCombining]] = []
 
 
 def regroup() -> None:
-    """Let all optimizers use the new group, after `replace_world`. All ranks do this in the order of creation."""
+    """Let all `DistributedOptimizer`s use the new group. `elastic` calls this after `replace_world`.
+
+    Optimizers change over in the order in which they were made, which must be the same on all ranks.
+    """
     for reference in list(_living):
         combining = reference()
         if combining is None:
@@ -230,7 +233,7 @@ class _GradientCombining:
         self.enter_world()
 
     def enter_world(self) -> None:
-        """Use the present ranks. Drop the gradients, because they may be in memory of the old group."""
+        """Use the ranks of the present `world()`. Drop gradients that may be in memory of an old group."""
         if self._reducer is not None:
             for _, parameter in self._named:
                 parameter.grad = None
@@ -253,7 +256,7 @@ class _GradientCombining:
             self._reducer.keep_local(self.passes > 1)
 
     def add(self, named: NamedParameters) -> None:
-        """Combine these parameters, too, from the next step on."""
+        """Combine the gradients of these parameters, too, from the next step on."""
         self._named += [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._drop_reducer()
         self._hook_parameters()
@@ -267,7 +270,7 @@ class _GradientCombining:
         self.forget()
 
     def check_can_skip(self) -> None:
-        """Do nothing, because gradients may be synchronised before the step."""
+        """Do nothing, because `skip_synchronize` is allowed here."""
 
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Call the optimizer's own step."""
@@ -307,7 +310,7 @@ class _GradientCombining:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient. Autograd calls this method before it adds the gradient to `parameter.grad`."""
+        """Count a gradient that has come. Autograd calls this method before it adds the gradient to `parameter.grad`."""
         # Do not count the zeros of `_reduce_what_is_there`, which are not gradients of the script.
         if not self._is_filling:
             self._count(index)
@@ -335,13 +338,13 @@ class _GradientCombining:
                 self._reducer.keep_local(self._counts[index] < self.passes)
 
     def _began(self) -> None:
-        """Tell joined ranks that a backward is reduced. The reducer calls this method when the backward begins."""
+        """Tell joined ranks that gradients will be reduced. The reducer calls this method when such a backward begins."""
         if self._process_set.process_set_id == 0:
             self._roll = world().calls.announce_step(self._backward_step)
 
     def _ended(self, _: object) -> None:
-        """Note which parameters are combined. The reducer calls this method after it has reduced a backward."""
-        # The roll call ran beside the backward. If it failed, raise its error now.
+        """Note whose gradients are combined. The reducer calls this method when it has reduced all gradients of a backward."""
+        # `_began` told the joined ranks in the background. If this failed, raise the error now.
         if self._roll is not None:
             self._roll.wait()
             self._roll = None
@@ -423,7 +426,7 @@ class _GradientCombining:
             reducer.set_hook(_reduce_bucket, (self._compression, self._op, self._predivide))
 
     def _reduce_what_is_there(self) -> None:
-        """Run a backward that adds zeros to all gradients. This backward is reduced."""
+        """Reduce the gradients that no backward has reduced: run a backward that adds zeros to all gradients, and reduce it."""
         assert self._reducer is not None
         self._is_filling = True
         self._reducer.keep_local(False)
@@ -461,7 +464,7 @@ class _GradientCombining:
 
 
 def _weakly(method: Callable[[int, torch.Tensor], None], index: int) -> Callable[[torch.Tensor], None]:
-    """A hook for a parameter. The hook does not keep the method's object alive."""
+    """A hook of a parameter that calls `method(index, tensor)`. The hook does not keep the method's object alive."""
     weak = weakref.WeakMethod(method)
 
     def hook(tensor: torch.Tensor) -> None:
@@ -523,18 +526,18 @@ class _StepCombining:
         """Do nothing, because gradients are not combined."""
 
     def forget(self) -> None:
-        """Do nothing, because nothing is remembered."""
+        """Do nothing, because this class counts no backwards."""
 
     def add(self, named: NamedParameters) -> None:
-        """Combine these parameters, too."""
+        """Combine the changes of these parameters, too."""
         self._parameters += [parameter for _, parameter in named if parameter.requires_grad]
 
     def set_passes(self, passes: int) -> None:
-        """Note the number. The number has no effect, because any number of backwards may add to this rank's gradients."""
+        """Note the number. It has no effect here: before a step, any number of backwards may add to this rank's gradients."""
         self.passes = passes
 
     def check_can_skip(self) -> None:
-        """Raise an error, because there is nothing to skip.
+        """Raise an error: `synchronize` does nothing here, so there is nothing to skip.
 
         Raises:
             MisuseError: always.

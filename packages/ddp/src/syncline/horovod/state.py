@@ -18,7 +18,7 @@ from .world import ProcessSet, global_process_set
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's tensors, in place. They are sent in buffers of 250 MiB, with two buffers in flight.
+    """Give every rank the root's tensors, in place. The tensors are sent in buffers of up to 250 MiB, two at a time.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank.
@@ -48,7 +48,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's `optimizer.state_dict()`, with learning rates and other options.
 
-    A new optimizer can take the state of an optimizer that has stepped. This works for every optimizer, also for L-BFGS.
+    The root's optimizer may have stepped while the other ranks' optimizers are new. This works for every optimizer, also for
+    L-BFGS.
 
     Args:
         optimizer: an optimizer of torch, or a `DistributedOptimizer`.
@@ -81,7 +82,7 @@ class _Hole:
 
 
 def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The object with holes in place of its tensors. The tensors are added to the list."""
+    """A copy of `value` with holes in place of its tensors. The tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().contiguous())
         return _Hole(tuple(value.shape), value.dtype, value.device.type)
@@ -94,7 +95,7 @@ def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
-    """The object with new tensors in its holes. The tensors are added to the list in the same order as in `_outlined`."""
+    """A copy of `outline` with new tensors in its holes. They are appended to `tensors`, in the order of `_outlined`."""
     if isinstance(outline, _Hole):
         device = outline.device_type if outline.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))

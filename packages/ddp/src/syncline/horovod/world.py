@@ -1,4 +1,4 @@
-"""The ranks: init and shutdown, numbers of ranks and nodes, and process sets."""
+"""`init` and `shutdown`, the numbers of ranks and nodes, and process sets."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from syncline.collectives import (
 from syncline.collectives import is_initialized as has_default_group
 
 HorovodInternalError = TransportError
-"""The error for a lost rank. `elastic.run` recovers from it."""
+"""The error that a collective raises when a rank is lost. `elastic.run` catches it, and goes on with the other ranks."""
 
 
 class World:
-    """What `init` makes: the group of all ranks, and what belongs to it. After a change of ranks, `elastic` makes a new world.
+    """The group of all ranks, with objects that belong to this group.
+
+    `init` makes a world. After a change of ranks, `elastic` makes a new world.
 
     Attributes:
         group: the group of all ranks.
-        placement: the placement, which says which ranks share a node.
+        placement: says which ranks share a node.
         calls: announces collectives to ranks that have called `join`.
         is_ours: whether `init` made the group, so that `shutdown` destroys it.
         process_sets: the sets that were added and not removed, except the set of all ranks.
@@ -67,12 +69,12 @@ def world() -> World:
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, **options: Any) -> None:
     """Connect all ranks. Every rank calls this function. A second call does nothing.
 
-    An existing default group (`syncline.collectives.init_process_group`) is used unchanged. Otherwise `init` makes one that
-    compares all calls before they run (`check_calls=True`).
+    An existing default group (`syncline.collectives.init_process_group`) is used unchanged. Otherwise `init` makes a
+    default group that compares the ranks' calls before they run (`check_calls=True`).
 
     Args:
         comm: a communicator of mpi4py. Only the communicator's ranks call `init`. None: all ranks of the job.
-        process_sets: sets to add at once, the same on every rank. "dynamic" adds none, because sets can be added at any time.
+        process_sets: process sets to add now, the same on every rank. "dynamic" adds none. More sets can always be added later.
         options: further arguments of `init_process_group`, such as an `init_method`. Horovod's `init` does not have them.
 
     Raises:
@@ -354,10 +356,10 @@ def ccl_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # noqa: ARG001 - Horovod's
-    """Raise an error, because the variable SYNCLINE_TRACE starts traces.
+    """Raise an error. Traces are recorded with the environment variable SYNCLINE_TRACE instead.
 
     Raises:
-        MisuseError: always. The text says how to record a trace.
+        MisuseError: always. The error's text says how to record a trace.
     """
     raise MisuseError(
         "start_timeline: there is no timeline of Horovod's. Wrap the model in syncline.ddp.DistributedDataParallel and set "
@@ -366,4 +368,4 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # no
 
 
 def stop_timeline() -> None:
-    """Do nothing, because no timeline can have been started."""
+    """Do nothing, because `start_timeline` never starts a timeline."""

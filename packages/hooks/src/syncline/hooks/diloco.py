@@ -280,7 +280,10 @@ class _Fragment:
 
     @torch.no_grad()
     def finish_if_due(self, step: int | None) -> None:
-        """If the outer step is due after `step`, wait for the average and take the outer step. None: it is due."""
+        """If the outer step is due after `step`, wait for the average and take the outer step.
+
+        If `step` is None, the outer step is always due.
+        """
         if self._pending is None or (step is not None and step < self._due):
             # No average is under way, or its outer step is due later.
             return
@@ -306,7 +309,7 @@ class _Fragment:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
-        """Continue from saved tensors, by name. `due` is [step, mixing] of an outer step that was under way, or None."""
+        """Continue from saved tensors, by name. `due` is [step, mixing] of the outer step if an average was under way."""
         mine = [saved[name] for name in self.parameters]
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])

@@ -12,8 +12,8 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
     Items are placed from the largest to the smallest. Each item goes to the fragment that is the smallest so far. If several
     fragments are equally small, it goes to the first of them. (Longest processing time first, Graham 1969: the largest fragment
-    is at most 4/3 of the largest fragment of the best division.) The paper on Streaming DiLoCo
-    instead takes every n-th block of a transformer. All blocks have the same size, so all fragments have the same size.
+    is at most 4/3 of the largest fragment of the best division.) The paper on Streaming DiLoCo instead
+    takes every n-th block of a transformer. All blocks have the same size, so all fragments have the same size.
 
     Args:
         sizes: the sizes of the items, 0 or above.

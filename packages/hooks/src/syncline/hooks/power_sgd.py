@@ -60,7 +60,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
     """Run `powerSGD_hook` or `batched_powerSGD_hook`: the first steps average without compression, later steps compress.
 
-    `algorithm` is the part in which the two hooks differ: a generator function that compresses a bucket. See Note [Stages].
+    `algorithm` is the part in which the two hooks differ: a generator function that compresses a bucket. See Note [Stages] in
+    `stages`.
     """
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")

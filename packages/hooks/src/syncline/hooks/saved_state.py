@@ -25,8 +25,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the saved states of all ranks into one state that every rank of a job of any size can load.
 
     Args:
-        states: results of `state_dict()`, one for each rank. If there is a single state, its errors are used
-            as the mean.
+        states: results of `state_dict()`, one for each rank. If there is a single state, its errors are used as the
+            mean.
 
     Returns:
         The first rank's state, but with the mean of all ranks' errors (in float32 for 16-bit gradients). "rank" and

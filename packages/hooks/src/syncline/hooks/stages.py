@@ -42,7 +42,10 @@ def finished(tensor: torch.Tensor) -> TensorFuture:
 
 
 class Pipeline:
-    """Runs a hook's generators, one for each bucket, several at a time. The hook's state keeps it. See Note [Stages]."""
+    """Runs a hook's generators, one for each bucket, several at a time. See Note [Stages].
+
+    The hook's state holds the pipeline.
+    """
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
