@@ -104,7 +104,7 @@ class HalfCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor, as float16 if it is floating point, and the original dtype."""
+        """The tensor (as float16 if it is floating point), and its original dtype."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod

@@ -136,7 +136,7 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `synchronize`, unless the script has called it in this step. Then step."""
+        """Call `synchronize`, unless the script has called it in this step. Then step the optimizer."""
         if self._should_synchronize:
             if self._is_synchronized:
                 warnings.warn(
@@ -155,7 +155,7 @@ class _Distributed:
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # the optimizer's
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Call the optimizer's `add_param_group`. From the next step on, the new parameters are combined, too.
+        """Call the optimizer's `add_param_group`. From the next step on, the new parameters' gradients are combined, too.
 
         Every rank must add the same parameters.
         """
@@ -617,7 +617,7 @@ def _checked_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> in
 
 
 def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]] | None) -> tuple[list[int], list[int] | None]:
-    """Choose an order of the parameters' indices, and bucket sizes, so that each bucket holds exactly one group.
+    """Choose an order of the parameters' indices, and bucket sizes, so that each bucket holds exactly one of `groups`.
 
     The reducer fills buckets from the end of this order, separately for each dtype.
     """

@@ -1,4 +1,4 @@
-"""Give every rank the same model, optimizer and objects."""
+"""Give every rank the root's model, optimizer and objects."""
 
 from __future__ import annotations
 

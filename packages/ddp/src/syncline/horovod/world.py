@@ -56,7 +56,7 @@ _world: World | None = None
 
 
 def world() -> World:
-    """The present world.
+    """The `World` that is in use now.
 
     Raises:
         NotInitializedError: `init` was not called, or `shutdown` was called after it.
@@ -257,7 +257,7 @@ _next_id = 1
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a set. Every rank calls this function, also ranks outside of the set.
+    """Make a group of a process set's ranks. Every rank calls this function, also ranks outside of the set.
 
     Returns:
         The set, which can be used now.
@@ -277,7 +277,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close the group of a set. Every rank calls this function.
+    """Remove a process set, and close its group. Every rank calls this function.
 
     Returns:
         False if the set is unknown, or is the set of all ranks, which stays. Otherwise True.

@@ -59,7 +59,7 @@ class PostLocalSGDState:
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps. The groups are not saved. The state is the same on every rank, and fits any number of ranks."""
+        """The number of steps so far, without the groups. It is the same on every rank, and fits a job of any size."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -73,6 +73,6 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
-    """The column that replaces a dependent one. Gradients hardly ever have its direction. It is the same on every rank."""
+    """The column that replaces a dependent column. Gradients hardly ever have its direction. It is the same on every rank."""
     rows = torch.arange(1, matrices.shape[1] + 1, dtype=matrices.dtype, device=matrices.device)
     return torch.cos(rows * (number + 1)).view(1, -1, 1).expand(matrices.shape[0], -1, 1)

@@ -70,7 +70,7 @@ class OuterExchange:
 
     @classmethod
     def between(cls, sites: Sites, compressor: Compressor | None, seed: int) -> OuterExchange:
-        """An exchange between sites. The ranks inside a site already have equal parameters."""
+        """Make an exchange between sites. The ranks inside a site already have equal parameters."""
         return cls(sites.between, sites.inside, compressor, seed)
 
     def start(

@@ -96,7 +96,7 @@ class ScheduleState:
         self.phases.append(Phase(self.iter, hook, state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and the state of every phase whose state can be saved. See `saved_state`."""
+        """The number of steps so far, and the states of all phases whose state can be saved. See the module `saved_state`."""
         saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 

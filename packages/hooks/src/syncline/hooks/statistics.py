@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """Sums of this rank since the hook's state was made. PowerSGD's first steps, without compression, do not count.
+    """Totals of this rank, over all steps since the hook's state was made. PowerSGD's steps without compression do not count.
 
     Attributes:
-        bytes_before: the bytes of the gradients before compression.
+        bytes_before: the bytes of the gradients (DiLoCo: the parameters) before compression.
         bytes_sent: the bytes of the tensors that the hook gave to collectives.
         seconds_by_stage: for each stage of the hook, such as "compress", its seconds of computation. Waits do not count.
     """
