@@ -7,7 +7,7 @@ import math
 
 
 def seconds(text: str) -> float:
-    """Return a finite number of seconds above 0.
+    """Read a number of seconds, which must be finite and above 0.
 
     Raises:
         argparse.ArgumentTypeError: the text is no such number.

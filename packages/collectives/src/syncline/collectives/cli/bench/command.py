@@ -1,4 +1,4 @@
-"""The command `bench` connects, measures every case on every backend, and shows the figures on rank 0."""
+"""The command `bench` connects the ranks, measures collectives on several backends, and shows the results on rank 0."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
     Args:
         arguments: the parsed options of `add_arguments`.
-        judge: takes the measurements, and returns more lines. Rank 0 prints these lines, and writes them to the result file.
+        judge: takes the measurements, and returns lines of text about them. Rank 0 prints these lines below the tables, and
+            also writes them to the file of `--json`.
     """
     cases = _cases(arguments)
     _check_outputs(arguments)
@@ -153,7 +154,7 @@ def _check_device(kind: str) -> None:
 
 
 def _device(kind: str, control: ProcessGroup) -> torch.device:
-    """Return the device of this rank's tensors. Each rank gets its own GPU. A collective."""
+    """Return the device of this rank's tensors. For kind "cuda" each rank gets its own GPU, and the call is a collective."""
     if kind == "cpu":
         return CPU
     device = default_device(control)

@@ -1,11 +1,12 @@
 """The collectives that can be measured: their data, their expected results, and their bandwidth factors.
 
 Sizes and factors are defined as in nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
-collective is the size of its larger side: the whole tensor of an `all_reduce`, the parts of all ranks of an `all_gather`. In
-`send_recv` each rank sends to the next rank and receives from the previous rank, and S is the size of what a rank sends.
+collective is the size of its input or of its output, whichever is larger: the whole tensor of an `all_reduce`, the parts of all
+ranks of an `all_gather`. In `send_recv` each rank sends to the next rank and receives from the previous rank, and S is the size
+of what a rank sends. The time of one call is t.
 
 - algorithm bandwidth = S / t: the bandwidth that the program sees.
-- bus bandwidth = S / t * factor(n ranks): the bandwidth of the slowest link, if the algorithm is the best possible. Bus
+- bus bandwidth = S / t * factor(number of ranks): the bandwidth of the slowest link, if the algorithm is the best possible. Bus
   bandwidth does not depend on the number of ranks, so you can compare it with the bandwidth of the hardware.
 """
 
@@ -20,7 +21,8 @@ ROOT = 0
 CPU = torch.device("cpu")
 
 PERIOD = 31
-"""The test data repeat after this many ranks or indices. The number is prime, so that ranks 1, 2, 4, 8, ... differ."""
+"""The test data repeat after this many ranks or indices. The number is prime, so that ranks whose distance
+is a power of two have different data."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
@@ -31,12 +33,13 @@ def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 class Buffers:
-    """The tensors of one case on one rank.
+    """The tensors with which one rank measures a collective of one dtype and size.
 
     Attributes:
         block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
-        part: this rank's share: the block's size divided by the number of ranks. Empty if the block cannot be divided.
-        output: a second block, for `all_to_all` and `send_recv`.
+        part: another tensor, for this rank's share of the block: the block's size divided by the number of ranks. Empty if the
+            block cannot be divided.
+        output: a tensor of the block's size, for the output of `all_to_all` and `send_recv`.
 
     Args:
         rank: this rank.
@@ -82,14 +85,14 @@ class Buffers:
         return list(block.tensor_split(self.size))
 
     def clear(self) -> None:
-        """Fill all tensors with zeros. Repeated sums of zeros do not overflow."""
+        """Fill all tensors with zeros, because repeated sums of zeros do not overflow."""
         for tensor in (self.block, self.part, self.output):
             tensor.zero_()
 
     def pattern(self, rank: int, numel: int) -> torch.Tensor:
         """Return the data of a rank: numbers from -15 to 15, which repeat after 31 elements.
 
-        Rank r + 1 begins one number after rank r.
+        The data of rank r + 1 begin one number later than the data of rank r.
 
         The sum over ranks is exact in every dtype that can be reduced. The sum over 31 ranks is 0, so a sum over any number of
         ranks is between -120 and 120.
@@ -110,10 +113,10 @@ class Kind:
     """A collective that can be measured.
 
     Attributes:
-        name: the collective's name, which is a method of process groups.
-        has_parts: whether each rank has a part of the block.
-        bus_factor: returns a factor for a number of ranks. Bus bandwidth is algorithm bandwidth times this factor, as in
-            nccl-tests.
+        name: the collective's name on the command line.
+        has_parts: whether the block has one part for each rank, so that it must be divisible by the number of ranks.
+        bus_factor: takes the number of ranks, and returns a factor. Bus bandwidth is algorithm bandwidth times this factor, as
+            in nccl-tests.
         fill: puts this rank's data into the buffers.
         is_right: returns whether the result in the buffers is right on this rank.
         least_ranks: the smallest number of ranks with which this collective can be measured.

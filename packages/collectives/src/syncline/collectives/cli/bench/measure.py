@@ -1,4 +1,4 @@
-"""Measures one case. First each subject's result is checked once. Then all subjects take samples in turn.
+"""Measures one case: a collective of one dtype and size, on several subjects (backends and baselines), which take turns.
 
 1. Each subject runs the collective once on known data, and the ranks check the result. Before and after this run, the ranks
    tell each other whether they could run the collective. If one rank refuses, all ranks skip the subject.
@@ -10,7 +10,7 @@
    - All ranks meet in a barrier.
    - The subject runs the collective so often that the sample is long enough for the clock. On a GPU, the clock stops when the
      GPU has finished.
-4. The time of a sample is the time on the slowest rank.
+4. A sample is the average time of one of these calls, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -48,25 +48,26 @@ class Case:
     size_bytes: int
 
     def numel(self, world_size: int) -> int:
-        """Return the number of elements of the tensor that is measured.
+        """Return the number of elements of `Buffers.block`.
 
-        The size is rounded down, so that all parts have equally many elements (one or more).
+        `size_bytes` is rounded down, so that the parts of all ranks have equally many elements. But a part has at least one
+        element.
         """
         parts = world_size if KINDS[self.collective].has_parts else 1
         return max(1, self.size_bytes // (self.dtype.itemsize * parts)) * parts
 
     def true_bytes(self, world_size: int) -> int:
-        """Return the size that is measured, in bytes."""
+        """Return the size in bytes after `numel` has rounded it; 0 for a barrier."""
         return 0 if self.collective == "barrier" else self.numel(world_size) * self.dtype.itemsize
 
 
 def measure(
     case: Case, subjects: Sequence[Subject], control: ProcessGroup, budget_s: float = 0.3, device: torch.device = CPU
 ) -> list[Measurement]:
-    """Measure a case on all subjects, for about `budget_s` seconds each. A collective of `control`, by which the ranks agree.
+    """Measure a case on all subjects, for about `budget_s` seconds each. A collective of the group `control`.
 
     Raises:
-        TransportError: a subject's result is wrong.
+        TransportError: a subject's result is wrong on some rank. Every rank raises it.
     """
     common = Buffers(control.rank, control.size, case.numel(control.size), case.dtype, device=device)
     calls: dict[str, Call] = {}
@@ -121,10 +122,10 @@ class _RefusedError(Exception):
 
 
 def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
-    """Return the result of the action. A collective.
+    """Run the action on every rank, and return this rank's result. A collective.
 
     Raises:
-        _RefusedError: the action raised an error on at least one rank.
+        _RefusedError: the action raised an error on at least one rank. Every rank raises it.
     """
     refusal, result = "", None
     try:
@@ -159,14 +160,16 @@ def _sample_in_turn(calls: Sequence[Call], control: ProcessGroup, budget_s: floa
 
 
 def repeats_of(estimate_s: float) -> int:
-    """Return how many calls make a sample. A pure function."""
+    """Return how many calls one sample contains, if a call takes `estimate_s` seconds. A pure function."""
     return min(1000, max(1, math.ceil(SAMPLE_S / estimate_s)))
 
 
 def rounds_of(sample_s: Sequence[float], budget_s: float) -> int:
-    """Return how many samples each subject takes in `budget_s` seconds. `sample_s` has the time of a sample of each subject.
+    """Return how many samples each subject takes, if it has `budget_s` seconds on average. A pure function.
 
-    A pure function.
+    Args:
+        sample_s: for each subject, the time of one of its samples.
+        budget_s: seconds for each subject, warm-up included.
     """
     if not sample_s:
         return 0

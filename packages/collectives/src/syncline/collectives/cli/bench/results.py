@@ -24,15 +24,16 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective of one size on one backend.
+    """The times of one collective of one dtype and size on one backend.
 
     Attributes:
         collective, dtype: the collective, and the dtype of its tensors.
-        size_bytes: the size S, see `kinds`.
+        size_bytes: the size S in bytes, as `kinds` defines it.
         world_size: the number of ranks.
         backend: the name of the backend, or of the baseline, such as `raw-mpi`.
-        samples_s: the samples. A sample is the time of one call on the slowest rank. Empty if the backend refused the case.
-        note: why the backend refused, or empty.
+        samples_s: the samples. A sample is the time of one call on the slowest rank. Empty if the backend cannot run this
+            collective.
+        note: why the backend cannot run this collective, or empty.
     """
 
     collective: str
@@ -50,12 +51,12 @@ class Measurement:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes per second, at the median time."""
+        """The size S divided by the median time, in bytes per second."""
         return self.size_bytes / self.quartiles_s[1]
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second that the slowest link carries, at the median time."""
+        """The bus bandwidth at the median time, in bytes per second, as `kinds` defines it."""
         return self.algorithm_bandwidth * KINDS[self.collective].bus_factor(self.world_size)
 
 
@@ -127,7 +128,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(text: str) -> int:
-    """Turn a size such as "64M" into bytes. K, M and G are binary, and "64MiB" is the same as "64M".
+    """Turn a size such as "64M" into bytes. K, M and G are powers of 1024, and "64MiB" is the same as "64M".
 
     Raises:
         InvalidArgumentError: the text does not have this form, or is zero.
@@ -139,7 +140,7 @@ def parse_size(text: str) -> int:
 
 
 def ladder(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return sizes from the smallest to the largest. Each size but the last is `factor` times the size before.
+    """Return sizes from the smallest to the largest. Each size is `factor` times the size before, except the last.
 
     Raises:
         InvalidArgumentError: the largest is below the smallest, or the factor is below 2.
@@ -177,7 +178,7 @@ def require_matplotlib() -> None:
 
 
 def save_plot(measurements: Sequence[Measurement], path: str) -> None:
-    """Write a picture with a row for each collective and dtype. The path's suffix selects the format."""
+    """Write a picture that plots time and bandwidth for each collective and dtype. The path's suffix selects the format."""
     from matplotlib.figure import Figure
 
     shown = [row for row in measurements if row.samples_s and row.size_bytes]

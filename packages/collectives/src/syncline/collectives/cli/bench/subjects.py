@@ -36,14 +36,18 @@ class Subject(ABC):
 
     Attributes:
         name: the subject's name on the command line.
-        communicates: whether the subject computes the collective's result. If not, the bench only measures its time.
+        communicates: whether the subject computes the collective's result. If not, the bench measures the time and does
+            not check the result.
     """
 
     name: str
     communicates = True
 
     def allocate(self) -> Allocate | None:
-        """Return the function that allocates `Buffers.block` for this subject. None: it uses the buffers of other subjects."""
+        """Return the function that allocates `Buffers.block` for this subject.
+
+        None: this subject uses a block that several subjects share.
+        """
         return None
 
     @abstractmethod
@@ -51,7 +55,7 @@ class Subject(ABC):
         """Return a function that runs the collective once, to its end, and does as little other work as possible.
 
         Raises:
-            NotImplementedError: the library has no such collective for this dtype. Every rank raises it.
+            NotImplementedError: this subject cannot run the collective with this dtype and device. Every rank raises it.
         """
 
     @abstractmethod
@@ -60,7 +64,7 @@ class Subject(ABC):
 
 
 class GroupSubject(Subject):
-    """One of our process groups.
+    """A process group of Syncline.
 
     Args:
         group: the group to measure.
@@ -98,7 +102,7 @@ class GroupSubject(Subject):
 
 
 class InWindowSubject(GroupSubject):
-    """One of our process groups. The group allocates `Buffers.block` in its own memory, as for a reducer's gradients."""
+    """A process group of Syncline that allocates `Buffers.block` itself, as it allocates the buckets of gradients."""
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         super().__init__(group, owned=owned)
@@ -197,7 +201,10 @@ class Floor(Subject):
     communicates = False
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a call that adds all other shares to this rank's share, and copies the sum over the other shares."""
+        """Return a function that adds a piece of memory for each other rank to this rank's piece, and copies the sum back.
+
+        The sum is copied into each of the other pieces.
+        """
         if collective != "all_reduce":
             raise NotImplementedError("it is that of all_reduce")
         share = buffers.block.numel() // buffers.size
@@ -227,18 +234,18 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """Return the subjects to measure if the command line names none: the group's backend, and what to compare it with."""
+    """Return the names of the subjects to measure if the command line names none: the group's backend, and baselines."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]
 
 
 def connect_subject(name: str, control: ProcessGroup) -> Subject:
-    """Connect the subject that the command line names. A collective of `control`, the group that the bench has already.
+    """Make the subject with this name, and connect its ranks. A collective of `control`, which connects the same ranks already.
 
     Raises:
-        InvalidArgumentError: the name is neither a backend nor one of `_BASELINES`, or it is such as "raw-mpi-in-window" (only
-            our backends have windows), or MPI does not connect these ranks.
+        InvalidArgumentError: no backend and no baseline has this name, or the name puts "-in-window" after a baseline's name,
+            or the baseline needs MPI, which does not connect these ranks.
     """
     if name in _BASELINES:
         return _BASELINES[name](control)

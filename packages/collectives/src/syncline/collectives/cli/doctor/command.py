@@ -1,4 +1,4 @@
-"""The command `doctor` connects as a training script would, and judges what every rank sees. Rank 0 prints the findings."""
+"""The command `doctor` connects the ranks like a training script, and judges what they see. Rank 0 prints the findings."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _end_with_parent() -> None:
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
     """Diagnose without MPI, because the child ended before it printed findings. One rank of each node prints.
 
-    This is not left to rank 0. Rank 0's child may still wait for the child that ended, and the launcher may end the job before
-    this wait ends.
+    Rank 0 does not print for all ranks, because rank 0's child may still wait for the child that ended, and the launcher may
+    end the job before this wait ends.
     """
     if not is_first(f"{os.getppid()} doctor", run_began_s()):
         return 1
@@ -118,9 +118,9 @@ def _choice(argument: str | None) -> BackendChoice:
 
 
 def _cuda_awareness() -> str | None:
-    """Try a transfer of CUDA memory by MPI. Call this before connecting.
+    """Try a transfer of CUDA memory by MPI. Return the result in words, or None if it was not tried.
 
-    Otherwise a hang of the transfer would look like missing ranks.
+    Call this before the ranks connect. Otherwise a transfer that hangs would look like missing ranks.
     """
     if not torch.cuda.is_available() or what_is_missing("mpi") is not None:
         return None
@@ -141,7 +141,7 @@ def _sharing(group: ProcessGroup) -> str | None:
 
 
 def _wrong_sum(group: ProcessGroup) -> str | None:
-    """Check an all_reduce of numbers that differ between ranks and indices. Returns the error in words, or None if it is right.
+    """Check an all_reduce of numbers that differ between ranks and indices. Returns what is wrong, or None if the sum is right.
 
     All ranks return the same.
     """

@@ -35,10 +35,10 @@ def diagnose(
     """Judge what every rank of the job observed.
 
     Args:
-        ranks: one observation for each rank.
+        ranks: one observation for each rank; if the ranks could not be connected, only the observation of this rank.
         choice: the backend that a job would choose, or None if the choice failed.
         problem: why the ranks could not be connected or did not compute the right sum, or None.
-        shrink_lack: why the group cannot go on without a rank, or None.
+        shrink_lack: why the other ranks could not go on if one rank were lost, or None.
         backends: the names of the installed backends.
     """
     return [
@@ -131,7 +131,7 @@ def cores(ranks: Observations) -> Finding:
 
 
 def gpus(ranks: Observations) -> list[Finding]:
-    """Check the GPUs, whether MPI can read their memory, and what NCCL needs. Without GPUs there is one OK finding."""
+    """Check the GPUs, whether MPI can read their memory, and whether NCCL is installed. Without GPUs all is OK."""
     if not any(rank.gpus for rank in ranks):
         return [ok("GPUs", "none visible to torch")]
     first = next(rank for rank in ranks if rank.gpus)
@@ -316,7 +316,7 @@ def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_fau
     """Say whether the other ranks would go on if a rank died. The finding is always OK, because both answers are normal.
 
     Args:
-        launcher: the launcher in words, or None.
+        launcher: the name of the launcher, such as "Slurm", or None if there is none.
         size: the number of ranks.
         lack: why the group cannot shrink, or None.
         tolerates_faults: whether mpirun was told not to end the other ranks when one is lost.
@@ -347,7 +347,7 @@ def memory(ranks: Sequence[Observation]) -> list[Finding]:
 
 
 def _sharing(result: str | None, has_fences: bool) -> Finding:
-    """Judge the trial of shared memory. Its result is the same on every rank."""
+    """Judge `result`: what `probe_shared_memory` returned on every rank, or None if the ranks did not call it."""
     name = "shared memory"
     if result is None:
         return ok(name, "not tried: the ranks are not connected by MPI")
@@ -369,7 +369,7 @@ def _left(ranks: Sequence[Observation]) -> Finding:
 
 
 def _left_on(ranks: Sequence[Observation]) -> Finding:
-    """Judge how much memory is left on a node, if all ranks of the node use the same amount."""
+    """Judge how much memory each rank of a node can still take, if all ranks of the node take the same amount."""
     room = room_for_each([rank.memory_limits for rank in ranks])
     if room is None:
         return ok("memory", "this system does not say how much is left")

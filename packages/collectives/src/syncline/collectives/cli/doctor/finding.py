@@ -64,7 +64,7 @@ def in_text(findings: Sequence[Finding], width: int = 100) -> str:
 
 
 def _remedy(remedy: str, indent: str, width: int) -> list[str]:
-    """Format the remedy. Each command has its own unbroken line, so that it can be copied."""
+    """Format the remedy. Each command has its own unbroken line, so that users can copy it."""
     lines: list[str] = []
     for part in _parts(remedy):
         first = f"{indent}   " if lines else f"{indent}-> "

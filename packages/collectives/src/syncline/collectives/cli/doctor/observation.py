@@ -29,7 +29,7 @@ class MPIFacts:
     """What mpi4py tells while MPI runs in this process.
 
     Attributes:
-        library: name and version, such as "MPICH 5.0.2".
+        library: the MPI library's name and version, such as "MPICH 5.0.2".
         standard: the version of the MPI standard, such as "4.1".
         abi: the binary interface that mpi4py was loaded for, such as "mpich".
         thread_level: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
@@ -47,12 +47,12 @@ class MPIFacts:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one process sees.
+    """What one process sees of its node, its software and its launcher.
 
     Attributes:
         host: the node that the process runs on.
         software: names and versions that must be the same on every rank.
-        launcher: the launcher in words, or None.
+        launcher: the name of the launcher, such as "Slurm", or None if there is none.
         launch_problem: what is wrong with the launcher's variables, or None.
         launch_world_size: the number of processes according to the launcher, or None.
         launch_is_mpi: whether the launcher starts MPI programs. The MPI library must then see the same number of processes.
@@ -234,6 +234,6 @@ def _cupy() -> tuple[str | None, str | None]:
 
 
 def nccl_version_in_words(number: int) -> str:
-    """Turn NCCL's version number into words: 22703 is "2.27.3". Before 2.9, 2804 was "2.8.4". A pure function."""
+    """Turn NCCL's version number into words: 22703 is "2.27.3", and 2804 (before NCCL 2.9) is "2.8.4". A pure function."""
     step = 10_000 if number >= 10_000 else 1_000
     return f"{number // step}.{number % step // 100}.{number % 100}"

@@ -15,10 +15,10 @@ ENTRY_POINT_GROUP = "syncline.report_readers"
 
 
 class ReportReader(Protocol):
-    """An object or a module that an entry point in the group `syncline.report_readers` names.
+    """Shows the files of one kind in a folder. An entry point in the group `syncline.report_readers` names each reader.
 
-    A reader may also have `html(folder, arguments) -> str`. `html` returns the reader's part of the HTML page. If the reader
-    has no `html`, the page shows the reader's text.
+    A reader is an object or a module. It may also have `html(folder, arguments) -> str`, which returns the reader's part of the
+    HTML page. If the reader has no `html`, the page shows the reader's text.
 
     Attributes:
         EXPECTED: the files that the reader looks for, in words, such as "failure records (rank-*.json)".
@@ -30,10 +30,10 @@ class ReportReader(Protocol):
         """Add the reader's own options to `syncline report`. All these options must be optional."""
 
     def is_in(self, folder: Path) -> bool:
-        """Whether the folder has files of this kind."""
+        """Whether the folder has files that this reader can show."""
 
     def text(self, folder: Path, arguments: argparse.Namespace) -> str:
-        """Return the text for the terminal.
+        """Return what the files in the folder say, as text for the terminal.
 
         Raises:
             InvalidArgumentError: a file cannot be read.
@@ -73,7 +73,7 @@ td:first-child, th:first-child {{ text-align: left; }}</style>
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the folder, the file of the page, and the options of the readers."""
+    """Add the arguments of the command: the folder, `--html`, and the options that the readers have."""
     parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE or an error names")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page, complete in one file")
     for reader in load_readers():

@@ -1,4 +1,4 @@
-"""`syncline run` runs a script that was written for torchrun, unmodified, under mpirun and srun.
+"""`syncline run` runs a torchrun script without changes: under mpirun or srun, or on ranks that this command starts.
 
 A rank passes through the modules in this order:
 

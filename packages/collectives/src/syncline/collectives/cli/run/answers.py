@@ -1,13 +1,13 @@
-"""Change torch.distributed for the script: the group that `init_process_group("gloo")` makes, and the way its ranks meet.
+"""Changes torch.distributed, so that `init_process_group("gloo")` in the script makes a group of Syncline.
 
 When the script has imported torch, this module changes four things in torch:
 
-1. At `env://` and `tcp://` the ranks meet through a store on rank 0. The other ranks reach this store by MPI messages, so no
-   port is opened.
-2. torch reads the backend of each device from `BackendConfig`. Our class names our backend in place of the backend that the
-   script named. The script and torch still see the script's name.
-3. torch makes every group, of all ranks or of some, by one function. Our function replaces it, decides whether point 2 applies
-   to the group, and logs this decision.
+1. For the URLs `env://` and `tcp://` the ranks meet in a store on rank 0. The other ranks reach this store by MPI messages, so
+   no port is opened.
+2. torch reads the backend of each device from its class `BackendConfig`. A class of this module replaces it, and names a
+   backend of Syncline in place of the backend that the script named. The script and torch still see the script's name.
+3. torch makes every group, of all ranks or of some, by one function. A function of this module replaces it, and decides whether
+   point 2 applies to the group. For the default group, rank 0 logs this decision.
 4. `DistributedDataParallel` and the default time limit are replaced, if the command line says so.
 
 Collectives do not pass through this code, so they are not slower.
@@ -101,7 +101,7 @@ class Answers:
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """Return a rendezvous that goes through MPI if all ranks of the job meet.
 
-        In other cases, such as a forked child that meets other processes, it uses torch's rendezvous.
+        In other cases, such as a forked child that meets other processes, the returned function calls torch's rendezvous.
         """
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return our backend for a group if the script names these backends for it. None: the group stays torch's own."""
+        """Return Syncline's backend for a group for which the script named these backends. None: the group stays torch's."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -209,7 +209,7 @@ def unknown_names(c10d: object, rendezvous: object) -> list[str]:
 
 
 def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
-    """Return our backend for a group. None: the group stays torch's own. A pure function.
+    """Return Syncline's backend for a group. None: the group stays torch's own. A pure function.
 
     Args:
         named: for each type of device, torch's backend that the script named.

@@ -1,6 +1,6 @@
 """How a rank leaves its job. No other rank must wait for a rank that never comes.
 
-torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. `syncline run` does this:
+torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. The rules of `syncline run`:
 
 1. An exception that nobody caught ends the job at once. The rank that failed first prints it. Ranks that fail at about the same
    time print one line that names the first rank.
@@ -37,7 +37,7 @@ from .ranks import Job, end_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_FAILURE = 1  # the tag of notices
+_FAILURE = 1  # MPI's tag of the messages (notices) in which a rank tells the other ranks when it failed
 # Ranks that fail for the same reason fail within this time of each other. A notice also arrives within this time.
 _TOGETHER_S = 0.3
 # A rank that was not the first to fail waits this long until the first rank ends the job.

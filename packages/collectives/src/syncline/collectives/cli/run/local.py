@@ -85,7 +85,7 @@ def _start_processes(command: Sequence[str], count: int) -> int:
 
 
 def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Pass signals on until all ranks have ended. When one rank fails, end the other ranks."""
+    """Pass signals on to the ranks until all ranks have ended. When one rank fails, end the other ranks."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     status = 0
     end_s = float("inf")

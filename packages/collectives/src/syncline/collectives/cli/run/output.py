@@ -1,7 +1,7 @@
 """Redirect standard output and standard error: put the rank before each line, or show only rank 0's output.
 
-This file is also the program that adds the rank. This program runs as its own process, so it reads everything that a rank and
-its children write, even if the rank is killed. The program writes each line in one piece.
+This file is also a program, which puts the rank before each line. The program runs as its own process, so it reads everything
+that a rank and its children write, even if the rank is killed. The program writes each line in one piece.
 """
 
 from __future__ import annotations

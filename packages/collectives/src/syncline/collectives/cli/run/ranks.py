@@ -63,7 +63,7 @@ _START_S = 300.0
 
 @dataclass(frozen=True)
 class Job:
-    """This process among the ranks of its job.
+    """What this process knows about its rank and about its job.
 
     Attributes:
         rank, size: this rank's number in the job, and the number of ranks.
@@ -122,7 +122,7 @@ class Job:
 
 
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
-    """Find this process's job. Return None if no launcher has started this process, so that `wanted` ranks must be started.
+    """Find this process's job. Return None if the caller must start `wanted` ranks, because there is no launcher.
 
     In an MPI job, this function starts MPI, and is a collective of all ranks.
 
