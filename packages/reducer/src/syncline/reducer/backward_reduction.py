@@ -1,4 +1,4 @@
-"""The reduction of one backward: issue the buckets one after the other, then wait for all of them."""
+"""The reductions of one backward: start the reduction of one bucket after the other, then wait for all reductions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class BackwardReduction:
 
     Args:
         buckets: the reducer's buckets, in the order in which they are reduced.
-        usage: the usage model, which knows the parameters that this backward uses. The caller has called its `begin`.
+        usage: the usage model, which knows the parameters that this backward uses. The caller has already called the
+            model's `begin` or `shadow_backward`.
         reduction: starts the reduction of a bucket.
         group: the group whose ranks average their gradients. After the last bucket, these ranks compare their calls.
-        statistics: gets the times.
+        statistics: the object into which the times are written.
         mark: a text about this backward. The ranks compare this text together with the first bucket; see Note [Which backward
             is reduced] in `sync_policy`.
     """
@@ -48,9 +49,9 @@ class BackwardReduction:
         self._left_alone: GloballyUnused = usage.globally_unused
 
     def start(self, numbers: range, *, is_last: bool) -> None:
-        """Collect these buckets and issue their reductions. Leave out a bucket if all ranks agree that no rank uses it.
+        """Copy gradients into these buckets, and issue the buckets' reductions. Leave out a bucket that no rank uses.
 
-        The calls of one backward name all buckets in order, from bucket 0 on.
+        Within one backward, the first call begins with bucket 0, and each call goes on where the call before it stopped.
 
         See Note [Buckets start in order] in `readiness`.
 
@@ -118,7 +119,7 @@ class BackwardReduction:
     def _compares_at_end(self) -> bool:
         """Whether the ranks compare their calls only at the end of backward, not right after the last bucket.
 
-        A hook's callbacks may issue collectives until the end of backward. In a group without a total order, a callback's
+        A hook's callbacks may issue collectives until the end of backward. In a group without `has_total_order`, a callback's
         collective may come before the comparison on one rank, and after the comparison on another rank.
         """
         return self._reduction.hook is not None and not self._group.has_total_order

@@ -26,7 +26,7 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class BucketAssignment:
-    """One bucket.
+    """The gradients that share one bucket, and the size limit of this bucket.
 
     Attributes:
         indices: the gradients in the bucket, in the order in which they were put into it.

@@ -75,8 +75,8 @@ class DynamicUsage(UsageModel):
     # innermost backward. So re-entrant checkpoints are an error here.
     #
     # A parameter counts as used if it got a gradient since the last reduction, also from a backward that was not synchronised.
-    # Each rank knows which parameters it uses only when all its gradients have come. So the all_reduce of the map starts after
-    # the last bucket, and overlaps with the reduction of this bucket.
+    # Each rank knows which parameters it uses only when all its gradients have come. So the all_reduce of `UsedMap` starts
+    # after the last bucket, and overlaps with the reduction of this bucket.
 
     order_recurs = False
     hint_missing = "Autograd announced them when backward began: was the graph changed by a hook while backward ran?"

@@ -146,7 +146,7 @@ def gone_before_average(name: str, place: str) -> MisuseError:
 
 
 def changed_before_average(name: str, place: str) -> MisuseError:
-    """Make the error for the case that a hook of the user has stepped a parameter before its gradient was averaged."""
+    """Make the error for a hook of the user that has changed a parameter before the parameter's gradient was averaged."""
     return MisuseError(f"parameter '{name}' was changed before its gradient was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
@@ -182,7 +182,7 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """Return the disagreement, and add where it happened.
+    """Return a copy of the error whose text also says where the ranks disagree.
 
     If only some ranks ran a backward, the text also says how to repair this.
     """
@@ -191,7 +191,7 @@ def disagreement(error: DisagreementError, where: str) -> DisagreementError:
 
 
 def is_of_a_stray_backward(text: str) -> bool:
-    """Whether the ranks' calls belong to different backwards, or whether one call belongs to a backward without a forward."""
+    """Whether this text of an error shows calls of different backwards, or a call of a backward without a forward."""
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
 

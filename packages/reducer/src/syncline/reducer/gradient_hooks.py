@@ -30,7 +30,7 @@ class GradientHooks:
 
     Args:
         parameters: the reducer's parameters.
-        group: the ranks that average.
+        group: the group whose ranks average their gradients.
         reads_in_place: whether this reducer averages gradients in their own memory. If so, another reducer would read gradients
             that this reducer is just averaging.
         wake: a method. A hook calls it on the thread of backward, when the reducer must look at a bucket (see
@@ -111,7 +111,7 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take off the hooks of all other reducers that would disturb this one. Return whether all of them have agreed.
+        """Take off the hooks of all other reducers that would disturb this reducer. Return whether all have agreed.
 
         Two reducers on some of the same parameters disturb each other if one of them averages gradients in place. They also
         disturb each other if they use one group: gradients may come in a different order on each rank, and then one reducer's

@@ -1,4 +1,4 @@
-"""A state machine with the gradients that autograd has accumulated, and that the reducer has not looked at yet.
+"""A state machine for the gradients that autograd has accumulated, and that the reducer has not looked at yet.
 
 This module handles integers only: no tensors.
 """
@@ -31,7 +31,7 @@ class PendingBucket:
 
     Attributes:
         members: the argument.
-        indices: the parameters of these gradients, in the order in which the gradients came.
+        indices: for each gradient that has come and was not taken, the index of its parameter, in the order of arrival.
         wake_at: the hook wakes the reducer when `indices` has one of these lengths.
     """
 
@@ -56,7 +56,7 @@ class PendingBucket:
         return len(self.indices) >= self._needed
 
     def take(self, *, but_last: bool = False) -> list[int]:
-        """Hand over the gradients that have come.
+        """Return the indices of the gradients that have come, and forget these gradients.
 
         With `but_last`, leave out the latest gradient, because users' hooks on it still run.
 
@@ -70,7 +70,7 @@ class PendingBucket:
 
 
 class PendingGradients:
-    """The buckets of a reducer.
+    """The pending gradients of all buckets of a reducer.
 
     This class knows which buckets are worth a look, and which of them the reducer may already look at.
 

@@ -91,7 +91,7 @@ class Reducer(Inherited):
 
     If a backward reaches one of the parameters, it must reach all parameters, on every rank. `find_unused_parameters` and
     `static_graph` change this rule. If a backward reaches no parameter on some rank, this rank does not notice the backward.
-    The other ranks wait for this rank, and when the group's timeout is over, their error names it.
+    The other ranks wait for this rank, and when the group's timeout is over, their error names this rank.
 
     Args:
         named_parameters: names and parameters, the same on all ranks. Each parameter requires a gradient. Names appear in
@@ -116,11 +116,12 @@ class Reducer(Inherited):
             `find_unused_parameters`, as in torch.
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
             backward ends. The reducer reduces these parameters last.
-        delayed_until: the name of one parameter. None: the delayed parameters wait for the end of backward.
+        delayed_until: the name of the parameter for whose gradient the delayed parameters wait. None: they wait for the end of
+            backward.
 
     Attributes:
         statistics: the times of the latest iteration.
-        first_bucket_sizes: the bytes of each bucket, as assigned at construction or by `change_parameters`.
+        first_bucket_sizes: the bytes of each bucket, until the buckets are built again in the order in which gradients arrive.
         seems_static: whether all reduced backwards so far have left out the same parameters on this rank.
         is_in_fork: whether this process is a fork of the rank. If so, a backward only adds to this process's gradients, as
             without a reducer.
@@ -326,7 +327,7 @@ class Reducer(Inherited):
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
         """Set a function that the reducer calls with the iteration's times, after it has delivered all reduced gradients.
 
-        The callback runs on the thread of backward. Ranks run it after the same backward, so it may issue collectives. On a
+        The callback runs on the thread of backward. All ranks run it after the same backward, so it may issue collectives. On a
         rank that takes part by `shadow_backward` the callback does not run, so the caller must issue these collectives there.
         None removes the callback. The change takes effect at once, also within a backward.
         """
@@ -649,7 +650,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _end(self) -> None:
-        """Mark the last gradients. Autograd calls this method on the thread of backward, when all gradients are computed.
+        """Mark the last gradients as ready. Autograd calls this on the thread of backward, when it has computed all gradients.
 
         See Note [The outermost backward] in `torch_internals`.
 
@@ -665,7 +666,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Finish the backward.
+        """Wait for the reductions, and write the averages into the gradients.
 
         Autograd calls this after `_end` of all reducers, because `_finish` overwrites gradients that other reducers collect.
         """

@@ -39,11 +39,11 @@ class SparseBucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's indices and values."""
+        """The size in bytes of this rank's gradient: of its indices and its values."""
         return int(self.buffer.indices().nbytes + self.buffer.values().nbytes)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return a list with the gradient itself."""
+        """Return a list with `buffer` itself, because this bucket has a single gradient."""
         return [buffer]
 
     def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten

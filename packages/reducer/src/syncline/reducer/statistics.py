@@ -32,7 +32,7 @@ class BucketTimes:
 
 @dataclass
 class IterationStatistics:
-    """One iteration; all times are seconds of `time.perf_counter()`.
+    """The times of one iteration, in seconds of `time.perf_counter()`.
 
     Attributes:
         forward_started: when `prepare_for_backward` was called. For a second backward of one forward, the time when this

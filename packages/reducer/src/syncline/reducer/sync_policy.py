@@ -62,7 +62,7 @@ class GradSyncPolicy:
 
     @property
     def mark(self) -> str:
-        """Numbers of the next reduced backward, such as "backward 1 since forward 7". The ranks compare this text."""
+        """The next reduced backward in words, such as "backward 1 since forward 7". The ranks compare this text."""
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"
 

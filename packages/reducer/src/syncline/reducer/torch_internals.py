@@ -98,7 +98,7 @@ class _HeldHook:
 
 @contextmanager
 def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A context in which a frozen parameter accepts hooks. A frozen parameter may require gradients later."""
+    """A context in which a frozen parameter accepts hooks, because this parameter may require gradients later."""
     was_frozen = not parameter.requires_grad
     if was_frozen:
         parameter.requires_grad_(True)

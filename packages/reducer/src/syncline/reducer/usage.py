@@ -17,15 +17,17 @@ class UnexpectedGradientError(ValueError):
 class UsageModel(ABC):
     """Tells the reducer which gradients to wait for. The methods name parameters by their indices.
 
+    A gradient is final when its parameter gets no more gradients in this backward.
+
     The reducer calls these methods on the thread of backward, under its lock, in this order:
 
         begin             when the first gradient of a backward has come (shadow_backward instead, on a rank without gradients)
         needed            for each bucket, after begin: how many gradients the reducer waits for
-        arrived           when this number has come, and at the end of backward (accumulated instead, in no_sync)
+        arrived           when that many gradients have come, and at the end of backward (accumulated instead, in no_sync)
         ended             when the outermost backward has ended, before the reducer waits for the buckets
         sync_used_map     when all buckets have started, on every rank: collectives may be issued here
         globally_unused   once for each bucket, when its reduction is over
-        reset             when everything is over
+        reset             when all gradients of this backward are averaged
     """
 
     hint_missing: str
@@ -99,7 +101,7 @@ class UsageModel(ABC):
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
         """Return the given parameters that no rank has used. Their gradients stay unchanged.
 
-        The call may wait for `sync_used_map`.
+        The call may wait for the collectives that `sync_used_map` issued.
         """
         return frozenset()
 

@@ -1,4 +1,4 @@
-"""The version of this layer, as it is installed."""
+"""The installed version of the package syncline-reducer."""
 
 from __future__ import annotations
 
