@@ -72,7 +72,7 @@ class DelayedUsage(UsageModel):
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """Return the parameters that the wrapped model returns. If the delayed parameters still wait, add them at the end."""
+        """Return what the wrapped usage model returns, without delayed parameters. If these still wait, add them at the end."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         return final if self._released else [*final, *sorted(self._delayed)]
 

@@ -17,7 +17,8 @@ class UsedMap:
     """The ranks' agreement on the used parameters.
 
     Each parameter has a byte, its level: 0 if no rank uses the parameter, else the highest level at which any rank uses it.
-    `DynamicUsage` has only level 1. `StaticUsage` has levels 1 and 2.
+    `DynamicUsage` has only level 1. In `StaticUsage`, level 1 means that a backward before the first reduction used the
+    parameter, and level 2 that the first reduced backward itself used it.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -150,7 +151,10 @@ class DynamicUsage(UsageModel):
         return ()
 
     def may_skip(self, indices: Collection[int]) -> bool:
-        """Whether no rank uses any of these parameters. Wait for the other ranks only if this rank uses none of them."""
+        """Whether no rank uses any of these parameters; False without `skip_unused`.
+
+        Wait for the other ranks only if this rank uses none of these parameters.
+        """
         # Without `skip_unused`, no bucket is skipped. If this rank uses the bucket, it need not wait for the other ranks.
         if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
             return False

@@ -10,7 +10,7 @@ from .sparse_bucket import AnyBucket
 
 
 class GradBucket:
-    """The argument of a communication hook: the methods of `torch.distributed.GradBucket`, and the group."""
+    """The argument of a communication hook. It has the methods of `torch.distributed.GradBucket`, and `process_group`."""
 
     def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
         self._bucket = bucket

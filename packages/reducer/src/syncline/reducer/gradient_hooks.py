@@ -22,11 +22,11 @@ class GradientHooks:
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Users' hooks may change a gradient. A hook that was registered after our hook runs after our hook. So a bucket is never
-    collected inside our hook on a parameter. The bucket is collected when all hooks on the latest gradient have run, so when
-    the parameter's node in the graph is done. A hook on every node would double the cost of noting gradients. So at first each
-    bucket has one hooked node: the node of the parameter that is expected to complete the bucket. If another parameter
-    completes the bucket, the bucket waits for the next gradient that wakes the reducer in the same backward, or for the end of
-    backward. From the next backward on, the node of this parameter has a hook, too.
+    collected inside our hook on a parameter. The bucket is collected when all hooks on the latest gradient have run, that is,
+    when the node of this gradient's parameter in the graph is done. A hook on every node would double the cost of noting
+    gradients. So at first each bucket has one hooked node: the node of the parameter that is expected to complete the bucket.
+    If another parameter completes the bucket, the bucket waits for the next gradient that wakes the reducer in the same
+    backward, or for the end of backward. From the next backward on, the node of this other parameter has a hook, too.
 
     Args:
         parameters: the reducer's parameters.
@@ -35,8 +35,8 @@ class GradientHooks:
             that this reducer is just averaging.
         wake: a method. A hook calls it on the thread of backward, when the reducer must look at a bucket (see
             `PendingBucket.wake_at`). Only a weak reference to `wake` is kept, so that hooks do not keep the reducer alive.
-        node_done: a method. A hook calls it with the arguments that `hook_node` got, when all hooks on that parameter have run.
-            Only a weak reference is kept.
+        node_done: a method. A hook calls it with a parameter's index and bucket, as `hook_node` got them, when all hooks on
+            this parameter have run. Only a weak reference is kept.
         retire: a method. Another reducer that this reducer would disturb calls it before a forward or a backward. `retire`
             returns True if no backward of this reducer is under way or expected. Then this reducer's hooks are off until the
             next call of `register`. Only a weak reference is kept.

@@ -514,11 +514,11 @@ class Reducer(Inherited):
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether the latest look has found hooks of the user. Such hooks see gradients that are not averaged yet."""
+        """Whether parameters had hooks of the user at the latest check. Such hooks see gradients that are not averaged yet."""
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
-        """Return a warning about the user's hooks. It names the parameters."""
+        """Return a warning that names the parameters with hooks of the user."""
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
@@ -553,9 +553,9 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """Process a bucket after all hooks on its expected last parameter have run.
+        """Process a bucket, because all hooks on the parameter that was expected to complete it have run.
 
-        The node's hook calls this on the thread of backward.
+        A hook on the parameter's node calls this on the thread of backward.
         """
         with self._lock:
             taken = self._pending.node_done(bucket, index)

@@ -18,8 +18,8 @@ class StaticUsage(UsageModel):
 
     A parameter may get no gradient in a backward, or several gradients (from re-entrant checkpoints). In the first backward no
     rank knows which gradient is the last, so all gradients are reduced at the end of this backward. Then the ranks also agree
-    which parameters any rank uses. From the second backward on, a parameter is ready when its last gradient has come, and the
-    reduction of a bucket overlaps with backward.
+    which parameters are used by at least one rank. From the second backward on, a parameter is ready when its last gradient has
+    come, and the reduction of a bucket overlaps with backward.
 
     A backward that is not synchronised may leave out parameters, but must not use additional parameters. If it runs before the
     first reduction, this reduction includes its gradients. If only such an earlier backward uses a parameter, later reductions
@@ -90,7 +90,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count uses until the first backward ends. After that, check that a backward uses only the same parameters.
+        """Count uses until the first backward ends. After that, check that a backward uses no other parameters.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.

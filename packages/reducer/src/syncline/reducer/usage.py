@@ -82,7 +82,7 @@ class UsageModel(ABC):
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
-        """Whether no rank uses any of these parameters. Every rank gets the same answer."""
+        """Whether to leave out the bucket of these parameters, because no rank uses them. Every rank gets the same answer."""
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing

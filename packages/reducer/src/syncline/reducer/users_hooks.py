@@ -38,7 +38,7 @@ class UsersHooks:
         place: this rank and the group in words, for errors.
 
     Attributes:
-        indices: the parameters that had hooks of the user at the last look.
+        indices: the parameters that had hooks of the user when `look` was called last.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], place: str) -> None:

@@ -28,7 +28,7 @@ Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate by `torch.empty`."""
+    """Allocate a tensor by `torch.empty`."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -66,7 +66,7 @@ class Buffers:
         self.output = torch.zeros_like(self.block)
 
     def like(self, allocate: Allocate) -> Buffers:
-        """Return buffers of the same shape, whose block comes from `allocate`."""
+        """Return buffers of the same sizes, whose block comes from `allocate`."""
         block = self.block
         return Buffers(self.rank, self.size, block.numel(), block.dtype, allocate, block.device)
 

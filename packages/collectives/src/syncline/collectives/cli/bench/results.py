@@ -72,7 +72,7 @@ def in_text(measurements: Sequence[Measurement]) -> str:
 
 
 def in_json(measurements: Sequence[Measurement], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all figures, in seconds and bytes per second, with a description of the machine."""
+    """Return all results, in seconds and bytes per second, with a description of the machine."""
     return {"environment": dict(environment), "measurements": [_as_dict(row) for row in measurements]}
 
 

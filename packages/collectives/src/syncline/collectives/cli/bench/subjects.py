@@ -64,7 +64,7 @@ class Subject(ABC):
 
 
 class GroupSubject(Subject):
-    """A process group of Syncline.
+    """Measures a process group of Syncline.
 
     Args:
         group: the group to measure.
@@ -77,7 +77,7 @@ class GroupSubject(Subject):
         self._owned = owned
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a call of the group's method with the collective's name."""
+        """Return a function that calls the group's method for this collective."""
         g, b = self._group, buffers
         on_root = b.parts(b.block) if b.rank == ROOT else None
         return {
@@ -102,7 +102,7 @@ class GroupSubject(Subject):
 
 
 class InWindowSubject(GroupSubject):
-    """A process group of Syncline that allocates `Buffers.block` itself, as it allocates the buckets of gradients."""
+    """Measures a process group of Syncline, with `Buffers.block` in memory that the group allocates, as its buckets."""
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         super().__init__(group, owned=owned)
@@ -114,7 +114,7 @@ class InWindowSubject(GroupSubject):
 
 
 class RawMPI(Subject):
-    """Blocking calls of mpi4py on buffers. A program without Syncline would use these calls."""
+    """Measures blocking calls of mpi4py on buffers. A program without Syncline would use these calls."""
 
     name = RAW_MPI
 
@@ -161,7 +161,7 @@ class RawMPI(Subject):
 
 
 class TorchGloo(Subject):
-    """torch's own Gloo group, as torch.distributed uses it."""
+    """Measures torch's own Gloo group, as torch.distributed uses it."""
 
     name = TORCH_GLOO
 
@@ -241,7 +241,7 @@ def default_subjects(group: ProcessGroup) -> list[str]:
 
 
 def connect_subject(name: str, control: ProcessGroup) -> Subject:
-    """Make the subject with this name, and connect its ranks. A collective of `control`, which connects the same ranks already.
+    """Make the subject with this name, and connect it to the other ranks. A collective of the group `control`.
 
     Raises:
         InvalidArgumentError: no backend and no baseline has this name, or the name puts "-in-window" after a baseline's name,

@@ -17,7 +17,7 @@ RUN_WITH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
 
 
 def was_run(version: str) -> bool:
-    """Whether our tests were run with this major and minor version. `version` is a full version, such as "2.13.0+cpu"."""
+    """Whether our tests were run with this version of torch, such as "2.13.0+cpu". Only major and minor version count."""
     return ".".join(version.split(".")[:2]) in RUN_WITH
 
 
@@ -85,7 +85,7 @@ def launcher(ranks: Observations) -> Finding:
 
 
 def mpi(ranks: Observations) -> list[Finding]:
-    """Check the MPI library, its thread level, and whether it belongs to the launcher."""
+    """Check the MPI library, its thread level, and whether library and launcher belong to the same MPI."""
     loaded = [rank.mpi for rank in ranks if rank.mpi is not None]
     if not loaded:
         return [_mpi_not_loaded(ranks[0])]
@@ -156,7 +156,7 @@ def site_file(ranks: Observations) -> Finding:
 
 
 def backend(choice: BackendChoice | None, known: Sequence[str]) -> Finding:
-    """Say which backend would be chosen, and why."""
+    """Say which backend a job would use, and why."""
     if choice is None:
         return Finding("backend", Status.WRONG, "none could be chosen", "mend what the line about the connection names")
     unknown = [name for name in _backends_in(choice.name) if name not in known]

@@ -26,13 +26,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class MPIFacts:
-    """What mpi4py tells while MPI runs in this process.
+    """What mpi4py says about the MPI library, while MPI runs in this process.
 
     Attributes:
         library: the MPI library's name and version, such as "MPICH 5.0.2".
         standard: the version of the MPI standard, such as "4.1".
         abi: the binary interface that mpi4py was loaded for, such as "mpich".
-        thread_level: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+        thread_level: how many threads may call MPI: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
         world_size: the number of processes that the library sees.
         mpi4py: mpi4py's version.
     """

@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script on this rank, or start the ranks."""
+    """Run the script if this process is a rank. If no launcher has made it a rank, start the ranks."""
     try:
         _check(arguments)
         job = find_job(os.environ, arguments.ranks)
@@ -189,7 +189,7 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """End with a message. If several ranks of a node have the same message, only one of these ranks prints it.
+    """End this process with a message. If several ranks of a node have the same message, only one of these ranks prints it.
 
     MPI has not started yet, so the ranks use a file on their node to choose the rank that prints.
     """

@@ -58,7 +58,7 @@ def _mpiexec() -> str | None:
 
 
 def _for_open_mpi() -> dict[str, str]:
-    """Return variables that make Open MPI accept more ranks than cores, and the user root, as in containers."""
+    """Return variables that let Open MPI run more ranks than cores, and let it run as root, as in containers."""
     wanted = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
     wanted |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     if os.geteuid() == 0:

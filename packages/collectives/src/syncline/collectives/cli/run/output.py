@@ -36,7 +36,7 @@ def tag_lines(rank: int) -> None:
 
 
 def _filter(tag: bytes, sources: dict[int, int]) -> None:
-    """Copy each source to its target, with the tag before each line, until all sources have ended."""
+    """Copy lines from each source to its target (both file descriptors), each with the tag in front, until all sources end."""
     import selectors
 
     begun = dict.fromkeys(sources, b"")

@@ -131,8 +131,8 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
         wanted: how many ranks the user asked for (`-n`), or None.
 
     Raises:
-        LaunchError: two launchers started this process, or a rank of a job did, or the launcher and the MPI library belong to
-            different MPIs.
+        LaunchError: two launchers started this process, or a rank of a job started it, or the launcher and the MPI library
+            belong to different MPIs.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     if run_id.startswith(started_id(os.getppid())):

@@ -31,12 +31,13 @@ class Script:
 
 
 def find_script(name: str, *, is_module: bool) -> Script:
-    """Find and compile the script or the module, and put its folder first in `sys.path`.
+    """Find and compile the script, and put its folder first in `sys.path`.
 
-    For a module, the `__init__` of its packages runs here, as with `python -m`.
+    With `is_module` the script is a module. Then the current folder comes first, and the `__init__` of the module's packages
+    runs here, as with `python -m`.
 
     Raises:
-        ScriptError: there is no such script.
+        ScriptError: there is no such script, or it cannot be read.
         SyntaxError: the script is no valid Python.
     """
     return _module(name) if is_module else _file(name)
@@ -103,6 +104,6 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _set_first_path(folder: str) -> None:
-    """Replace the folder of `syncline` in `sys.path` by the script's folder. With `python -P` there is no folder to replace."""
+    """Replace the folder of `syncline` in `sys.path` by this folder. With `python -P` there is no folder to replace."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
