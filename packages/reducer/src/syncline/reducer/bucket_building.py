@@ -91,9 +91,9 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-        """Fill the buckets from the end of the order.
+        """Fill buckets, beginning with the last parameter of `backwards`.
 
-        Return the buckets, and the members of each bucket, in the given order.
+        The buckets in the result, and the members of each bucket, have the order of `backwards`.
         """
         forwards = self._assign(backwards[::-1], caps_bytes)
         return [bucket[::-1] for bucket in sorted(forwards, key=min, reverse=True)]

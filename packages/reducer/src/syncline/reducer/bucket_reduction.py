@@ -52,8 +52,8 @@ class BucketReduction:
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket. Every rank issues the same buckets in the same order.
 
-        Only a hook needs `is_last`. Without a hook, this method does not call `is_last`, because `is_last` may wait for other
-        ranks.
+        `is_last` returns whether this is the last bucket of the backward, and may wait for other ranks to know this. So this
+        method calls `is_last` only for a hook, which needs the answer.
         """
         with naming_parameters(lambda: bucket.names):
             # Ask for a hook first: a hook also reduces sparse buckets, on any group.
@@ -95,7 +95,7 @@ class PendingReduction(ABC):
     def wait(self) -> object:
         """Block until the reduction is over, and return its result.
 
-        The result is the flat tensor, unless a hook breaks its contract.
+        The result is the reduced buffer. Only a hook that breaks its contract gives another result.
 
         Raises:
             TransportError, DisagreementError: the group's error, with its type unchanged. The text also names the parameters.
@@ -180,10 +180,10 @@ class HookReduction(PendingReduction):
 
 
 class DeferredReduction(PendingReduction):
-    """A sparse bucket on a group without a total order, such as a group of torch. The bucket's reduction runs inside `wait`.
+    """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
 
-    A sparse all_reduce issues further collectives in a callback. A group without a total order does not order these collectives
-    among the collectives of other threads. At the end of backward all ranks have issued all other collectives, so the order is
+    A sparse all_reduce issues further collectives in a callback. Such a group does not order these collectives among the
+    collectives of other threads. At the end of backward all ranks have issued all other collectives, so the order is
     the same on all ranks.
     """
 

@@ -164,7 +164,7 @@ def differentiable(name: str) -> MisuseError:
 
 
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
-    """Add the names of the bucket's parameters to an error.
+    """Return a copy of an error, with the names of the bucket's parameters in its text.
 
     Return None if the error is neither a transport error nor a disagreement.
 
@@ -238,7 +238,7 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 
 @contextmanager
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """A context that adds the names of the gradients' parameters to transport errors and disagreements.
+    """A context for reductions. It adds the names of the reduced parameters to transport errors and disagreements.
 
     An error of Syncline keeps its type.
     """

@@ -45,7 +45,7 @@ class PendingBucket:
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
         """Set how many gradients make the bucket worth a look. None: each gradient makes the bucket worth a look.
 
-        With `watch_all`, every gradient wakes the reducer, but this does not make the bucket worth a look.
+        With `watch_all`, every gradient wakes the reducer, but the bucket is worth a look only after `needed` gradients.
         """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
@@ -126,7 +126,7 @@ class PendingGradients:
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Return the gradients that were not taken before, by bucket.
+        """Return each bucket with its gradients that were not taken before, if there are any.
 
         Call this method when backward has ended, or is not reduced.
         """

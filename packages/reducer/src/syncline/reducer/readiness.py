@@ -39,7 +39,7 @@ class Readiness:
         """Note that gradients are ready.
 
         Args:
-            indices: the gradients.
+            indices: the indices of these gradients.
 
         Returns:
             The numbers of the buckets that may start now, in order. In most calls there is no such bucket.

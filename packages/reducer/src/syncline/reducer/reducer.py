@@ -317,7 +317,7 @@ class Reducer(Inherited):
     def on_delivery(self, callback: OnDelivery | None) -> None:
         """Set a function that the reducer calls for each bucket at the end of backward.
 
-        The function gets the parameters of the bucket that have their reduced gradients now.
+        The function gets those parameters of the bucket that have their reduced gradients now.
 
         The callback runs on the thread of backward, while later buckets may still be in flight. None removes the callback.
         """
@@ -529,7 +529,10 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """Look at a bucket for which a gradient has come. A hook calls this on the thread of backward.
+        """React to a gradient of this bucket. A hook calls this on the thread of backward.
+
+        If the backward is reduced, begin the reduction with the first gradient, and process buckets that are worth a look. If
+        not, count the gradients at the end of this backward.
 
         See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
         """

@@ -68,7 +68,7 @@ class SparseBucket:
         """Do nothing, because no gradient is in the bucket's memory."""
 
     def accept(self, result: object) -> None:
-        """Take the reduced gradient.
+        """Make the reduced gradient the bucket's buffer.
 
         Raises:
             MisuseError: a hook returned no tensor, or a tensor with another shape, dtype, layout or device than the hook got.

@@ -13,7 +13,7 @@ private to torch                        without it
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
 ``_storage_Use_Count``                  no gradient is aliased: all are copied back
 ``_post_accumulate_grad_hooks``         hooks of the user that use a gradient before it is averaged are not found
-``Tensor._version``                     a step in such a hook is found only if it drops the gradient
+``Tensor._version``                     an optimizer's step in such a hook is found only if the hook drops the gradient
 ``in_compiled_autograd_region``         compiled autograd gives no error, but the reduction of its first backward never ends
 hooks on gradients left undefined       the reducer also hooks each parameter's node, which costs half a microsecond; after a
                                         change of dtype, a gradient that is left undefined gives an error at the end of
@@ -66,7 +66,7 @@ def current_backward() -> int:
 def accumulation_node(parameter: torch.nn.Parameter) -> GraphNode:
     """Return the graph's node that accumulates the parameter's gradient.
 
-    After a change of dtype or device, this is another node.
+    When the parameter's dtype or device has changed, the parameter has another node.
 
     Autograd makes a new node if nothing holds the old node. So a caller that hooks the node must hold the node.
     """

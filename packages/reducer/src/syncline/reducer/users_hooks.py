@@ -70,8 +70,8 @@ class UsersHooks:
     def begin(self) -> None:
         """Note the parameters' versions, because a reduced backward begins.
 
-        Hooks on the first gradient of the backward may have run before this call. So a step in one of these hooks is noticed
-        only if the hook drops the gradient.
+        Hooks on the first gradient of the backward may have run before this call. So an optimizer's step in one of these
+        hooks is noticed only if the hook drops the gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 

@@ -22,12 +22,12 @@ _REFUSED = "refused"
 
 
 class Difference(NamedTuple):
-    """A difference between ranks, as read from JSON.
+    """A difference between the parameters or options of two ranks.
 
     Attributes:
         rank: the first rank that differs from rank 0.
-        reference: rank 0's version.
-        found: the version of `rank`.
+        reference: all parameters or options of rank 0, as read from JSON.
+        found: all parameters or options of `rank`, as read from JSON.
     """
 
     rank: int
@@ -42,7 +42,8 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
 
     Args:
         names: one name for each parameter, for errors.
-        parameters: in order of definition. In errors, a tensor that is not a `torch.nn.Parameter` is called a buffer.
+        parameters: the tensors to compare, in order of definition. In errors, a tensor that is not a `torch.nn.Parameter` is
+            called a buffer.
         group: the group whose ranks are compared.
 
     Cost: an all_reduce of 16 bytes. Only if ranks differ: two broadcasts of a description, and an all-gather of a byte.
@@ -96,7 +97,7 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     """A context for checks before `verify_same_options`.
 
-    If the checks of a rank raise, the other ranks get the error in `verify_same_options`.
+    If the checks of a rank raise a MisuseError, the other ranks get its text from `verify_same_options`.
 
     Without this context, the other ranks would wait for the failed rank, or their comparison would meet the next call of the
     failed rank. If all ranks raise the same error, no rank waits.

@@ -38,7 +38,7 @@ class Buffers:
     Attributes:
         block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
         part: another tensor, for this rank's share of the block: the block's size divided by the number of ranks. Empty if the
-            block cannot be divided.
+            block's size is not divisible.
         output: a tensor of the block's size, for the output of `all_to_all` and `send_recv`.
 
     Args:

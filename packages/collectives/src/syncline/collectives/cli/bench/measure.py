@@ -4,7 +4,7 @@
    tell each other whether they could run the collective. If one rank refuses, all ranks skip the subject.
 2. Each subject runs the collective a few times more, to warm up and to estimate the time of one call.
 3. In each round, every subject takes one sample. So a disturbance of the machine affects all subjects alike. Every second round
-   runs in reverse order. To take a sample:
+   has the subjects in reverse order. To take a sample:
    - The subject runs the collective once without timing, so that the caches hold this subject's data, not the data of the
      previous subject.
    - All ranks meet in a barrier.

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the doctor. Every rank of the job must call this. Returns the exit status.
 
     All ranks return the same status, except ranks that MPI has ended. An MPI library that cannot start may end the process at
-    once, with a message or without any. So a child process starts MPI, and this process reports how the child ended.
+    once, with or without a message. So a child process starts MPI, and this process reports how the child ended.
     """
     if not _starts_mpi():
         return _examine(arguments)

@@ -51,7 +51,7 @@ class Observation:
 
     Attributes:
         host: the node that the process runs on.
-        software: names and versions that must be the same on every rank.
+        software: names and versions of the software that must be the same on every rank.
         launcher: the name of the launcher, such as "Slurm", or None if there is none.
         launch_problem: what is wrong with the launcher's variables, or None.
         launch_world_size: the number of processes according to the launcher, or None.
@@ -197,7 +197,7 @@ def _mpi() -> MPIFacts | None:
 
 
 def _abi(file_name: str) -> str:
-    """Return the ABI from the file name of mpi4py's extension module.
+    """Return the binary interface (ABI) of an extension module of mpi4py, from the module's file name.
 
     Wheels of mpi4py have one such module for each ABI, for example MPI.openmpi.cpython-311-x86_64-linux-gnu.so.
     """

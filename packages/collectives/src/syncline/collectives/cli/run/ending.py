@@ -154,8 +154,8 @@ class Ending:
 def _leave_hydra() -> None:
     """Tell MPICH's mpiexec that this process ends in good order.
 
-    MPICH itself does this in an exit handler of the C library, but `os._exit` skips exit handlers. Then mpiexec would kill the
-    other ranks.
+    MPICH itself does this in an exit handler of the C library, but `os._exit` skips exit handlers. If nobody told
+    mpiexec, it would kill the other ranks.
     """
     number = os.environ.get("PMI_FD", "")
     if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:

@@ -168,7 +168,7 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
     """Set torchrun's variables.
 
     Returns:
-        The variables that had another value, such as "RANK=3 (now 0)", for example from the user's shell.
+        The variables that had a different value before (for example, from the user's shell), such as "RANK=3 (now 0)".
     """
     wanted = job.variables()
     stale = [name for name in TORCHRUN if environ.get(name, wanted[name]) != wanted[name]]
