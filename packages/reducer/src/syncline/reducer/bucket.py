@@ -152,7 +152,7 @@ class Bucket:
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
         """Return the positions of gradients that are in the buffer already.
 
-        If a gradient is at a wrong offset in the buffer, replace the gradient in the list by a copy.
+        If a gradient is at a wrong offset in the buffer, replace this gradient in the list `gradients` by a copy.
         """
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []

@@ -424,7 +424,7 @@ class Reducer(Inherited):
         Args:
             named_parameters: as at construction.
             sparse: as at construction.
-            bucket_cap_bytes: as at construction, a list of sizes.
+            bucket_cap_bytes: as at construction, but always a list of sizes.
 
         Raises:
             MisuseError: a backward is under way, or has failed.

@@ -40,7 +40,7 @@ class IterationStatistics:
         forward_ended: when the module's forward returned. 0.0 if no wrapper sets this time (DistributedDataParallel sets it).
         backward_started: when the first gradient was ready.
         last_gradient: when the last gradient was ready. After this time, no computation is left that could hide communication.
-        finalize_started: when backward had computed everything.
+        finalize_started: when backward had computed all gradients, and the wait for the last reductions began.
         finished: when all reduced gradients were written back.
         waited_s: the exposed communication: after the last gradient was ready, for how many seconds backward stood still
             because of the reduction. This time includes the start of the last buckets, the wait, and the writing back, but not

@@ -78,7 +78,7 @@ class UsageModel(ABC):
         """Note gradients of a backward that is not reduced. These gradients count for a later backward.
 
         Raises:
-            UnexpectedGradientError: an earlier backward has shown that this parameter gets no gradient.
+            UnexpectedGradientError: an earlier backward has shown that one of these parameters gets no gradient.
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's

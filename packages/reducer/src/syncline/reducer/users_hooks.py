@@ -27,10 +27,10 @@ class UsersHooks:
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    If a hook changes a gradient, the changed gradient is averaged. But a hook that steps the parameter uses this rank's own
-    gradient, and a hook that drops the gradient leaves nothing to average. So when a bucket starts, we check two things for its
-    parameters with users' hooks: a gradient that had come is still there, and the parameter still has the version that it had
-    when backward began. Parameters without users' hooks are not checked.
+    If a hook changes a gradient, the changed gradient is averaged. But a hook that runs an optimizer's step uses this rank's
+    own gradient, and a hook that drops the gradient leaves nothing to average. So when a bucket starts, we check two things for
+    its parameters with users' hooks: a gradient that had come is still there, and the parameter still has the version that it
+    had when backward began. Parameters without users' hooks are not checked.
 
     Args:
         names: the parameters' names, for errors.

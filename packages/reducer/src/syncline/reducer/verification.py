@@ -49,8 +49,8 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
     Cost: an all_reduce of 16 bytes. Only if ranks differ: two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
-        DisagreementError: raised on every rank. The text names the first parameter that differs, and describes it on both
-            ranks.
+        DisagreementError: raised on every rank. The text names the first parameter that differs, and describes it on
+            rank 0 and on the first rank that differs from rank 0.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -72,8 +72,8 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     Cost: as for `verify_same_parameters`.
 
     Raises:
-        DisagreementError: raised on every rank. The text names the options that differ, and the values on both ranks. Or it
-            says why a rank has refused its model (see `telling_the_others`).
+        DisagreementError: raised on every rank. The text names the options that differ, and their values on rank 0 and on the
+            first rank that differs from rank 0. Or the text says why a rank has refused its model (see `telling_the_others`).
     """
     difference = _find_difference(options, group)
     if difference is None:

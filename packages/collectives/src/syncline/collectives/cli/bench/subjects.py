@@ -192,7 +192,7 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """A lower bound for the time of an `all_reduce`, from the speed of the memory.
+    """Measures a lower bound for the time of an `all_reduce`, from the speed of the memory.
 
     Each rank does its share of the additions and copies of an `all_reduce`, in its own memory.
     """

@@ -267,7 +267,7 @@ def _start_mpi(launch: Launch) -> str | None:
     """Start MPI together with the other ranks.
 
     Returns:
-        None if MPI has started. Otherwise the reason why ranks that srun started run without MPI.
+        None if MPI has started. Otherwise, which happens only under srun, the reason why the ranks run without MPI.
 
     Raises:
         LaunchError: the launcher is an mpirun that belongs to another MPI.
