@@ -64,7 +64,7 @@ class Subject(ABC):
 
 
 class GroupSubject(Subject):
-    """Measures a process group of Syncline.
+    """Runs the collectives of a process group of Syncline.
 
     Args:
         group: the group to measure.
@@ -102,7 +102,7 @@ class GroupSubject(Subject):
 
 
 class InWindowSubject(GroupSubject):
-    """Measures a process group of Syncline, with `Buffers.block` in memory that the group allocates, as its buckets."""
+    """As `GroupSubject`, but the group allocates `Buffers.block`, as it allocates the buckets of a reducer."""
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         super().__init__(group, owned=owned)
@@ -114,7 +114,7 @@ class InWindowSubject(GroupSubject):
 
 
 class RawMPI(Subject):
-    """Measures blocking calls of mpi4py on buffers. A program without Syncline would use these calls."""
+    """Runs blocking calls of mpi4py on buffers, as a program without Syncline would do."""
 
     name = RAW_MPI
 
@@ -161,7 +161,7 @@ class RawMPI(Subject):
 
 
 class TorchGloo(Subject):
-    """Measures torch's own Gloo group, as torch.distributed uses it."""
+    """Runs the collectives of torch's own Gloo group, as torch.distributed does."""
 
     name = TORCH_GLOO
 
@@ -192,7 +192,7 @@ class TorchGloo(Subject):
 
 
 class Floor(Subject):
-    """Measures a lower bound for the time of an `all_reduce`, from the speed of the memory.
+    """Gives a lower bound for the time of an `all_reduce`, from the speed of the memory.
 
     Each rank does its share of the additions and copies of an `all_reduce`, in its own memory.
     """
