@@ -5,13 +5,14 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 1. `api.functional` finds the group.
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
 3. `engine.group.HostGroup` makes the `Call` (`engine.call`), runs the call in its turn (`engine.queue`), and finds the plan
-   of the call's signature. (`transports.nccl.group` puts calls on a stream instead.)
+   of the call's signature: the object that carries out all calls with this signature. (Over NCCL, `transports.nccl.group`
+   puts calls on a stream of the GPU instead.)
 4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature. `transports.threads` is the shortest
    transport.
-5. Over MPI on one node, `transports.mpi.node.node_transport` makes the plan (`transports.mpi.node.plan`), with an algorithm
-   for the size. For small tensors it is `transports.mpi.node.eager`: each rank writes its tensor into a slot, and reduces the
-   slots of all ranks. For large tensors in shared memory it is `transports.mpi.node.window`: each rank reduces a slice
-   directly in the tensors of all ranks.
+5. Over MPI on one node, `transports.mpi.node.node_transport` makes the plan (`transports.mpi.node.plan`). The tensor's size
+   decides the algorithm. The algorithm for small tensors is `transports.mpi.node.eager`: each rank writes its tensor into a
+   slot, and reduces the slots of all ranks. The algorithm for large tensors in shared memory is `transports.mpi.node.window`:
+   each rank reduces a slice directly in the tensors of all ranks.
 """
 
 from importlib import import_module

@@ -20,10 +20,10 @@ ENTRY_POINT_GROUP = "syncline.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list all commands, and return the exit status. Under mpirun every rank calls it."""
+    """Run a command, or list all commands, and return the exit status. Under mpirun every rank calls this function."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["run"]:
-        # This runs at the start of every script. Searching all installed packages for commands would take longer than the rest.
+        # `syncline run` must start a script quickly, and a search for commands in all installed packages takes too long.
         from .cli.run import command
 
         return command.main(words[1:])

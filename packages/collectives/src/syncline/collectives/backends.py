@@ -1,4 +1,4 @@
-"""Names for the author of a backend; see "Write a backend" in the documentation."""
+"""The names that a module needs to implement a backend; see "Write a backend" in the documentation."""
 
 from .engine.group import HostGroup
 from .engine.transport import Request, Transport

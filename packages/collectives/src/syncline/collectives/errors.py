@@ -43,9 +43,10 @@ def with_details(headline: str, *details: str) -> str:
 
 
 def fitted(text: str) -> str:
-    """The text as it is printed: a first line that is too long is broken after `HEADLINE_CHARACTERS` at most. A pure function.
+    """Break the first line of an error's text in two if it is longer than `HEADLINE_CHARACTERS`. A pure function.
 
-    Names, calls and paths in an error may be long. The break is at the end of a sentence if possible, else after a word.
+    Names, calls and paths in an error may be long. The break is at the end of a sentence if possible, else after a colon, a
+    comma or a word.
     """
     first, newline, rest = text.partition("\n")
     if len(first) <= HEADLINE_CHARACTERS:
@@ -84,7 +85,7 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument that should be a function is not one. Also a TypeError, which torch raises here."""
+    """An argument that should be a function is not one. Also a TypeError, because torch raises one for it."""
 
 
 class NotInitializedError(MisuseError):
@@ -96,7 +97,7 @@ class GroupClosedError(MisuseError):
 
 
 class UnknownBackendError(MisuseError):
-    """No installed package offers a backend of that name."""
+    """No installed package offers a backend of the name that the caller gave."""
 
 
 class BackendUnavailableError(MisuseError):
@@ -112,7 +113,7 @@ class LaunchError(MisuseError):
 
 
 class DisagreementError(SynclineError):
-    """The ranks of a group did not do the same thing."""
+    """The ranks of a group made different calls, or passed different arguments or options."""
 
 
 class TransportError(SynclineError):

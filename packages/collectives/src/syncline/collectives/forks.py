@@ -8,13 +8,13 @@ forked. The other ranks do not know about the child. So in a child:
 - *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work, because workers
   read them. Calls in flight belong to the parent, and waiting for them raises the same error. A child may make its own groups.
 - *Windows* are private memory: the user's tensors on this rank are copies made at the fork; everything else is zeros.
-- *Hooks of reducers* are removed from the parameters, so a backward is local.
+- *Hooks of reducers* are removed from the parameters, so a backward in a child sends nothing.
 - *MPI* is not called, not even to finalize MPI. A call would act in the parent's name, or wait for a lock that is never
   released.
 
-An object that must know of forks is an `Inherited`, and is given to `tell_in_forks`. Calls do not check for forks, so
-calls do not become slower. Python runs the functions below at each fork that Python makes. A child that C code forks does not
-need these functions, because it runs no Python.
+An object that must know of forks is an `Inherited`, and is given to `tell_in_forks`. No call checks whether it runs in a
+child, so forks make no call slower. Python runs the functions below at each fork that Python makes. A child that C code forks
+does not need these functions, because it runs no Python.
 """
 
 from __future__ import annotations
@@ -48,19 +48,22 @@ class Inherited(ABC):
 
 
 def tell_in_forks(thing: Inherited) -> None:
-    """Call the object's methods at every fork of this process. No reference to the object is kept."""
+    """Call `before_fork` and `in_fork` of this object at every later fork of this process. Keep only a weak reference to it."""
     with _lock:
         _inherited.add(thing)
 
 
 def in_forks(function: Callable[[], object]) -> None:
-    """Call a function in every forked child, before any other code runs. Use it for the state of a module."""
+    """Call a function in every forked child, before any other code runs. Modules reset their global variables in this way."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def generation() -> int:
-    """How many forks lie between the first process and this one. If an object noted another number, a parent has made it."""
+    """How many forks lie between the first process and this process.
+
+    An object keeps the number of the process that made it. In a forked child, this number differs from the child's.
+    """
     return _generation
 
 
@@ -70,7 +73,7 @@ def is_fork_of_rank() -> bool:
 
 
 def not_the_rank(call: str, place: str) -> GroupClosedError:
-    """The error for a call on a group that was made before the fork.
+    """The error if a forked child calls a group of its parent, or waits for a call of such a group.
 
     Args:
         call: the call's name.

@@ -1,4 +1,4 @@
-"""ProcessGroup: a set of ranks that communicate, and what every group promises."""
+"""ProcessGroup: the base class of all groups of ranks that communicate. It says what every group promises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 DEFAULT_SILENCE_TIMEOUT_S = 30.0
-"""How long survivors wait for a silent rank, in seconds, unless told otherwise."""
+"""The default of `silence_timeout_s` in `ProcessGroup.shrink` and `ProcessGroup.admit`, in seconds."""
 
 
 class ProcessGroup(ABC):
@@ -35,19 +35,20 @@ class ProcessGroup(ABC):
     order, on this rank or across ranks. If a future's callback issues a collective, the collective runs inside the callback,
     before all queued calls of the group.
 
-    **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished. With
-    `async_op=True` the collective may be in flight, and the tensors belong to it until `wait()` returns.
+    **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the
+    method returns. With `async_op=True` the collective may still run: do not read or write its tensors until the work's
+    `wait()` returns.
 
     **How tensors are treated.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. Outputs are written in
-    place, also through strides. Tensors without elements or without dimensions are allowed. `device_types` says which devices
-    a group serves. If this rank can see that an argument is wrong, the method raises before the call is issued, and the group
-    stays usable.
+    place, also if they are not contiguous. Tensors without elements or without dimensions are allowed. `device_types` says
+    which devices a group serves. If this rank can see that an argument is wrong, the method raises before the call is issued,
+    and the group stays usable.
 
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1. `ranks` maps them to ranks in the default group.
 
     **Errors of all methods**, besides the errors that each method lists: `InvalidArgumentError` (a tensor on a device that the
     group does not serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, `CollectiveTimeout`,
-    `TransportError` and `DisagreementError`. With `async_op` the last three come from the call or from `wait()`.
+    `TransportError` and `DisagreementError`. With `async_op=True` the last three come from the method or from `wait()`.
 
     A backend implements `_issue`, `_send`, `_recv`, `_split`, `close`, `abort`, and the properties that describe it.
 
@@ -58,8 +59,8 @@ class ProcessGroup(ABC):
         name: the group's name in messages.
         timeout_s: how long one collective may take, in seconds.
         torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
-            a program passes a torch group, Syncline makes a new object of this class. To see whether two objects stand for
-            one torch group, compare their `torch_group`.
+            a program passes a torch group to Syncline, Syncline makes a new object of this class. To see whether two objects
+            stand for one torch group, compare their `torch_group`.
         hosts: the host of each rank of the default group, as `startup.nodes.in_words` writes it; None if the ranks did not
             exchange their hosts when they connected.
     """
@@ -87,7 +88,7 @@ class ProcessGroup(ABC):
     @property
     @abstractmethod
     def backend_name(self) -> str:
-        """The name under which the registry knows the backend, such as "mpi"."""
+        """The backend's name, such as "mpi"."""
 
     @property
     @abstractmethod
@@ -96,11 +97,11 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """The library underneath and its version in a few words, such as "mpi: MPICH 5.0.2"."""
+        """The library that communicates, and its version, in a few words, such as "mpi: MPICH 5.0.2"."""
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the collectives' names in torch's profiler; None if torch or groups inside this group show them."""
+        """The prefix of the collectives' names in torch's profiler; None if torch or groups in this group show them."""
         return f"syncline-{self.backend_name}"
 
     def place(self) -> str:
@@ -123,8 +124,8 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. May be
-                sparse (COO, with different elements present on each rank) for SUM, AVG and `premul_sum`; see `sparse`.
-            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
+                sparse (COO; each rank may have other elements) for SUM, AVG and `premul_sum`; see `tensors.sparse`.
+            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: return at once, before the collective has finished.
 
         Raises:
@@ -144,9 +145,10 @@ class ProcessGroup(ABC):
         """Combine the tensors of all ranks on the root.
 
         Args:
-            tensor: as for `all_reduce`. Overwritten with the result on the root; elsewhere only read.
-            root: rank in this group.
-            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
+            tensor: dense, any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result on
+                the root; only read on the other ranks.
+            root: the rank in this group that gets the result.
+            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: return at once, before the collective has finished.
         """
         self._check_root("reduce", root)
@@ -159,8 +161,8 @@ class ProcessGroup(ABC):
         """Copy the root's tensor to every rank.
 
         Args:
-            tensor: any shape and dtype, the same on every rank. Read on the root, overwritten elsewhere.
-            root: rank in this group.
+            tensor: any shape and dtype, the same on every rank. Read on the root, overwritten on the other ranks.
+            root: the rank in this group whose tensor is copied.
             async_op: return at once, before the collective has finished.
         """
         self._check_root("broadcast", root)
@@ -190,7 +192,7 @@ class ProcessGroup(ABC):
         """Give every rank the tensors of all ranks, one after the other in one tensor.
 
         Args:
-            output: `size` times the elements of `tensor`, same dtype, any shape. Overwritten.
+            output: a tensor of any shape with the dtype of `tensor`, and `size` times as many elements. Overwritten.
             tensor: any shape and dtype, the same on every rank. It is not changed; may be this rank's own part of `output`.
             async_op: return at once, before the collective has finished.
         """
@@ -213,8 +215,9 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape and dtype, the same on every rank. It is not changed.
-            outputs: on the root `size` tensors like `tensor`, which are overwritten; None elsewhere.
-            root: rank in this group.
+            outputs: on the root `size` tensors with the shape and dtype of `tensor`; number r is overwritten with rank r's
+                tensor. On the other ranks None.
+            root: the rank in this group that gets the tensors.
             async_op: return at once, before the collective has finished.
         """
         self._check_root("gather", root)
@@ -236,8 +239,9 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape and dtype, the same on every rank. Overwritten.
-            inputs: on the root `size` tensors like `tensor`, which are only read; None elsewhere.
-            root: rank in this group.
+            inputs: on the root `size` tensors with the shape and dtype of `tensor`; rank r gets number r. They are only read.
+                On the other ranks None.
+            root: the rank in this group that gives the tensors.
             async_op: return at once, before the collective has finished.
         """
         self._check_root("scatter", root)
@@ -253,10 +257,10 @@ class ProcessGroup(ABC):
         """Combine the lists of all ranks, tensor by tensor, and give rank r the r-th result.
 
         Args:
-            output: like `inputs[rank]`; a dtype that `op` is defined for. Overwritten.
+            output: a tensor with the shape and dtype of `inputs[rank]`; `op` is defined for the dtype. Overwritten.
             inputs: `size` tensors, which are not changed. Number r has the same shape on every rank. The tensors may
-                differ in shape, and some may be empty. Different shapes cost one `reduce` for each rank.
-            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
+                differ in shape, and some may be empty. If the shapes differ, this makes one `reduce` for each rank.
+            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: return at once, before the collective has finished.
 
         Extra memory: one block as large as all inputs together.
@@ -280,8 +284,8 @@ class ProcessGroup(ABC):
 
         Args:
             output: any shape; a dtype that `op` is defined for. Overwritten; may be this rank's own part of `tensor`.
-            tensor: `size` times the elements of `output`, same dtype, any shape. It is not changed.
-            op: see `ReduceOp` and `premul_sum`; reductions of torch.distributed work, too.
+            tensor: any shape, the dtype of `output`, and `size` times as many elements. Only `output` is written.
+            op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
@@ -295,11 +299,11 @@ class ProcessGroup(ABC):
 
     @shown_to_observers
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False) -> Work:
-        """Send `inputs[r]` to rank r and receive `outputs[r]` from it.
+        """For each rank r, send `inputs[r]` to rank r, and receive `outputs[r]` from rank r.
 
         Args:
-            outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r has as
-                many elements as `inputs[r]` on rank s.
+            outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r has as many elements as `inputs[r]` on
+                rank s. They are overwritten.
             inputs: `size` tensors of the outputs' dtype. They are not changed.
             async_op: return at once, before the collective has finished.
 
@@ -330,11 +334,11 @@ class ProcessGroup(ABC):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Send a part of the rows of `tensor` to each rank, and receive rows from each into `output`.
+        """Send a part of the rows of `tensor` to each rank, and receive rows from each rank into `output`.
 
         Args:
-            output: rows like those of `tensor`, same dtype. Overwritten.
-            tensor: at least one dimension. It is not changed.
+            output: a tensor with the dtype of `tensor`, whose rows have the shape of the rows of `tensor`. Overwritten.
+            tensor: a tensor with at least one dimension, the first, which counts the rows. It is not changed.
             output_split_sizes: how many rows come from each rank; None: the same number from each.
             input_split_sizes: how many rows go to each rank; None: the same number to each.
             async_op: return at once, before the collective has finished.
@@ -364,8 +368,8 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape and dtype. It is not changed; do not write it before the work has finished.
-            dst: rank in this group; not this rank.
-            tag: 0 or above. Syncline reserves the tags 32,000 to 32,767. The receiver must pass the same tag.
+            dst: the rank in this group that receives; not this rank.
+            tag: a number, 0 or above. The receiver must pass the same number. Syncline reserves the tags 32,000 to 32,767.
             async_op: return at once. With False, `send` may or may not wait for the receiver.
         """
         self._check_peer("send", dst, tag)
@@ -377,9 +381,9 @@ class ProcessGroup(ABC):
         """Receive a tensor from one rank, which calls `send`.
 
         Args:
-            tensor: the dtype and number of elements that were sent. Overwritten.
-            src: rank in this group; None receives from any rank, and the work's `source_rank()` names the sender.
-            tag: 0 or above.
+            tensor: a tensor with the dtype and the number of elements of the tensor that is sent. Overwritten.
+            src: the rank in this group that sends; None receives from any rank; the work's `source_rank()` names the sender.
+            tag: the number that the sender passes as `tag`.
             async_op: return at once, before the tensor has arrived.
         """
         self._check_peer("recv", src, tag)
@@ -390,16 +394,16 @@ class ProcessGroup(ABC):
 
     @shown_to_observers
     def barrier(self, *, async_op: bool = False) -> Work:
-        """Return on any rank only after all ranks have called it."""
+        """Wait until all ranks have called this method."""
         return self._issue(Signature("barrier"), (), (), async_op)
 
     def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
-        """Make new groups of the ranks that give the same color. Every rank of this group calls this.
+        """Make a new group for each color, of the ranks that pass this color. Every rank of this group calls this method.
 
         Args:
-            color: 0 or above; None: this rank joins no new group.
+            color: a number that stands for one of the new groups, 0 or above; None: this rank joins no new group.
             key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. None means
-                this rank's number in this group.
+                this rank's rank in this group.
             timeout_s: the new group's time limit, in seconds; None takes this group's.
 
         Returns:
@@ -441,8 +445,8 @@ class ProcessGroup(ABC):
     def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for subclasses that can
         """Return each rank's text, by rank; None if the group cannot exchange texts.
 
-        All ranks call this directly after they have connected. The exchange does not count as a call of the group: it has no
-        number, and it uses no GPU.
+        All ranks call this method directly after they have connected. The exchange is not one of the calls that the ranks
+        compare, and it uses no GPU.
         """
         return None
 
@@ -473,23 +477,23 @@ class ProcessGroup(ABC):
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """The store in which the ranks of this group met. Other groups of these ranks can meet there. None if there is none."""
+        """The store by which the ranks of this group found each other; None if there is none. Other groups can use it, too."""
         return None
 
     # ---- marks, and the comparison of calls ----
 
     @contextmanager
     def marked(self, mark: str) -> Iterator[None]:
-        """A context that adds a mark, such as "backward 1 since forward 12", to the first call that this thread issues.
+        """A context that adds a mark to the first call that this thread issues in it.
 
-        The mark must be the same on every rank. Where the ranks compare calls, they also compare the marks. Errors show the
+        The mark must be the same on every rank: when the ranks compare calls, they also compare the marks. Errors show the
         marks.
 
         A call that a callback issues gets no mark, because the callback may run on this thread on one rank, and on another
         thread on another rank.
 
         Args:
-            mark: a few words, without a comma.
+            mark: a few words without a comma, such as "backward 1 since forward 12".
         """
         self._marks[get_ident()] = mark
         try:
@@ -498,10 +502,10 @@ class ProcessGroup(ABC):
             self._marks.pop(get_ident(), None)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
-        """The algorithm that this rank uses for a collective on tensors like this one.
+        """The algorithm that this rank uses for a collective on a tensor of this dtype and shape.
 
-        Calls with another reduction or root may use another algorithm. If there were such calls, the answer is for the
-        call whose plan was made last.
+        Calls with different reductions or roots may use different algorithms. Then the answer is for the reduction and root
+        that came last for the first time.
 
         Args:
             name: the method's name, such as "all_reduce".
@@ -515,7 +519,7 @@ class ProcessGroup(ABC):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for subclasses that can
         """Compare with the other ranks which collectives were called since the group was made. A collective.
 
-        There is nothing to compare if the group compares each call before it runs, or does not remember its calls.
+        There is nothing to compare if the ranks compare each call before it runs, or if such a group cannot compare calls.
 
         Returns:
             None if there is nothing to compare. With `async_op` a work, whose `wait` raises the errors listed below.
@@ -546,10 +550,10 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Choose whether the group skips the report when a rank is lost. A program that goes on without the rank needs none."""
+        """Set whether the program goes on when a rank is lost. If it does, the group writes no report about the loss."""
 
     def missing_for_shrink(self) -> str | None:
-        """Why the survivors of this group cannot make a new one, with the remedy, in one sentence; None if they can."""
+        """Why `shrink` cannot work for this group, and what the user can do, in one sentence; None if `shrink` can work."""
         return (
             f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
             "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
@@ -562,12 +566,12 @@ class ProcessGroup(ABC):
 
         All survivors get the same members, in the order of their ranks in this group, even if another rank dies meanwhile. Do
         not use this group, its sub-groups or its memory again. Calls that were in flight have finished on some ranks and are
-        lost on others: agree in the new group on where to go on.
+        lost on others. So use the new group to agree on the step from which all survivors go on.
 
         Args:
-            silence_timeout_s: how long, in seconds, to wait for a rank that does not call and is not known to have ended.
-                After this time the survivors give the rank up: if it comes back, its `shrink` raises `RankGivenUpError`. MPI
-                cannot give up a rank that lives: over MPI, `shrink` fails after this time, and may be called again.
+            silence_timeout_s: how long, in seconds, to wait for a rank that does not call `shrink` and is not known to have
+                ended. After this time the survivors give the rank up: if it comes back, its `shrink` raises `RankGivenUpError`.
+                MPI cannot give up a rank that still runs: over MPI, `shrink` fails after this time, and may be called again.
 
         Returns:
             The new group, with the name and the time limit of this one. Its ranks count from 0.
@@ -575,7 +579,7 @@ class ProcessGroup(ABC):
         Raises:
             BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
             RankGivenUpError: the others have gone on without this rank. Let its process end.
-            CollectiveTimeout: over MPI, a rank that lives does not call.
+            CollectiveTimeout: over MPI, a rank that still runs does not call `shrink`.
             StoreError: the store in which the ranks would meet is lost.
         """
         lack = self.missing_for_shrink()
@@ -584,17 +588,17 @@ class ProcessGroup(ABC):
         return self._shrink(silence_timeout_s)
 
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
-        """Whether the ranks of this group meet through the group `host`, so that `beside` can connect them again."""
+        """Whether the ranks of this group find each other through the group `host`. If so, `beside` can connect them again."""
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a new group like this one from the ranks of `host`. The ranks meet through `host`. Abort this group first."""
+        """Make a new group like this one from the ranks of `host`. They find each other through `host`. Abort this group first."""
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
 
     def missing_for_admit(self) -> str | None:
-        """Why processes that start later cannot join this group, with the remedy, in one sentence; None if they can."""
+        """Why processes that start later cannot join this group, and what the user can do, in a sentence; None if they can."""
         return (
             f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
             "init_method='file:///shared/folder'"
@@ -618,9 +622,9 @@ class ProcessGroup(ABC):
         """Make a new group from the members of this one and the waiting processes. A collective, which aborts this group.
 
         A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). The process calls `admit`
-        on that group to be let in. All ranks get the same members. In the new group, newcomers come after the old members. A
-        member that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call `shrink`
-        and others `admit`.
+        on that group to be let in. All ranks get the same new group, in which newcomers come after the old members. A member
+        that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call `shrink` and
+        others `admit`.
 
         Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups or its
         memory afterwards.
@@ -649,14 +653,14 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish all issued calls, then release what the group holds. All ranks call it. A second call does nothing.
+        """Finish all issued calls, then release what the group holds. All ranks call this. A second call does nothing.
 
-        A rank may wait for the others, for at most 60 seconds. It is no error if another rank does not come.
+        A rank may wait at most 60 seconds for the other ranks. It is no error if another rank does not call `close`.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """End the group without waiting for calls in flight. Waiters get a `TransportError`. One rank may call it alone."""
+        """End the group without waiting for calls in flight. Waiters get a `TransportError`. One rank may call this alone."""
 
     # ---- what a backend implements ----
 
@@ -667,7 +671,7 @@ class ProcessGroup(ABC):
         """Issue one collective whose arguments were checked.
 
         Args:
-            signature: which collective.
+            signature: says which collective to issue, with which reduction, root, dtype and shape.
             reads: tensors that are only read: the input if the output is another tensor, or one input for each rank.
             writes: tensors that are written. For a gather, the root passes one tensor for each rank, and the other
                 ranks pass none.

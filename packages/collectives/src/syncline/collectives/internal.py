@@ -1,4 +1,4 @@
-"""The names that Syncline's other layers use besides the public names. Do not use them elsewhere: they may change any day."""
+"""Names for the packages ddp, reducer and hooks only. Programs must not use these names: they may change at any time."""
 
 from .api.coalescing import DEFAULT_BUFFER_BYTES
 from .api.default_group import replace_default_group

@@ -1,4 +1,4 @@
-"""Plugins: modules that installed packages offer by name, in a group of entry points."""
+"""Plugins: modules or objects that installed packages offer by name, in a group of entry points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .errors import InvalidArgumentError, MisuseError
 
 
 def plugin_names(group: str) -> list[str]:
-    """The names that installed packages offer in this group of entry points, sorted."""
+    """The names of the plugins that installed packages offer in this group of entry points, sorted."""
     return sorted({point.name for point in entry_points(group=group)})
 
 

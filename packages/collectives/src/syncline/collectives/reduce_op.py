@@ -53,7 +53,7 @@ class PremulSum:
 
     @property
     def name(self) -> str:
-        """The name in messages."""
+        """The reduction's name in messages."""
         return f"PREMUL_SUM({self.factor:g})"
 
 
@@ -116,7 +116,7 @@ def check_reduction(op: object, dtype: torch.dtype) -> None:
     """Refuse a reduction that is not defined for a dtype.
 
     Raises:
-        InvalidArgumentError: `op` is not a reduction of ours, or is not defined for `dtype`. The message lists valid ones.
+        InvalidArgumentError: `op` is no `Reduction`, lacks its factor, or is not defined for `dtype`. The message says what is.
     """
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")
@@ -133,9 +133,9 @@ def check_reduction(op: object, dtype: torch.dtype) -> None:
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """Divide in place; integers are rounded towards zero.
+    """Divide a tensor by `count` in place; integers are rounded towards zero.
 
-    If `count` is a power of two, floats are multiplied by its inverse: the same bits in half the time.
+    If `count` is a power of two, a tensor of float32 or float64 is multiplied by 1 / `count`: the same bits in half the time.
     """
     if count == 1:
         return
@@ -159,7 +159,7 @@ _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_availab
 
 
 def from_torch(op: Any) -> Reduction | None:
-    """Our reduction for a reduction of torch.distributed; None if `op` is no such reduction."""
+    """The `Reduction` that equals a reduction of torch.distributed; None if `op` is not one, or its factor cannot be read."""
     if not _OURS:  # a torch without torch.distributed
         return None
     # An instance of `dist.ReduceOp` equals torch's constant, but has another hash. Its attribute `op` is the constant.
@@ -175,7 +175,9 @@ def from_torch(op: Any) -> Reduction | None:
 
 
 def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """The reduction that a backend carries out for `op` (ours or torch's). For bool, SUM becomes BOR and PRODUCT becomes BAND.
+    """The reduction that a backend carries out for `op`. For bool, SUM becomes BOR and PRODUCT becomes BAND.
+
+    `op` is a `Reduction`, or a reduction of torch.distributed.
 
     Raises:
         InvalidArgumentError: `op` is not a reduction, or is not defined for `dtype`; see `check_reduction`.

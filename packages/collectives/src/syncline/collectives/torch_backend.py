@@ -1,4 +1,4 @@
-"""Our process groups under stock torch.distributed. Importing this module registers them; see `torch_bridge.registration`.
+"""Syncline's groups as backends of torch.distributed. Importing this module registers them; see `torch_bridge.registration`.
 
 ::
 

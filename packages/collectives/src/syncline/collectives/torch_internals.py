@@ -15,8 +15,8 @@ private to torch                    without it
 ``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
 ``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
 ``_get_tracing_state``              torch.jit.trace makes a program without its collectives
-``get_proxy_mode``                  a tracer gets a program without the collectives that have no operator
-``_disable_current_modes``          a tool's mode sees the internal operators of a collective that has no operator
+``get_proxy_mode``                  a traced program lacks the collectives for which torch has no operator
+``_disable_current_modes``          a mode sees the operators inside a collective for which torch has no operator
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a torch group is an error; name the sender
 ``_cuda_getCurrentRawStream``       a collective on CUDA tensors costs some microseconds more of the CPU's time
@@ -61,7 +61,7 @@ _foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object
     torch, "_foreach_copy_", None
 )
 
-#: Whether a tensor belongs to a transformation of torch.func, which passes it to the transformed function.
+#: Whether this tensor is only a wrapper around another tensor, made by a transformation of torch.func such as `vmap`.
 is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
 )
@@ -73,7 +73,7 @@ def _distributed() -> Any:
 
 
 def group_named(name: str) -> object:
-    """The group of torch.distributed that torch's operators find by this name.
+    """The group of torch.distributed with this name. torch's operators name their group in this way.
 
     Raises:
         RuntimeError: torch knows no group of this name.
@@ -84,7 +84,7 @@ def group_named(name: str) -> object:
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
     """Let torch's `wait_tensor(result)` call `wait`. The argument of `wait` is a time limit; 0 means no limit.
 
-    The work must be a C++ object, because only C++ holds it.
+    torch keeps no reference to a Python object here, so the work that it gets must be a C++ object, a `PythonCallbackWork`.
     """
     module: Any = sys.modules["torch._C._distributed_c10d"]
     module._register_work(result, module.PythonCallbackWork(wait))
@@ -98,8 +98,8 @@ def set_group_store(group: object, name: str, store: object) -> None:
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
     """Let torch's `destroy_process_group` call `shut_down` first for each group.
 
-    `shut_down` returns whether it has ended the group. If not, torch ends it. A second call of this function does nothing. If
-    torch lacks the private function, the first call does nothing, too.
+    If `shut_down` returns True, it has ended the group. If it returns False, torch ends the group. A second call of
+    `end_groups_by` does nothing. If torch lacks `_shutdown_backend`, the first call does nothing, too.
     """
     module = _distributed()
     theirs = getattr(module, "_shutdown_backend", None)
@@ -127,7 +127,7 @@ def registered_creator(name: str) -> Callable[..., Any] | None:
     return None if plugin is None else plugin.creator_fn
 
 
-#: Whether C++ waits for ever for a work that no Python code holds.
+#: Whether torch's C++ code waits for ever for a work to which no Python code keeps a reference.
 LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 
 
@@ -140,7 +140,7 @@ jit_trace: Callable[[], object] = getattr(torch._C, "_get_tracing_state", lambda
 
 
 def is_traced() -> bool:
-    """Whether a tracer records the calls of this thread."""
+    """Whether torch.jit.trace or make_fx records the operators that this thread calls."""
     if jit_trace() is not None:
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
@@ -259,7 +259,7 @@ def source_rank(torch_work: Any) -> int:
 
 
 def clone_of_store(torch_store: Any) -> Any:
-    """Another handle on the same store of torch.distributed; the same handle if its class cannot clone."""
+    """Another object for the same store of torch.distributed; `torch_store` itself if its class cannot clone."""
     return torch_store.clone() if hasattr(torch_store, "clone") else torch_store
 
 

@@ -37,7 +37,7 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 
 
 class GroupFuture(AnyFuture):
-    """A future that a callback of its own group may wait for.
+    """A future for which a callback of the same group can wait without a deadlock.
 
     `then` keeps the errors of callbacks as they are. (torch's `then` makes a RuntimeError of their text.)
 
@@ -93,7 +93,7 @@ def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> No
     Args:
         future: a future that is not complete.
         error: the error that waiters raise.
-        devices: the future's devices.
+        devices: the CUDA devices with which the future was made; see `devices_of`.
     """
     if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
         named = TransportError(f"{type(error).__name__}: {error}")
@@ -111,12 +111,12 @@ def _can_be_pickled(error: Exception) -> bool:
 
 
 def _wait_as_torch_does(future: Any) -> None:
-    """Wait for a future that is done, by torch's `wait`. The `wait` of our classes notes that the program itself has waited."""
+    """Call torch's own `wait` of a future that is done. The `wait` of our classes would note that the program has waited."""
     (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
-    """A future of `tensors` that is done when all `futures` are done. It has the error of the first in the list that failed.
+    """A future of `tensors` that is done when all `futures` are done. If some fail, it gets the error of the first of these.
 
     The error keeps its class: `torch.futures.collect_all(...).then(...)` would make a RuntimeError of its text.
     """
@@ -160,16 +160,18 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     tensor, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. Then C++ gets a
     RuntimeError with the text of the exception, which names the call, the rank and the group.
 
-    Our own futures keep the exception itself, because our callers catch it by its class. So torch gets the new future instead:
-    from the works of our groups that torch gets, and from our hooks under torch's DDP.
+    Our own futures keep the exception itself, because our callers catch it by its class. So torch never gets these futures.
+    If torch asks a work of our groups for its future, torch gets a new future from this function. The same is true for the
+    futures of our hooks under torch's DDP.
 
-    A callback that asks a work for its future gets our future, and may wait for our future (see `GroupFuture.wait`). If the
-    callback raises the error, the new future to which the callback was attached fails. A callback must not wait for any other
-    new future that this function has made: it waits for the work instead.
+    There is one exception: if a work is asked for its future *inside a callback* of our groups, it gives our own future,
+    because only this future can be waited for in a callback (see `GroupFuture.wait`). This is safe: if the
+    callback raises the future's error, torch's `then` lets C++ see this error. In a callback, never wait for a new future of
+    this function; wait for the work instead.
 
-    This function attaches a callback to `future`. If callbacks are attached to the new future before it is done, they run
-    inside that callback. So the group knows that they are callbacks of its collective (see Note [Late callbacks] in
-    `engine.queue`).
+    This function attaches a callback to `future`, and this callback completes the new future. So callbacks that are attached
+    to the new future before it is done run inside this callback, and the group knows that they are callbacks of its
+    collective (see Note [Late callbacks] in `engine.queue`).
 
     Args:
         future: a future of ours or of torch.
@@ -397,7 +399,7 @@ class PendingWork(Work):
 
 
 class FutureWork(Work):
-    """A future seen as a work: several collectives as one, or a collective with a step after it.
+    """A work that is over when a future is done. It stands for several collectives, or for a collective with a step after it.
 
     Args:
         future: its value is the list of output tensors.
