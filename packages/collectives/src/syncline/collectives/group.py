@@ -592,7 +592,7 @@ class ProcessGroup(ABC):
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a new group like this one from the ranks of `host`. They find each other through `host`. Abort this group first."""
+        """Make a group like this one from the ranks of `host`, who find each other through `host`. Abort this group first."""
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----

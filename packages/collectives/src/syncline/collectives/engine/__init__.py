@@ -1,1 +1,1 @@
-"""The engine: signatures, calls, cancel scopes, the queue, plans, and the group on top of them."""
+"""The engine runs the calls of a group one after the other, with time limits, over any transport."""

@@ -57,19 +57,19 @@ class Signature(NamedTuple):
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction."""
+        """The reduction; never None."""
         assert self.op is not None
         return self.op
 
     @property
     def root_rank(self) -> int:
-        """The root's rank in the group."""
+        """The root's rank in the group; never None."""
         assert self.root is not None
         return self.root
 
     @property
     def element_dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
+        """The dtype of the main tensor; never None."""
         assert self.dtype is not None
         return self.dtype
 
@@ -87,8 +87,8 @@ class Signature(NamedTuple):
         """Return a checksum of 32 bits. If two ranks have different checksums for one call, the ranks make different calls.
 
         The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
-        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. Only
-        `check_calls` compares shapes.
+        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. Shapes
+        are compared only if the group has the option `check_calls`.
         """
         return _digest(self)
 
@@ -139,15 +139,17 @@ class Call:
     keeps no memory alive.
 
     Args:
-        signature: which collective is called.
-        number: how many calls this rank has issued before this one. None if not all ranks of the group issue this call.
+        signature: says which collective is called, with which reduction, root, dtype and shape.
+        number: the call's number on this rank, counted from 0 over the calls that all ranks of the group issue. None if not all
+            ranks issue this call.
         reads: tensors that the call only reads.
         writes: tensors that the call writes, or reads and writes.
         mark: a text for errors and for the comparison of calls; see `ProcessGroup.marked`. The mark is not in the signature,
             because calls with and without a mark use the same plan.
 
     Attributes:
-        position: the call's position in the group's total order, from 0; None before the call begins.
+        position: the call's place, from 0, in the order in which the group runs the calls that have a number. None before the
+            call begins, or if the call has no number.
         state: QUEUED, RUNNING, DONE or FAILED.
         issued_at: seconds since the epoch, by this rank's clock.
         scope: ends the call's waits; None before the call begins.
@@ -196,7 +198,7 @@ class Call:
     def release(self) -> None:
         """Release the tensors.
 
-        If the call still runs on a device, the device's stream keeps their memory until the call is over.
+        If the call still runs on a device, the device's stream keeps the memory of the tensors until the call is over.
         """
         self.reads = self.writes = ()
 

@@ -1,4 +1,4 @@
-"""CancelScope ends the waits of a call. DetachedCall runs a library's call that cannot be stopped. Needs no torch."""
+"""CancelScope ends the waits of a call. DetachedCall runs a library's call that cannot be stopped. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..errors import InvalidArgumentError
 from .living_set import LivingSet
 
 DEFAULT_TIMEOUT_S = 1800.0
-# The waiting thread calls `ask` for the first time after _PATIENCE_S, because most calls end sooner; then every _ASK_S.
+# A thread that waits calls its scope's `ask` for the first time after _PATIENCE_S, because most calls end sooner; then every
+# _ASK_S.
 _PATIENCE_S = 0.05
 _ASK_S = 0.01
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Convert a public `timeout` argument (a timedelta as in torch, or seconds) to seconds. Infinity becomes 30 years.
+    """Convert a `timeout` argument of a program (a timedelta as in torch, or seconds) to seconds. Infinity becomes 30 years.
 
     Raises:
         InvalidArgumentError: `timeout` is zero, negative or not a number.
@@ -50,11 +51,11 @@ class CancelScope:
     The thread that waits calls `check` regularly. Any thread may call `cancel`.
 
     Args:
-        timeout_s: seconds from now.
+        timeout_s: the time limit of the wait, in seconds from now.
         ask: returns the reason why waiting is useless, or None. The waiting thread calls `ask` now and then.
 
     Attributes:
-        ask: the argument. Code that keeps the scope after the wait sets `ask` to None.
+        ask: the argument. Set it to None if the scope is kept after the wait, because `ask` keeps its group alive.
         reason: the exception that `check` raises. None if no thread has cancelled the scope.
         was_noticed: whether `check` has raised. The monitor then gives the call more time to end by itself.
     """

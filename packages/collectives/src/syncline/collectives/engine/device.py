@@ -31,7 +31,7 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """A stream of a group, on which its calls run one after the other.
+    """A stream of a device: its operations run one after the other, in the order in which the CPU has put them there.
 
     Attributes:
         device: the stream's device.
@@ -57,7 +57,7 @@ class Stream(ABC):
         """Record an event after all operations that the stream holds now."""
 
     def run(self, body: Callable[[], None], after: Event) -> Event:
-        """Run `body`. Its operations go to this stream, and start after an event of another stream.
+        """Run `body`, whose operations go to this stream, and start after the event `after` of another stream.
 
         Returns:
             The event after the last operation of `body`.
@@ -125,7 +125,7 @@ class DeviceRuntime(ABC):
         """Let nobody reuse the tensor's memory until this stream has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """Return an object that orders a collective on the host with the devices of its tensors.
+        """Return an object that keeps a collective on the host in order with the operations on the devices of its tensors.
 
         All tensors are on this type of device.
         """
@@ -179,7 +179,7 @@ class DeviceRuntime(ABC):
 
 
 class StreamOrder:
-    """Orders one collective on the host with the operations of the devices that hold its tensors.
+    """Keeps one collective on the host in order with the operations on the devices of its tensors.
 
     Note [Order on the device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~

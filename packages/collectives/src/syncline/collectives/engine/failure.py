@@ -10,7 +10,7 @@ from .call import Call, Signature
 
 
 class FailureWords:
-    """Turns errors of a transport into errors of the group.
+    """Turns the errors of a transport into the errors that a group raises, which name the call and the lost ranks.
 
     Args:
         place: the rank and the group in words.
@@ -62,7 +62,7 @@ class FailureWords:
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
-        """Return a sentence: a collective of this group did not end, and waits for these lost or stopped ranks, if known."""
+        """Return a sentence: a collective of this group did not end. It names the lost and stopped ranks, if any are known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"

@@ -59,11 +59,11 @@ Body = Callable[[Call], None]
 
 MOST_PLANS = 256
 
-# How long a rank that closes a group waits for the others, to compare the calls so far.
+# How long a rank that closes a group waits for the other ranks, if they compare all their calls now.
 _CLOSE_S = 60.0
-# The same if each call was compared before it ran, so that only the library needs to know whether all ranks close.
+# How long it waits if each call was compared before it ran. Then it only finds out whether all ranks close the group.
 _FREE_S = 5.0
-# How long an error waits for its report.
+# How long a call that has failed waits for its report to be written, before it raises its error.
 _ERROR_S = 10.0
 # How long the monitor waits for a report before it ends the process.
 _REPORT_S = 2.0
@@ -260,9 +260,10 @@ class EngineGroup(ProcessGroup, Inherited):
     def close(self) -> None:
         """Finish all calls, compare the calls with the other ranks, then release what the group holds.
 
-        All ranks call it. They wait for one another if they compare their calls only now (up to 60 seconds, over NCCL up to 5),
-        or if the library can be closed only together, such as MPI (up to 5 seconds). If a rank does not come, that is no error,
-        but communicators of MPI stay open until the process ends. A second call waits for the first, and does nothing.
+        All ranks call this. They wait for one another if they have not compared each call before it ran (up to 60 seconds, over
+        NCCL up to 5), or if the library can be closed only together, such as MPI (up to 5 seconds). If a rank does not come,
+        that is no error, but communicators of MPI stay open until the process ends. A second call waits for the first, and does
+        nothing.
 
         Raises:
             DisagreementError: the ranks have made different calls, or another rank still uses the group.
@@ -331,9 +332,11 @@ class HostGroup(EngineGroup):
 
         _issue ─ queue: this thread or the queue's ─► _run ─ agreement ─ _move: find the plan, pack, run it, unpack
 
-    [1] `_issue` makes the `Call` and notes the user's line. With `async_op=False` and no call in flight, the call runs on the
-        caller's thread, because a hop to another thread costs more than a small collective. Else the call is queued.
-    [2] `_run` runs when it is the call's turn. It opens the call's scope, and adds the call to the history that ranks compare.
+    [1] `_issue` makes the `Call`, which notes the line of the user's program. With `async_op=False` and no call in flight, the
+        call runs on the caller's thread, because a hop to another thread costs more than a small collective. Else the call is
+        queued.
+    [2] `_run` runs when it is the call's turn. It sets the call's time limit, and adds the call to the history that ranks
+        compare.
     [3] `_move` looks for the plan of the call's signature. The transport makes the plan at the first call. The plan moves the
         data.
     [4] An error in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call fails
@@ -343,8 +346,8 @@ class HostGroup(EngineGroup):
 
     Args:
         transport: moves the tensors.
-        device: the runtime of a device whose tensors the transport takes, too; None: the transport takes only the host's
-            tensors. See Note [Order on the device] in `device`.
+        device: the runtime of a device whose tensors the transport takes, too. None: the transport takes only tensors in host
+            memory. See Note [Order on the device] in `device`.
         check_calls: whether the ranks compare each call, with its shapes, before the call runs.
         leavers: knows which ranks have left the job; None if nothing can tell. See Note [Who will not come] in
             `health.leaving`.
@@ -463,9 +466,10 @@ class HostGroup(EngineGroup):
         *,
         is_numbered: bool = True,
     ) -> Work:
-        """Run a call on this thread, or queue the call. A call that not all ranks issue has no number. See [1].
+        """Run a call on this thread, or queue the call. See [1].
 
-        `reads` and `writes` together are all tensors that the body uses.
+        `reads` and `writes` together are all tensors that `body` uses. If `is_numbered` is False, the call gets no number, and
+        is not in the history that the ranks compare.
         """
         if self._closed:
             raise self._refusal(signature)
@@ -830,7 +834,7 @@ class HostGroup(EngineGroup):
     def _on_failure(self, failure: BaseException) -> None:
         """Do nothing. The group calls this method once, when the group has failed.
 
-        `membership.ShrinkableGroup` then raises an alarm in the group's store.
+        The method of `membership.ShrinkableGroup` tells the other ranks: it writes an alarm into the group's store.
         """
 
     def _why_sender_will_not_send(self) -> TransportError | None:
@@ -853,7 +857,7 @@ class HostGroup(EngineGroup):
         return reason or self.reason_to_give_up() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
-        """Return None. `membership.ShrinkableGroup` returns an error if another rank has raised an alarm in the group's store.
+        """Return None. `membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank.
 
         Over MPI the ranks have no such store.
         """

@@ -1,4 +1,4 @@
-"""LivingSet: weak references that any thread may add, remove and go through at any time."""
+"""LivingSet: a set of weak references, which any thread may change or go through at any time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LivingSet(Generic[T]):
     """Objects that are still alive. The set keeps none of them alive.
 
     `weakref.WeakSet` raises an error if one thread adds an object while another thread goes through the set. This class needs
-    no lock, so a signal's handler or the garbage collector may use the set while it interrupts another method. Each step below
+    no lock, so a signal's handler or the garbage collector may use the set in the middle of another method. Each step below
     is one operation of a `dict`, which Python does not interrupt.
     """
 

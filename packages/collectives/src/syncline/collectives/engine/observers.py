@@ -1,4 +1,4 @@
-"""Show a group's calls to torch's profiler, as one range for each call, and to observers in this process."""
+"""Show each call of a group as a range in torch's profiler, and to the functions that `observe_calls` adds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TITLES = {
 
 
 class Group(Protocol):
-    """A `ProcessGroup`, as observers see it."""
+    """The properties of a `ProcessGroup` that this module and observers use."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class ObservedCall:
         group: the group of the call.
         started: when the method was called.
         finished: when the call ended. None while the call is in flight. For an asynchronous send or receive, None unless it
-            ended at once.
+            had ended when the method returned.
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -73,14 +73,14 @@ class ObservedCall:
 
 
 Observer: TypeAlias = Callable[[ObservedCall, torch.Tensor | None], None]
-"""A function that gets a call, and the first tensor among the call's arguments. The call does not keep the tensor alive."""
+"""A function that gets a call, and the call's first tensor (or None). The `ObservedCall` does not keep the tensor alive."""
 
 observers: list[Observer] = []
-"""The observers that are told of calls now. Use `observe_calls` to add one."""
+"""The functions that get each call now. `observe_calls` adds a function."""
 
 
 class _Here(threading.local):
-    """Whether this thread is inside a call that is already shown. If so, calls that this call makes are not shown again."""
+    """Whether this thread is inside a call that the profiler or observers show. If so, calls inside this call are not shown."""
 
     is_profiled = False
     is_observed = False
@@ -90,7 +90,7 @@ _here = _Here()
 
 
 def observe_calls(observer: Observer) -> Callable[[], None]:
-    """Tell `observer` of each call on any group of this process. The thread that issues a call runs `observer` afterwards.
+    """Call `observer` for each call on any group of this process, on the thread that has just issued the call.
 
     If a call makes other calls, the observer gets the outermost call only. The observer must be quick, and must not
     communicate.
@@ -110,8 +110,8 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
 def shown_to_observers(method: Method) -> Method:
     """A decorator of a group's public method that shows each call to the profiler and to observers.
 
-    First the decorator replaces tensors that stand for other tensors (the results of functional collectives, for example). A
-    call on tensors without values (FakeTensors) communicates nothing, and returns a finished work. See
+    First the decorator replaces each argument that only stands for a tensor (such as the result of a functional collective) by
+    this tensor. A call on tensors without values (FakeTensors) communicates nothing, and returns a finished work. See
     Note [Tensors that are no memory] in `tensors.checks`.
     """
     name = method.__name__

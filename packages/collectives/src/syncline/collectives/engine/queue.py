@@ -1,4 +1,4 @@
-"""A group's calls run in one total order. This also holds for the calls that callbacks issue."""
+"""Queue: runs the calls of a group one at a time, in the same order on every rank, also the calls that callbacks issue."""
 
 from __future__ import annotations
 
@@ -39,31 +39,32 @@ class Queue:
     ~~~~~~~~~~~~~~~~~~~~~~
     The tasks of one queue are the calls of one group. They run in one order:
 
-    1. Tasks issued from outside run in the order in which `run_here` and `enqueue` were called.
-    2. While a task and its future's callbacks run, no other task starts: the running thread holds the lock `_turn`, and
-       `_running_on` names this thread. Only the thread that holds the turn takes tasks out of the queue. While tasks are
-       queued, `run_here` runs nothing, so queued tasks come before tasks that are issued later.
+    1. Tasks issued outside of callbacks run in the order in which `run_here` and `enqueue` were called.
+    2. While a task and its future's callbacks run, no other task starts: the running thread has the turn (it holds the lock
+       `_turn`), and `_running_on` names this thread. Only the thread that has the turn takes tasks out of the queue. While
+       tasks are queued, `run_here` runs nothing, so queued tasks come before tasks that are issued later.
     3. A task issued *from a callback of a running task* runs at once, on the same thread, inside the callback. On every rank
        it comes before all queued tasks. So the callback may wait for it.
-    4. If a callback waits for a queued task (for its work, or for a future that depends on it), it runs the queue up to that
-       task (`run_until`). A wait for a future that torch makes, such as that of `torch.futures.collect_all`, does not run the
-       queue.
+    4. If a callback waits for a queued task (for its work, or for a future that depends on it), its thread runs the queue up to
+       that task (`run_until`). A wait for a future that torch makes, such as that of `torch.futures.collect_all`, does not run
+       the queue.
     5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn, and runs the
        queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
        The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. The
        callbacks become a task, which the queue's thread runs next (`hand_over`).
 
     Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before it issues the
-    next call. Then the order is the same on every rank, however threads are scheduled. If callbacks of a call issue calls, they
-    come after that call and before the next call of the main thread. (If a callback is attached to a call that is already over,
-    it runs at once, on the thread that attaches it. This thread has not issued its next call yet, so the order is the same.)
+    next call. Then the order is the same on every rank, however threads are scheduled. Calls that a call's callbacks issue come
+    after this call and before the next call of the main thread. (If a callback is attached to a call that is already over, the
+    callback runs at once, on the thread that attaches it. This thread has not issued its next call yet, so the order is the
+    same.)
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
-    A callback is late if it is attached after later calls of the group were issued. One rank may run the callback before those
-    calls, and another rank after them. So if the callback issues a call, the order of calls could differ between ranks. The
-    queue refuses a call from a late callback. Whether a callback is late depends only on counts of calls, so all ranks take the
-    same decision.
+    A callback is late if the group has issued other calls between the callback's call and the moment when the callback is
+    attached. One rank may run the callback before those calls, and another rank after them. So if the callback issues a call,
+    the order of calls could differ between ranks. The queue refuses a call from a late callback. Whether a callback is late
+    depends only on counts of calls, so all ranks take the same decision.
 
     If the program has already waited for the work, the callback runs at once on every rank, and is not late. This is also true
     for callbacks of the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from our
@@ -166,7 +167,7 @@ class Queue:
         return True
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Run queued tasks, in order, until `is_done` or the queue is empty. Call it inside a callback."""
+        """Run queued tasks, in order, until `is_done()` is true or the queue is empty. Call this method inside a callback."""
         # The thread of a callback already has the turn.
         while self._tasks and not is_done():
             self._tasks.popleft()()

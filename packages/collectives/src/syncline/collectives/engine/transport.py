@@ -35,7 +35,7 @@ class Request(ABC):
     def test(self) -> bool:
         """Whether the request is over. This never blocks.
 
-        It may stay False until `wait`, if the library cannot tell earlier.
+        If the library cannot tell without waiting, this stays False until `wait` has returned.
         """
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Request(ABC):
 
 
 class Plan(ABC):
-    """How a transport carries out one signature. The constructor makes all decisions that need no tensors.
+    """Carries out all calls that have one signature. The constructor makes all decisions that need no tensors.
 
     A group keeps its plans, and runs one call at a time. A plan keeps no tensor alive, and communicates only when it runs.
     """
@@ -60,8 +60,9 @@ class Plan(ABC):
 
         Args:
             part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
-            whole: the block with one part for each rank, if the collective has a block; else `part` itself. In a gather or
-                scatter, None on all ranks except the root. In an all-to-all, `part` is the output, and `whole` is the input.
+            whole: a tensor with one part for each rank, one after the other. In an all-reduce, reduce or broadcast, `part`
+                itself. In a gather or scatter, None on all ranks except the root. In an all-to-all, `part` is the output, and
+                `whole` is the input.
             call: the call. When its `CancelScope` is over or cancelled, the plan stops waiting and raises an error.
 
         Raises:
@@ -82,7 +83,7 @@ class Transport(ABC):
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
-    #: Whether the library may be closed only after all ranks have closed the group. If they have not, the group leaves it open.
+    #: Whether `close` may be called only after all ranks have closed the group. If a rank has not, `close` is not called.
     closes_together: bool = False
 
     #: Finds out which ranks are lost; None if the transport does not know their processes.

@@ -1,1 +1,1 @@
-"""Find what is wrong, and on which rank: agreement of the ranks, the record of calls, the monitor, reports."""
+"""Finds what is wrong, and on which rank: compares the calls of ranks, records them, watches them, and writes reports."""

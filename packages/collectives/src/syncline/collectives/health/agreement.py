@@ -10,9 +10,9 @@ Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 If a transport does not compare each call before it runs, each rank keeps a digest of all its calls in their total order. The
 ranks compare digest and number of calls at a barrier, when the group is closed, after every 1000 calls, and at the end of each
-backward that a reducer reduces. `Signature.digest` says which facts about a call are compared. If a rank swaps two calls with
-equal signatures, the comparison cannot see this. Sends and receives are not in the total order, so the comparison leaves them
-out. Transports compare the sizes of the messages of sends and receives.
+backward in which a reducer sums gradients. `Signature.digest` says which facts about a call are compared. If a rank swaps two
+calls with equal signatures, the comparison cannot see this. Sends and receives are not in the total order, so the comparison
+leaves them out. Transports compare the sizes of the messages of sends and receives.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ class Carrier(ABC):
 
     All ranks call its methods in the same order.
 
-    If ranks make different calls, two different collectives may match each other and mix their data. So a carrier's messages
-    match only messages of a carrier.
+    If ranks make different calls, the messages of two different collectives may match, and mix their data. So the messages of a
+    carrier never match those of a collective.
     """
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """For each index, return the largest number of all ranks. A rank returns only after all ranks have called.
+        """For each index, return the largest number of all ranks. This returns only after all ranks have called it.
 
         Raises:
             TimeoutError: another rank did not come.
-            TransportError: the messages failed.
+            TransportError: a message could not be sent or received.
         """
 
     @abstractmethod
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
         """Return the text of each rank, for error messages. This raises the errors of `maximum`.
 
-        With many ranks the messages would be long. So each message has at most `most_told` different texts. None: messages have
-        all texts.
+        With many ranks the messages would be long. So each message has at most `most_told` different texts; None: all texts.
+        The result may then lack some texts.
         """
 
 
@@ -135,7 +135,7 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class History(NamedTuple):
-    """All calls up to some moment: a digest of these calls, and their number."""
+    """The calls that a rank has made up to some moment, as their digest and their number."""
 
     digest: int
     calls: int
@@ -159,7 +159,7 @@ class Agreement:
     # ---- one text ----
 
     def same(self, text: str, scope: CancelScope) -> Statements | None:
-        """Compare one text with the other ranks. A collective, in the group's total order.
+        """Find out whether all ranks pass the same text. All ranks call this, between the same two calls of the group.
 
         Returns:
             None if all ranks gave the same text. Otherwise each rank's text. All ranks get the same result.
@@ -200,7 +200,7 @@ class Agreement:
     # ---- all calls so far ----
 
     def add(self, call: int) -> None:
-        """Add the digest of a call that begins."""
+        """Add a call that begins to this rank's history. `call` is the digest of the call."""
         digest, calls = self._history
         mixed = ((digest ^ call) + calls + 1) * _MULTIPLIER
         self._history = History((mixed ^ (mixed >> 31)) & _MASK, calls + 1)
@@ -213,11 +213,11 @@ class Agreement:
 
     @property
     def history(self) -> History:
-        """All calls until now."""
+        """This rank's calls until now."""
         return self._history
 
     def same_history(self, scope: CancelScope, until: History | None = None, *, closes: bool = False) -> None:
-        """Compare all calls so far with the other ranks. A collective, in the group's total order.
+        """Compare all calls so far with the other ranks. All ranks call this, between the same two calls of the group.
 
         Different calls have the same digest with a probability of 1 in 2**62.
 
@@ -244,7 +244,7 @@ class Agreement:
             )
 
     def meet(self, scope: CancelScope) -> None:
-        """Wait until all ranks have called this. A collective, in the group's total order.
+        """Wait until all ranks have called this. They call it between the same two calls of the group.
 
         Raises:
             TimeoutError: another rank did not come.
@@ -297,7 +297,7 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
     Args:
         histories: the last calls of each rank whose calls are known.
-        untold: ranks that have made other calls. This rank does not know these calls.
+        untold: ranks whose last calls are different from all these, and are not known here.
         fewest: the smallest number of calls of any rank.
         most: the largest number of calls of any rank.
     """
@@ -344,7 +344,7 @@ def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
     output, and other libraries end the process.
 
     Args:
-        counts: for each rank, how many elements it expects from each rank, then how many it sends to each.
+        counts: for each rank two lists: how many elements it expects from each rank, and how many it sends to each rank.
     """
     for receiver, (expected, _) in enumerate(counts):
         for sender, (_, sent) in enumerate(counts):

@@ -1,4 +1,4 @@
-"""Connecting: watches a rank while it connects its group, as the monitor watches a collective."""
+"""Connecting: limits the time in which a rank connects its group, and warns if the rank waits for long."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def speakers(size: int) -> list[int]:
 class Connecting:
     """A context in which this thread connects a group. Inside it, libraries may wait for ranks that never come.
 
+    Three things limit these waits:
+
     1. The thread checks `scope` in its own waits.
     2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the step.
     3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks that `speakers` returns.
@@ -41,7 +43,7 @@ class Connecting:
         warning_s: the time before a warning, in seconds; 0: no warning.
 
     Attributes:
-        scope: the scope of the whole connection.
+        scope: the time limit of all steps together. It also ends if a rank is lost.
         liveness: finds out which ranks are lost; None until the ranks are known.
         who: this rank in words.
         is_over: whether the thread has left the context.
@@ -75,7 +77,7 @@ class Connecting:
         self._step, self._missing, self._has_warned = "what comes next", "", True
 
     def say_who_is_missing(self, words: str, *, speaks: bool) -> None:
-        """Set which ranks are missing in the present step, in words. Also set whether this rank warns of this step."""
+        """Set which ranks are missing in the present step, in words. Also set whether this rank logs warnings from now on."""
         self._missing, self._speaks = words, speaks
 
     def __enter__(self) -> Connecting:

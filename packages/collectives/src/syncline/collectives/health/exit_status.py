@@ -1,4 +1,4 @@
-"""Find out this process's exit status while code can still act on it.
+"""Find out the exit status of this process before the process ends.
 
 In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So we wrap `sys.exit`, and also `exit` and
 `quit`, which the module `site` gives to scripts. Many programs catch the exception (argparse in a test, a server's loop), so

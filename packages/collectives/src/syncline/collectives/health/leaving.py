@@ -30,7 +30,7 @@ TRANSFER_GRACE_S = 2.0
 
 
 class OpenGroup(Protocol):
-    """A group that must be closed when MPI ends."""
+    """A group that this process closes before it ends MPI, if the program has not closed the group."""
 
     def close(self) -> None:
         """As `ProcessGroup.close`."""
@@ -38,10 +38,10 @@ class OpenGroup(Protocol):
 
 @dataclass(frozen=True)
 class Leaving:
-    """One rank's notice that it has left.
+    """The message with which a rank tells the other ranks that it leaves the job.
 
     Attributes:
-        rank: the rank in the job.
+        rank: the rank that leaves, numbered in the job.
         started: for each group of this rank, by the group's key (see `Leavers.group`), the number of collectives that the rank
             has started.
     """
@@ -56,7 +56,7 @@ def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequ
 
 
 class Leavers:
-    """The notices that have come so far, and the content of this rank's own notice.
+    """The notices (`Leaving`) of ranks that have left the job, and the content of this rank's own notice.
 
     Args:
         receive: returns the notices that have come since the last call of `receive`, without waiting. Any thread may call it.
@@ -73,9 +73,9 @@ class Leavers:
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
         """Count the calls of a new group. All members make groups with this name in the same order.
 
-        The group gets a key, under which notices name it. All members of the group compute the same key, whichever other groups
-        they have made. When the group is closed, this rank's notice still has the key: another member may still be in the last
-        collective, and must learn that this rank has started it.
+        The group gets a key, by which notices name the group. All members of the group compute the same key, whichever other
+        groups they have made. When the group is closed, this rank's notice still has the key: another member may still be in
+        the last collective, and must learn that this rank has started this collective.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
@@ -100,7 +100,7 @@ class Leavers:
         self._made_by.add(group)
 
     def open_groups(self) -> list[OpenGroup]:
-        """Return the groups that still exist, the newest first."""
+        """Return the groups that `add` got and that still exist, the newest first."""
         return list(self._made_by)[::-1]
 
     def left(self) -> dict[int, tuple[Leaving, float]]:
@@ -133,7 +133,7 @@ class GroupLeavers:
         self._leavers.add(group)
 
     def part(self, name: str, members: Sequence[int]) -> GroupLeavers:
-        """Return the leavers of a group that has some members of this group. `members` are ranks in this group."""
+        """Return the `GroupLeavers` of a new group of some members of this group. `members` are ranks in this group."""
         ranks = [self._ranks[member] for member in members]
         return self._leavers.group(f"{self._key}/{name}", ranks, is_part=True)
 
@@ -143,7 +143,7 @@ class GroupLeavers:
         return self._error(absentees(left, self._key, self.count.begun, self._ranks))
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Return why a transfer with one of these ranks of the group will not finish, or None if it may finish."""
+        """Return why a send to or receive from `peers` will not finish, or None if one of these ranks may still take part."""
         left = self._leavers.left()
         latest = monotonic() - TRANSFER_GRACE_S
         # A message may arrive shortly after the notice, so only notices that are old enough count.

@@ -1,4 +1,4 @@
-"""Find out which members of a group are lost. This module also has the identity of a process, and the run of this process."""
+"""Find out which members of a group are lost. Also: the identity of a process, and the run to which this process belongs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _STOPPED = frozenset("Tt")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identifies a process, so that other processes of its node can find the process again.
+    """Identifies a process, so that other processes of the same node can find out whether it still runs.
 
     Attributes:
-        node: host name, boot of the kernel and PID namespace. Two processes with the same value can see each other's process
-            ids.
+        node: host name, the id of the kernel's boot, and PID namespace. Two processes with the same value can see each
+            other's process ids.
         host: the host's name, for messages.
         pid: the process id.
         started: the start time in the kernel's clock ticks. A later process with the same id has another start time.
@@ -114,12 +114,12 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class Run:
-    """The run to which this process belongs as a rank.
+    """The run of the job to which this process belongs, and this process's rank in the run.
 
     Attributes:
         name: the run's name; the same on all ranks, and different in each run.
         rank: this rank.
-        size: the size of the first group.
+        size: the number of ranks in the first group, which has all ranks.
         pid: the process id of the rank. A forked child has another process id, and is not the rank.
     """
 
@@ -155,7 +155,7 @@ def current_run() -> Run | None:
 
 
 LOOK_S = 0.2
-"""The shortest time between two questions to the system, in seconds."""
+"""The shortest time between two looks at the states of processes, in seconds."""
 GRACE_S = 0.5
 """Seconds that a collective gets to end after a member is gone, because the member may have done its part before its end."""
 CAUSE_S = 1.0
@@ -208,7 +208,7 @@ class Liveness:
         return self.error(lost)
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Return why a transfer with one of these ranks will never end, or None if it may end."""
+        """Return why a send to or receive from `peers` will never end, or None if one of these ranks may still take part."""
         latest = monotonic() - GRACE_S
         lost = [rank for rank in self.lost() if rank in peers and self._losses[rank] <= latest]
         # A receive from any rank goes on while one of the possible senders is left.

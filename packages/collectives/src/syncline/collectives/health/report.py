@@ -1,4 +1,4 @@
-"""Reports: files that ranks write when something fails, and how the files of all ranks are read."""
+"""Writes a report file on each rank when something fails, and reads the report files of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .statements import ranks_in_words
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """One rank's record of one group.
+    """The last calls of one rank on one group.
 
     Attributes:
         name: the group's name.
@@ -190,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_in(folder: Path) -> bool:
-    """Whether the folder has reports."""
+    """Whether the folder, or the folder of a run in it, has reports."""
     return bool(_folders(folder))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from .report import Reporter
 
-# Each signal comes twice: to the thread below, and to the main thread when it runs Python code. So within this time after a
-# report, no second report is written.
+# Each signal comes twice: to the thread of `_listen`, and to the main thread when it runs Python code. So within this time
+# after a report, no second report is written.
 _ONCE_S = 1.0
 
 # The byte that ends the thread at exit. No signal has this number.
@@ -28,8 +28,8 @@ def report_on_signal(reporter: Reporter) -> bool:
 
     If the program has already set a Python handler, the signal calls that handler, too.
 
-    If the program sets its own handler after the first call, the program's handler replaces ours, and there are no more
-    reports. A later call, for another group, does not set our handler again.
+    If the program sets its own handler after the first call of this function, the program's handler replaces ours, and there
+    are no more reports. A later call of this function, for another group, does not set our handler again.
 
     Python runs handlers between two instructions of the main thread, but the main thread may be inside a library for long. So
     another thread waits for the signal, too. Python's own C handler tells that thread through a pipe (`signal.set_wakeup_fd`).

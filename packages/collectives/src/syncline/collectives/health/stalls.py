@@ -29,9 +29,9 @@ _LONGEST = 1000
 
 
 class StatusPost(ABC):
-    """Lets each rank of a group leave one line for rank 0. One thread calls the methods, while other threads communicate.
+    """Lets each rank of a group leave one line of text for rank 0.
 
-    The methods never wait for another rank, but may wait for a library's lock or a store's answer.
+    One thread calls the methods, while other threads communicate. The methods never wait for another rank, but may wait for a library's lock or a store's answer.
 
     Attributes:
         hops: the largest number of messages, one after the other, by which a line reaches rank 0.
@@ -61,7 +61,7 @@ class Waiting:
     Attributes:
         position: the call's position in the group's total order.
         call: the call in words.
-        is_long: whether the rank waits for so long that rank 0 must warn.
+        is_long: whether the rank has waited almost as long as the limit, so that rank 0 must warn at the limit.
     """
 
     position: int
@@ -76,7 +76,7 @@ class StallWatch:
 
     Args:
         recorder: the group's recorder.
-        status_post: the group's status post.
+        status_post: brings lines of text from the other ranks to rank 0.
         limit_s: how long a call may run without a warning, in seconds.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import DisagreementError, with_details
 
-MOST_TOLD = 8  # the number of different texts in a message
+MOST_TOLD = 8  # the largest number of different texts in a message
 _LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
