@@ -228,7 +228,7 @@ class StreamOrder:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Make the group's streams current again, after the collective."""
+        """A context after the collective, in which the group's streams are the calling thread's current streams again."""
         with ExitStack() as entered:
             for stream in self._streams:
                 entered.enter_context(stream.current())

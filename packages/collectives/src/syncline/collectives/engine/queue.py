@@ -265,7 +265,7 @@ class Queue:
 
         Args:
             what: the call's name, for the error.
-            place: the group in words, for the error.
+            place: returns the rank and the group in words, for the error.
 
         Returns:
             The call's number: how many calls were issued outside of callbacks, with this one. If a callback issues this call, a

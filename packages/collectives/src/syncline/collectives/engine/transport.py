@@ -155,7 +155,7 @@ class Transport(ABC):
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """If the library can, tell the ranks that wait for this rank that its call failed, and that it makes no more calls.
+        """If the library can, tell the waiting ranks that this rank's call has failed, and that this rank makes no more calls.
 
         Must not block.
         """
@@ -193,7 +193,8 @@ class LibraryTransport(Transport):
 
     Each method blocks until this rank's share is done. The caller has checked the tensors: they are flat, contiguous, on the
     CPU, and of any dtype. A "block" holds `size` equal parts, one for each rank. While a method waits, it calls
-    `call.scope.check`, and does not catch its errors. Raise an error of the library as `TransportError`, `from` the original.
+    `call.scope.check`, and does not catch the errors of `check`. Raise an error of the library as `TransportError`, `from` the
+    original.
     """
 
     def plan(self, signature: Signature) -> Plan:

@@ -32,7 +32,7 @@ def speakers(size: int) -> list[int]:
 class Connecting:
     """A context in which this thread connects a group. Inside it, libraries may wait for ranks that never come.
 
-    Three things limit these waits:
+    This ends or shows such a wait:
 
     1. The thread checks `scope` in its own waits.
     2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the step.

@@ -102,7 +102,7 @@ class Looked(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to look at. The monitor's thread reads this; it must not block."""
+        """Whether there is nothing to look at. This must not block, because the monitor's thread reads it."""
 
     def look(self, now_s: float) -> None:
         """Look once at what this object watches. Must not wait for another rank. After an exception, no other look follows."""
@@ -125,7 +125,7 @@ class Escalation:
         self._looks_noticed = 0
 
     def look(self, call: Running | None) -> Step:
-        """Count one look at the call, and return the action. None means that no call runs."""
+        """Count one look at the running call, and return the action. If `call` is None, no call runs."""
         if call is None or call is not self._call:  # another call than at the last look: count anew
             self._call, self._looks_over, self._looks_noticed = call, 0, 0
             return Step.NOTHING
@@ -187,7 +187,7 @@ class Monitor:
             self._groups.append((weakref.ref(group), Escalation()))
 
     def call_now_and_then(self, looked: Looked) -> None:
-        """Call the object's `look` from now on, as long as the object exists."""
+        """Call the object's `look` every `period_s` seconds from now on, as long as the object exists."""
         with self._lock:
             self._looked.append((weakref.ref(looked), _Turn()))
 
@@ -249,7 +249,7 @@ class Monitor:
 
 
 class _Turn:
-    """The schedule of one `Looked`.
+    """Calls the `look` of one `Looked` object when the time has come.
 
     Attributes:
         is_over: whether a look has raised an error, so that no further look follows.

@@ -1,4 +1,4 @@
-"""Recorder keeps the last calls of one group on this rank (torch: flight recorder).
+"""Recorder keeps the last calls of one group on this rank, like torch's flight recorder.
 
 This module also finds where ranks diverged.
 """
@@ -151,7 +151,7 @@ def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
 def _deviation(
     usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
 ) -> tuple[str, str]:
-    """Describe what a rank did in place of the usual call. Return the words for one rank, and for several ranks."""
+    """Describe what a rank did in place of the call that most ranks made. Return the words for one and for several ranks."""
     place = f"{usual.name} #{usual.position}"
     # The rank waits somewhere before, or still computes.
     if mine is None:

@@ -246,7 +246,7 @@ def report_folder() -> str:
 
 
 class Reporter:
-    """Writes the records of this process's groups and the stacks of its threads.
+    """Writes files with the last calls of this process's groups, and with the stacks of the process's threads.
 
     A file has the last 256 calls of at most 32 groups, and at most 200,000 characters of stacks: about 3 MB. A process writes
     at most 16 files. The reporter does not keep the record of a group alive.

@@ -31,7 +31,8 @@ _LONGEST = 1000
 class StatusPost(ABC):
     """Lets each rank of a group leave one line of text for rank 0.
 
-    One thread calls the methods, while other threads communicate. The methods never wait for another rank, but may wait for a library's lock or a store's answer.
+    One thread calls the methods, while other threads communicate. The methods never wait for another rank, but may wait for a
+    library's lock or a store's answer.
 
     Attributes:
         hops: the largest number of messages, one after the other, by which a line reaches rank 0.

@@ -1,4 +1,4 @@
-"""The texts of many ranks in few words. Ranks with the same text are listed together."""
+"""Show the texts of many ranks in few words: list ranks with the same text together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
 class Statements:
-    """The texts of ranks. Only the first text of each rank is kept.
+    """Texts, each with the ranks that gave it. Only the first text of each rank is kept.
 
     Attributes:
         ranks: for each text its ranks.
@@ -43,7 +43,7 @@ class Statements:
             self.ranks.setdefault(text, []).extend(new)
 
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
-        """Return the most frequent texts with their ranks, and the ranks of all other texts, for `add_packed`.
+        """Return, as one text for `add_packed`, the most frequent texts with their ranks, and the ranks of all other texts.
 
         Args:
             most_told: how many texts to return at most; None: all.
