@@ -85,7 +85,7 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument that should be a function is not one. Also a TypeError, because torch raises one for it."""
+    """An argument that should be a function is not one. Also a TypeError, as torch raises for such an argument."""
 
 
 class NotInitializedError(MisuseError):

@@ -62,7 +62,7 @@ def in_forks(function: Callable[[], object]) -> None:
 def generation() -> int:
     """How many forks lie between the first process and this process.
 
-    An object keeps the number of the process that made it. In a forked child, this number differs from the child's.
+    An object notes this number when it is made. If the number is another one later, this process is a forked child.
     """
     return _generation
 

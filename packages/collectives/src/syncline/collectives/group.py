@@ -402,8 +402,8 @@ class ProcessGroup(ABC):
 
         Args:
             color: a number that stands for one of the new groups, 0 or above; None: this rank joins no new group.
-            key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. None means
-                this rank's rank in this group.
+            key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. With None,
+                the key is this rank's number in this group.
             timeout_s: the new group's time limit, in seconds; None takes this group's.
 
         Returns:
@@ -505,7 +505,7 @@ class ProcessGroup(ABC):
         """The algorithm that this rank uses for a collective on a tensor of this dtype and shape.
 
         Calls with different reductions or roots may use different algorithms. Then the answer is for the reduction and root
-        that came last for the first time.
+        whose first call is the latest.
 
         Args:
             name: the method's name, such as "all_reduce".
@@ -519,7 +519,7 @@ class ProcessGroup(ABC):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for subclasses that can
         """Compare with the other ranks which collectives were called since the group was made. A collective.
 
-        There is nothing to compare if the ranks compare each call before it runs, or if such a group cannot compare calls.
+        There is nothing to compare if the ranks compare each call before it runs, or if this group cannot compare calls.
 
         Returns:
             None if there is nothing to compare. With `async_op` a work, whose `wait` raises the errors listed below.
@@ -592,7 +592,7 @@ class ProcessGroup(ABC):
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a group like this one from the ranks of `host`, who find each other through `host`. Abort this group first."""
+        """Make a group like this one from the ranks of `host`, which find each other through `host`. Abort this group first."""
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----

@@ -165,9 +165,9 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     futures of our hooks under torch's DDP.
 
     There is one exception: if a work is asked for its future *inside a callback* of our groups, it gives our own future,
-    because only this future can be waited for in a callback (see `GroupFuture.wait`). This is safe: if the
-    callback raises the future's error, torch's `then` lets C++ see this error. In a callback, never wait for a new future of
-    this function; wait for the work instead.
+    because only this future can be waited for in a callback (see `GroupFuture.wait`). This is safe: if the callback raises the
+    future's error, torch's `then` lets C++ see this error. In a callback, never wait for a new future of this function; wait
+    for the work instead.
 
     This function attaches a callback to `future`, and this callback completes the new future. So callbacks that are attached
     to the new future before it is done run inside this callback, and the group knows that they are callbacks of its

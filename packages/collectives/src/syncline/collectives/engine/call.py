@@ -87,8 +87,8 @@ class Signature(NamedTuple):
         """Return a checksum of 32 bits. If two ranks have different checksums for one call, the ranks make different calls.
 
         The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
-        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. Shapes
-        are compared only if the group has the option `check_calls`.
+        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. Shapes are
+        compared only if the group has the option `check_calls`.
         """
         return _digest(self)
 

@@ -17,8 +17,8 @@ class ReservedTag(int):
     """A reserved tag. `send` and `recv` accept this type, but refuse an int with the value of a reserved tag."""
 
 
-#: The ranks of an NCCL group agree by messages over a group on the host. This is the first tag of these messages, and how many
-#: tags they have. A message's topic gives its tag. Two topics may have the same tag.
+#: The ranks of an NCCL group agree by messages over a group on the host. These are the first tag of these messages, and
+#: the number of their tags. A message's topic gives its tag. Two topics may have the same tag.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
 CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)

@@ -297,7 +297,7 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
     Args:
         histories: the last calls of each rank whose calls are known.
-        untold: ranks whose last calls are different from all these, and are not known here.
+        untold: ranks whose last calls differ from all calls in `histories`, and are not known here.
         fewest: the smallest number of calls of any rank.
         most: the largest number of calls of any rank.
     """
