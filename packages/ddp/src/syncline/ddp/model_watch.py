@@ -41,8 +41,8 @@ class ModelWatch:
       that average gradients), and at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`). All ranks have the same count.
 
     Deleting or freezing a parameter gives no sign, because freezing for a while (the two players of a GAN) must cost nothing.
-    But a deleted or frozen parameter gets no gradient. So the end of backward raises an error that names the parameter, unless
-    unused parameters are allowed.
+    If the whole module is frozen, no gradient comes, and nothing is averaged. If only some parameters are deleted or frozen,
+    the end of backward raises an error that names them, unless unused parameters are allowed.
 
     Args:
         state: lists the parameters and buffers of the watched module.

@@ -183,8 +183,8 @@ class DeferredReduction(PendingReduction):
     """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
 
     A sparse all_reduce issues further collectives in a callback. Such a group does not order these collectives among the
-    collectives of other threads. At the end of backward all ranks have issued all other collectives, so the order is
-    the same on all ranks.
+    collectives of other threads. `wait` is called at the end of backward. By then all ranks have issued all other collectives,
+    so the order is the same on all ranks.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

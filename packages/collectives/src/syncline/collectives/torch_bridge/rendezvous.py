@@ -30,10 +30,10 @@ _numbers = itertools.count()  # the same on all ranks
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """The function that torch calls for ``init_method="mpi://"``. Yields a store, this process's rank and the number of ranks.
 
-    Without a launcher the process is alone. torch puts the caller's `rank` and `world_size` into the URL.
+    Without a launcher the process is alone. torch puts the caller's `rank` and `world_size` into the URL's query.
 
     Raises:
-        InvalidArgumentError: the URL has anything after "mpi://".
+        InvalidArgumentError: the URL has a host or a path after "mpi://".
         LaunchError: a launcher that does not start MPI, such as torchrun, started this process. Or `rank` or `world_size`
             contradicts the launcher; without a launcher, only rank 0 and world size 1 are possible.
     """

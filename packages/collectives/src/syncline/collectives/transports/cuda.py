@@ -112,9 +112,9 @@ class CudaStream(Stream):
         """Complete the future. torch then records an event on the current stream, and waiters and callbacks wait for it.
 
         If this object's stream were the current stream, waiters would also wait for later collectives, which this stream may
-        already hold. So make a stream of torch's pool current, which waits only for `done`. But in a capture, make this
-        object's stream current: a capture requires that all its streams are joined again, and nobody would join the stream of
-        the pool.
+        already hold. So take a stream from torch's pool, let it wait only for `done`, and make it the current stream. But in a
+        capture, make this object's stream current: a capture requires that all its streams are joined again, and nobody would
+        join the stream of the pool.
         """
         assert isinstance(done, CudaEvent)
         ordered: torch.cuda.Stream = self._stream

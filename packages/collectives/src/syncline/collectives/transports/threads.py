@@ -86,7 +86,10 @@ class SharedState:
             return self._find(dst, src, tag) is not None
 
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
-        """The shared state of a subset of the ranks. All members get the same object at their n-th call for this subset."""
+        """The shared state of a subset of the ranks.
+
+        The first calls of all members for this subset get one object, their second calls get another one, and so on.
+        """
         with self._condition:
             number = self._asked[name, members, rank]
             self._asked[name, members, rank] += 1

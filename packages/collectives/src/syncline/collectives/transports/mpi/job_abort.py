@@ -150,7 +150,7 @@ class ExitBarrier(Inherited):
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
         """Return the exit barrier of the job. The first call makes it.
 
-        Every rank of the job calls this. `job` has the ranks in the job's order.
+        Every rank of the job calls this. `job` is a communicator of all ranks of the job.
         """
         # Communicators of the same ranks in the same order need only one barrier.
         same = (MPI.IDENT, MPI.CONGRUENT)

@@ -217,7 +217,7 @@ class Windows:
         return first_key + address - start
 
     def place(self, key: int) -> Place:
-        """Return the place whose key is `key`, as `key_of` returned it. A tensor must still be at this place."""
+        """Return the place that has this key. The key comes from `key_of`, and a tensor must still be at the place."""
         for entry in self._known[1]:
             segment = entry.segment()
             if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
