@@ -147,7 +147,7 @@ def _load_ddp(name: str) -> type:
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     """Find the script. If any rank cannot find the script, all ranks end.
 
-    The lowest rank that cannot find the script prints the reason.
+    The lowest rank that cannot find the script prints the reason. Without MPI, the first rank of each node prints it.
     """
     problem: tuple[str, int] | None = None
     script = None
