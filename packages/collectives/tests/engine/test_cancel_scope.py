@@ -138,3 +138,26 @@ def test_a_detached_call_is_left_behind_when_its_scope_ends() -> None:
     assert not call.done.is_set()
     gate.set()
     assert call.wait(CancelScope(60.0)) is True
+
+
+def test_a_scope_within_another_ends_with_it_or_sooner(clock: SimpleNamespace) -> None:
+    whole = CancelScope(10.0)
+    assert (whole.within(3.0).remaining_s(), whole.within(30.0).remaining_s()) == (3.0, 10.0)
+    part = whole.within(3.0)
+    part.check()
+    whole.cancel(TransportError("rank 1 is lost"))
+    clock.now_s += 1.0  # the first checks of a wait ask nothing
+    with pytest.raises(TransportError, match="rank 1 is lost"):
+        part.check()
+
+
+def test_a_scope_within_another_asks_the_same_or_its_own_question(clock: SimpleNamespace) -> None:
+    whole = CancelScope(10.0, lambda: TransportError("the outer reason"))
+    for part, reason in (
+        (whole.within(5.0), "the outer reason"),
+        (whole.within(5.0, lambda: TransportError("its own reason")), "its own reason"),
+    ):
+        part.check()
+        clock.now_s += 1.0
+        with pytest.raises(TransportError, match=reason):
+            part.check()

@@ -17,6 +17,7 @@ from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
 from syncline.collectives.engine.group import HostGroup
 from syncline.collectives.engine.transport import Request
+from syncline.collectives.health import agreement
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
@@ -206,3 +207,26 @@ def test_a_rank_that_is_interrupted_before_it_meets_the_others_closes_nothing(mo
         assert transport.times_closed == 0
 
     on_ranks(2, Together, body)
+
+
+def test_a_call_after_a_close_that_has_given_up_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 does not tell its call any more, so rank 1 does not wait for it until the group's time limit."""
+    monkeypatch.setattr(engine_group, "_FREE_S", 0.2)
+    monkeypatch.setattr(agreement, "_TELL_S", 0.2)
+    has_given_up, has_failed = threading.Event(), threading.Event()
+    shared_state = SharedState(2)
+
+    def body(outer: ProcessGroup) -> None:
+        group = HostGroup(TogetherLater(shared_state, outer.rank), outer.rank, 2, timeout_s=4 * LIMIT_S, check_calls=True)
+        if group.rank == 0:
+            group.close()
+            has_given_up.set()
+            assert has_failed.wait(LIMIT_S), "rank 1 waits for the text of this rank"
+        else:
+            assert has_given_up.wait(LIMIT_S)
+            with pytest.raises(DisagreementError, match=r"rank 1: all_reduce\(float32\[1\], op=SUM\)"):
+                group.all_reduce(torch.ones(1))
+            has_failed.set()
+        group.abort()
+
+    run_ranks(2, body)

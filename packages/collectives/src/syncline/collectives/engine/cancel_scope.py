@@ -78,6 +78,16 @@ class CancelScope:
             self.reason = reason
         self._end_s = -math.inf
 
+    def within(self, limit_s: float, ask: Callable[[], BaseException | None] | None = None) -> CancelScope:
+        """Return a scope that ends with this one, and after `limit_s` seconds at the latest.
+
+        Args:
+            limit_s: seconds from now.
+            ask: as for the class; None: as this scope's.
+        """
+        ask = ask or self.ask
+        return CancelScope(min(self.remaining_s(), limit_s), lambda: self.reason or (None if ask is None else ask()))
+
     def remaining_s(self) -> float:
         """Return the seconds left, never below zero."""
         return max(0.0, self._end_s - monotonic())

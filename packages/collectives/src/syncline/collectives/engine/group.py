@@ -750,12 +750,7 @@ class HostGroup(EngineGroup):
         It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
         """
         longest_s = _CLOSE_S if self._compares_later else _FREE_S
-
-        def ask() -> BaseException | None:
-            # `abort` and the monitor cancel the scope of the call.
-            return call.scope.reason or self._why_sender_will_not_send()
-
-        scope = CancelScope(min(call.scope.remaining_s(), longest_s), ask)
+        scope = call.scope.within(longest_s, self._why_sender_will_not_send)
         try:
             if self._compares_later:
                 self._agreed.same_history(scope, closes=True)

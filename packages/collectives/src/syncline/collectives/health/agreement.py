@@ -37,6 +37,8 @@ from .recorder import Recorder, find_divergence
 from .statements import MOST_TOLD, Statements, different_calls
 
 COMPARE_EVERY_CALLS = 1000
+# How long the ranks that have found a difference wait for each other's texts.
+_TELL_S = 60.0
 # How many of its last calls, and how many bytes, a rank sends to the others when the calls differ.
 _LAST_CALLS = 12
 _MOST_BYTES = 8192
@@ -162,7 +164,7 @@ class Agreement:
         """Find out whether all ranks pass the same text. All ranks call this, between the same two calls of the group.
 
         Returns:
-            None if all ranks gave the same text. Otherwise each rank's text. All ranks get the same result.
+            None if all ranks gave the same text. Otherwise the ranks' texts; only this rank's text if a rank does not tell.
 
         Cost: as `Carrier.maximum`, with 16 bytes. If the texts differ, also as `Carrier.statements`.
 
@@ -254,13 +256,19 @@ class Agreement:
     # ---- for errors ----
 
     def _statements(self, text: str, scope: CancelScope) -> Statements:
-        """Return the texts of all ranks, for an error that all ranks are about to raise.
+        """Return the texts of the ranks, for an error that all ranks are about to raise.
+
+        All ranks have begun the comparison that has found a difference, so their texts come soon. Only a rank that has given up
+        the comparison says nothing. Then the result has only this rank's text.
 
         A rank that returns may leave the job, and break the other ranks' connections. So each rank first waits until all ranks
         have the texts. If this wait fails, the rank still uses the texts.
         """
-        said = self._carrier.statements(text, scope)
+        scope = scope.within(_TELL_S)
+        said = Statements()
+        said.add(text, [self._rank])
         with suppress(TimeoutError, TransportError):
+            said = self._carrier.statements(text, scope)
             self.meet(scope)
         return said
 
@@ -270,14 +278,10 @@ class Agreement:
         # Leave out the oldest calls first: the ranks compare often, so they diverged not long ago.
         while len(_as_text(last).encode()) > _MOST_BYTES:
             last = last[1:]
-        histories: dict[int, Sequence[CallRecord]] = {self._rank: last}
-        untold: Collection[int] = ()
-        with suppress(TimeoutError, TransportError):  # without the others, the error has this rank's calls only
-            said = self._statements(_as_text(last), scope)
-            # Each distinct text is parsed once, because most ranks have the same text.
-            histories = {rank: told for text, ranks in said.ranks.items() for told in [_from_text(text)] for rank in ranks}
-            untold = said.untold
-        return different_histories(histories, untold, fewest, most)
+        said = self._statements(_as_text(last), scope)
+        # Each distinct text is parsed once, because most ranks have the same text.
+        histories = {rank: told for text, ranks in said.ranks.items() for told in [_from_text(text)] for rank in ranks}
+        return different_histories(histories, said.untold, fewest, most)
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
