@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -168,8 +167,13 @@ def test_if_two_threads_close_a_group_the_second_finds_it_closed(kind: type[Toge
     assert seen == [1, 1]
 
 
-@BOTH
-def test_abort_ends_a_close_that_waits_for_a_call_in_flight(kind: type[Together]) -> None:
+class Alone(Together):
+    """Like Gloo with `check_calls`: no meeting before the close."""
+
+    closes_together = False
+
+
+def test_abort_ends_a_close_that_waits_for_a_call_in_flight() -> None:
     ended = threading.Event()
 
     def body(group: HostGroup, transport: Together) -> None:
@@ -178,17 +182,58 @@ def test_abort_ends_a_close_that_waits_for_a_call_in_flight(kind: type[Together]
             group.abort()
             return
         work = group.all_reduce(torch.ones(1), async_op=True)
-        aborting = threading.Timer(0.2, group.abort)
-        aborting.start()
-        with suppress(SynclineError):  # no error if `abort` came before the close had begun
-            group.close()
+        closing = threading.Thread(target=group.close)
+        closing.start()
+        while not group._closed:
+            time.sleep(1e-3)
+        group.abort()
+        closing.join()
         ended.set()
-        aborting.join()
         assert transport.times_closed == 0
         with pytest.raises(SynclineError):
             work.wait()
 
+    on_ranks(2, Alone, body)
+
+
+@BOTH
+def test_no_rank_frees_before_all_have_ended_their_status_lines(kind: type[Together], monkeypatch: pytest.MonkeyPatch) -> None:
+    transports: dict[int, Together] = {}
+    seen: list[int] = []
+    stop = HostGroup._stop_watching
+
+    def slow(group: HostGroup) -> None:
+        if group.rank == 1:
+            time.sleep(0.3)
+            seen.append(transports[0].times_closed)
+        stop(group)
+
+    monkeypatch.setattr(HostGroup, "_stop_watching", slow)
+
+    def body(group: HostGroup, transport: Together) -> None:
+        transports[group.rank] = transport
+        group.barrier()
+        group.close()
+
     on_ranks(2, kind, body)
+    assert seen[0] == 0
+
+
+def test_a_signals_handler_that_closes_again_changes_nothing() -> None:
+    """The handler runs on the thread that closes."""
+
+    def body(group: HostGroup, transport: Together) -> None:
+        meet = group._meet_before_close
+
+        def meet_and_close_again() -> None:
+            group.close()
+            meet()
+
+        group._meet_before_close = meet_and_close_again  # type: ignore[method-assign]
+        group.close()
+        assert transport.times_closed == 1
+
+    on_ranks(2, Together, body)
 
 
 def test_a_rank_that_is_interrupted_before_it_meets_the_others_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

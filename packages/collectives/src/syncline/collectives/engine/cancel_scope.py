@@ -65,6 +65,7 @@ class CancelScope:
     reason: BaseException | None = None
     was_noticed = False
     _next_ask_s: float | None = None
+    _outer: CancelScope | None = None  # the scope whose `within` made this one
 
     def __init__(self, timeout_s: float, ask: Callable[[], BaseException | None] | None = None) -> None:
         self.timeout_s = timeout_s
@@ -85,8 +86,9 @@ class CancelScope:
             limit_s: seconds from now.
             ask: as for the class; None: as this scope's.
         """
-        ask = ask or self.ask
-        return CancelScope(min(self.remaining_s(), limit_s), lambda: self.reason or (None if ask is None else ask()))
+        part = CancelScope(min(self.remaining_s(), limit_s), ask or self.ask)
+        part._outer = self
+        return part
 
     def remaining_s(self) -> float:
         """Return the seconds left, never below zero."""
@@ -110,6 +112,9 @@ class CancelScope:
         # The first check: a wait that ends within `_PATIENCE_S` never asks.
         if self._next_ask_s is None:
             self._next_ask_s = now_s + _PATIENCE_S
+        # Whoever cancels the outer scope does not know this one.
+        if self._outer is not None and self._outer.reason is not None:
+            self.cancel(self._outer.reason)
         # A scope that has a reason needs no second reason. `ask` may cost a system call, so it is not called at every check.
         if self.reason is None and self.ask is not None and now_s >= self._next_ask_s:
             self._next_ask_s = now_s + _ASK_S
@@ -118,6 +123,9 @@ class CancelScope:
                 self.cancel(reason)
         if now_s >= self._end_s or self.reason is not None:
             self.was_noticed = True
+            # The monitor looks only at the outer scope.
+            if self._outer is not None:
+                self._outer.was_noticed = True
             # A reason says more than a time limit, so it comes first.
             if self.reason is not None:
                 raise self.reason

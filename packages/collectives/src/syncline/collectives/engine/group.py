@@ -46,7 +46,7 @@ from .call import DONE, FAILED, Call, Signature
 from .cancel_scope import CancelScope
 from .device import DeviceRuntime, StreamOrder
 from .failure import FailureWords
-from .queue import GuardedFuture, Queue
+from .queue import GuardedFuture, Queue, a_queue_runs_here
 from .transfer import TransferWork
 from .transport import Plan, Request, Transport
 
@@ -118,6 +118,7 @@ class EngineGroup(ProcessGroup, Inherited):
         self._companions: list[ProcessGroup] = []
         self._closed = False  # the group takes no new calls
         self._is_over = False  # no call is left that `abort` could end
+        self._is_closing = False
         self._closing = threading.RLock()  # held while a thread closes the group
         self._is_in_fork = False
         self._reporter: Reporter | None = None
@@ -262,8 +263,8 @@ class EngineGroup(ProcessGroup, Inherited):
 
         All ranks call this. They wait for one another if they have not compared each call before it ran (up to 60 seconds, over
         NCCL up to 5), or if the library can be closed only together, such as MPI (up to 5 seconds). If a rank does not come,
-        that is no error, but communicators of MPI stay open until the process ends. A second call waits for the first, and does
-        nothing.
+        that is no error, but communicators of MPI stay open until the process ends. A second call waits for the first (unless a
+        callback or a signal's handler makes it), and does nothing.
 
         Raises:
             DisagreementError: the ranks have made different calls, or another rank still uses the group.
@@ -272,9 +273,14 @@ class EngineGroup(ProcessGroup, Inherited):
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
-        with self._closing:
-            if self._closed:  # perhaps by another thread, while this one waited for the lock
+        # A callback of another group must not wait for a thread that closes this group: that thread may wait for the callback.
+        if not self._closing.acquire(blocking=not a_queue_runs_here()):
+            return
+        try:
+            # Another thread has closed the group meanwhile, or this thread closes it just now, and a signal's handler runs.
+            if self._closed or self._is_closing:
                 return
+            self._is_closing = True
             # The stack runs its callbacks in reverse order, also after an error: first the companions, last `_close`.
             with ExitStack() as ending:
                 ending.callback(self._close)
@@ -283,6 +289,8 @@ class EngineGroup(ProcessGroup, Inherited):
                 # After a failure, other ranks may not come to this comparison, so it could only time out.
                 if self.first_failure is None:
                     self._meet_before_close()
+        finally:
+            self._closing.release()
 
     @abstractmethod
     def _meet_before_close(self) -> None:

@@ -299,10 +299,13 @@ def _at(address: str) -> Devices:
     return ({"hostname": address},)
 
 
-def _address_of(device: Mapping[str, str]) -> str:
-    """An address at which other hosts reach this rank's Gloo."""
-    interface = device.get("interface")
-    return device["hostname"] if interface is None else own_addresses([interface])[0].address
+def _address_of(devices: Devices) -> str:
+    """The address of this rank's Gloo: one that other hosts reach, if there is one."""
+    interfaces = [device["interface"] for device in devices if "interface" in device]
+    if not interfaces:
+        return devices[0]["hostname"]
+    found = own_addresses(interfaces)
+    return next((entry.address for entry in found if not entry.is_loopback), found[0].address)
 
 
 def _connect_patiently(connect: Callable[[], Any], liveness: Liveness, scope: CancelScope, devices: Devices) -> Any:
@@ -383,7 +386,7 @@ class GlooBackend(Backend):
         transport = connect(store, rank, size, request.group_name, scope, devices, interfaces=request.interfaces)
         generation, lack = Generation(0, tuple(range(size)), rank), store_lack(request, size)
         if rank == 0 and admit_lack(request) is None:
-            store.set(_HOST_0, json.dumps([loopback_domain(), _address_of(transport.devices[0])]))
+            store.set(_HOST_0, json.dumps([loopback_domain(), _address_of(transport.devices)]))
         again = _connect_again(request, store, transport.devices)
         reconnector = GlooReconnector(store, generation, Job(size, _options(request)), again, lack, admit_lack(request))
         return _started(transport, reconnector, request)

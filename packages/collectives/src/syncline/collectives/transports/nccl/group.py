@@ -129,7 +129,6 @@ class NcclGroup(EngineGroup):
         weakref.finalize(self, self._beside.drop).atexit = False
         self._compares_every = -(-size // _COMPARED_EACH_TIME)
         self._asked_to_compare = 0
-        self._is_closing = False
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         call_now_and_then(self._in_flight)
 
@@ -544,7 +543,6 @@ class NcclGroup(EngineGroup):
 
     @override
     def _meet_before_close(self) -> None:
-        self._is_closing = True
         # A group that was never used closes without waiting for the other ranks.
         if self._compares_later and self._agreed.history.calls:
             with suppress(SynclineError):  # a difference has ended the group already; a missing rank is not a failure here
