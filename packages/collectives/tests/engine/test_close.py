@@ -119,6 +119,12 @@ def test_a_rank_that_closes_is_told_apart_from_a_rank_that_compares_calls() -> N
     on_ranks(2, TogetherLater, body)
 
 
+def never_closes(group: HostGroup, ended: threading.Event) -> None:
+    """Wait until the other rank's close has ended, then abort."""
+    assert ended.wait(LIMIT_S / 2), "the close has waited for its own limit"
+    group.abort()
+
+
 @BOTH
 def test_abort_ends_a_close_that_waits(kind: type[Together], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_group, "_CLOSE_S", LIMIT_S)
@@ -127,8 +133,7 @@ def test_abort_ends_a_close_that_waits(kind: type[Together], monkeypatch: pytest
 
     def body(group: HostGroup, transport: Together) -> None:
         if group.rank == 1:
-            assert ended.wait(LIMIT_S / 2), "the close has waited for its own limit"
-            group.abort()
+            never_closes(group, ended)
             return
         transport.start_recv = lambda *_: NeverComes()  # type: ignore[method-assign]
         aborting = threading.Timer(0.2, group.abort)
@@ -178,8 +183,7 @@ def test_abort_ends_a_close_that_waits_for_a_call_in_flight() -> None:
 
     def body(group: HostGroup, transport: Together) -> None:
         if group.rank == 1:
-            assert ended.wait(LIMIT_S / 2), "the close has waited for its own limit"
-            group.abort()
+            never_closes(group, ended)
             return
         work = group.all_reduce(torch.ones(1), async_op=True)
         closing = threading.Thread(target=group.close)

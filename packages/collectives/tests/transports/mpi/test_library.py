@@ -55,7 +55,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 def wait_for(seconds: float, clock: Clock, longest_nap_s: float, **options: Any) -> None:
     scope, patience = CancelScope(seconds), Patience(longest_nap_s, **options)
     for _ in range(1_000_000):
-        if patience.rest() and scope.is_over():
+        try:
+            if patience.rest():
+                scope.check("nobody came")
+        except TimeoutError as error:
+            assert str(error) == "nobody came"  # noqa: PT017 - it is the one that ends the loop
             return
     pytest.fail("the wait has no end")
 

@@ -211,13 +211,6 @@ def towards_zero(rank: int) -> list[int]:
     return sorted({rank & (rank - 1), rank ^ (1 << (rank.bit_length() - 1))}) if rank else []
 
 
-def drop_status_lines(communicator: MPI.Intracomm) -> None:
-    """Receive the lines that nobody has read. Open MPI would give them to the next communicator with the same number."""
-    status = MPI.Status()
-    while (message := communicator.Improbe(MPI.ANY_SOURCE, Tag.STATUS, status)) is not None:
-        message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
-
-
 class LeaveNotices:
     """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 

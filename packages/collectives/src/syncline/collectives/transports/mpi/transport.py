@@ -21,7 +21,7 @@ from ...tensors.reduction import core_op, reduce_in_rank_order
 from .datatypes import memory, message, mpi_reduction
 from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
 from .library import MPIRequest, Tag, library_name, mpi_errors
-from .neighbours import MPIStatusPost, TimeoutReport, drop_status_lines
+from .neighbours import MPIStatusPost, TimeoutReport
 from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce
 from .sync import MessageSync, Sync
@@ -280,7 +280,7 @@ class MPITransport(LibraryTransport):
 
     def close(self) -> None:
         """Free the communicators. All ranks call it, after their last status line."""
-        drop_status_lines(self._private)
+        self.status_post().posted()  # receive the lines that nobody has read; see `closes_together`
         self._private.Free()
         self._communicator.Free()
 
