@@ -34,10 +34,10 @@ from syncline.collectives import (
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
+from syncline.collectives.startup.mpi_library import CudaAwareness
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.testing import CHECKS, Check
 from syncline.collectives.testing.conformance.refusals import after_close
-from syncline.collectives.transports.cuda_awareness import CudaAwareness
 from test_support.fake_device import FakeDevice, let_the_cpu_play
 
 pytestmark = pytest.mark.mpi

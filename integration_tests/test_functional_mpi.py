@@ -263,7 +263,7 @@ def test_messages_larger_than_mpi_counts(mpi_group: ProcessGroup, monkeypatch: p
     from mpi4py import MPI
 
     from syncline.collectives.transports.mpi import transport
-    from syncline.collectives.transports.mpi.datatypes import message
+    from syncline.collectives.transports.mpi.library import message
 
     monkeypatch.setattr(transport, "PIECE_BYTES", 64)
     _, count, datatype = message(torch.zeros(173, dtype=torch.uint8), 64)

@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_come_is_named_in_a_warning_and_then_in_an_error(ru
     assert "(rank 0 did not)" in job.output
     assert "a message came" not in job.output
     assert 'script.py", line 12, in <module>' in job.output
-    assert "first_meeting.py" not in job.output, "the error goes on where its reader cannot help"
+    assert "connection.py" not in job.output, "the error goes on where its reader cannot help"
 
 
 def test_in_a_large_job_the_block_of_the_missing_rank_names_it(run_on: RunOn) -> None:
@@ -95,9 +95,9 @@ def test_in_a_large_job_the_block_of_the_missing_rank_names_it(run_on: RunOn) ->
         from pathlib import Path
         from mpi4py import MPI
         from syncline.collectives import CollectiveTimeout, init_process_group
-        from syncline.collectives.transports.mpi import first_meeting
+        from syncline.collectives.transports.mpi import connection
 
-        first_meeting._BLOCK_RANKS = 2
+        connection._BLOCK_RANKS = 2
         rank = MPI.COMM_WORLD.rank
         others = MPI.COMM_WORLD.Split(rank == 3)
         if rank != 3:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from syncline.collectives.health.report_signal import _report_when_told
+from syncline.collectives.health.report import _report_when_told
 
 PROGRAM = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from syncline.collectives.health.report import Reporter
-from syncline.collectives.health.report_signal import report_on_signal
+from syncline.collectives.health.report import Reporter, report_on_signal
 
 def files(folder):
     return [path.name for path in Path(folder).glob("*/*")]

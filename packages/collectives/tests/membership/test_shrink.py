@@ -28,7 +28,7 @@ from syncline.collectives import (
     TransportError,
     init_process_group,
 )
-from syncline.collectives.membership.membership_vote import MembershipVote
+from syncline.collectives.membership.store_reconnector import MembershipVote
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.stores import InMemoryStore
 from syncline.collectives.testing.processes import run_processes

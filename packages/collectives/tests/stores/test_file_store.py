@@ -18,9 +18,8 @@ import pytest
 from syncline.collectives import DisagreementError, InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import FileStore, file_rendezvous, join_latest_run
 from syncline.collectives.stores.file import leave_run
-from syncline.collectives.stores.file.folder import Folder
-from syncline.collectives.stores.file.lock import LinkLock
-from syncline.collectives.stores.file.log import Log, decode, encode
+from syncline.collectives.stores.file.folder import Folder, LinkLock
+from syncline.collectives.stores.file.store import Log, decode, encode
 
 
 def test_a_run_never_reads_another(tmp_path: Path) -> None:
@@ -430,8 +429,7 @@ def test_a_meeting_refuses_impossible_ranks(tmp_path: Path, rank: int, size: int
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from syncline.collectives.stores.file.folder import Folder
-from syncline.collectives.stores.file.lock import LinkLock
+from syncline.collectives.stores.file.folder import Folder, LinkLock
 with LinkLock(Folder(Path(sys.argv[1]) / "run")).held(5):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import InvalidArgumentError, ReduceOp, premul_sum
-from syncline.collectives.torch_bridge import options
+from syncline.collectives.torch_bridge import call_issuer
 
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
@@ -19,33 +19,33 @@ NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 def test_reductions(kind, name: str) -> None:
     given = kind()
     given.reduceOp = getattr(dist.ReduceOp, name)
-    assert options.reduction_of(given) is ReduceOp[name]
-    assert options.reduction_of(getattr(dist.ReduceOp, name)) is ReduceOp[name]
+    assert call_issuer.reduction_of(given) is ReduceOp[name]
+    assert call_issuer.reduction_of(getattr(dist.ReduceOp, name)) is ReduceOp[name]
 
 
 def test_premul_sum() -> None:
     given = dist.AllreduceOptions()
     given.reduceOp = dist._make_nccl_premul_sum(0.25)
-    assert options.reduction_of(given) == premul_sum(0.25)
+    assert call_issuer.reduction_of(given) == premul_sum(0.25)
     given.reduceOp = dist._make_nccl_premul_sum(torch.tensor([0.5]))
-    assert options.reduction_of(given) == premul_sum(0.5)
+    assert call_issuer.reduction_of(given) == premul_sum(0.5)
 
 
 def test_unknown_reduction() -> None:
     with pytest.raises(InvalidArgumentError, match=r"expected a reduction of torch\.distributed such as ReduceOp\.SUM"):
-        options.reduction_of("sum")
+        call_issuer.reduction_of("sum")
 
 
 def test_defaults() -> None:
-    assert options.reduction_of(None) is ReduceOp.SUM
-    assert options.root_of(None) == 0
+    assert call_issuer.reduction_of(None) is ReduceOp.SUM
+    assert call_issuer.root_of(None) == 0
 
 
 def test_roots() -> None:
     given = dist.BroadcastOptions()
     given.rootRank = 3
-    assert options.root_of(given) == 3
-    assert options.root_of(2) == 2
+    assert call_issuer.root_of(given) == 3
+    assert call_issuer.root_of(2) == 2
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_roots() -> None:
     ],
 )
 def test_time_limits(timeout: timedelta | None, expected: float | None) -> None:
-    assert options.time_limit_s(timeout) == expected
+    assert call_issuer.time_limit_s(timeout) == expected
 
 
 def test_one_device_in_each_process() -> None:
     with pytest.raises(InvalidArgumentError, match=r"expected one input.*found 2"):
-        options.only([torch.ones(1), torch.ones(1)], "input")
+        call_issuer.only([torch.ones(1), torch.ones(1)], "input")

@@ -13,7 +13,7 @@ import torch
 
 from syncline.collectives import TransportError
 from syncline.collectives.cli.doctor import command
-from syncline.collectives.transports.cuda_awareness import CudaAwareness
+from syncline.collectives.startup.mpi_library import CudaAwareness
 
 
 def test_a_transfer_that_hangs_is_not_taken_for_ranks_that_do_not_come(

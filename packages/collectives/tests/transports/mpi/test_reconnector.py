@@ -12,7 +12,7 @@ pytest.importorskip("mpi4py")
 from syncline.collectives import TransportError
 from syncline.collectives.membership.reconnector import MOST_ATTEMPTS
 from syncline.collectives.membership.shrinkable_group import ShrinkableGroup
-from syncline.collectives.transports.mpi import fault_tolerance
+from syncline.collectives.transports.mpi import library
 from syncline.collectives.transports.mpi import reconnector as module
 from syncline.collectives.transports.mpi.reconnector import MPIReconnector
 
@@ -112,10 +112,10 @@ def test_who_connected_in_vain_gives_its_transport_up(monkeypatch: pytest.Monkey
 
 def test_who_fails_to_connect_revokes_what_the_others_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
     revoked: list[Any] = []
-    monkeypatch.setattr(fault_tolerance, "revoke", revoked.extend)
-    with fault_tolerance.revoked_on_failure("of all", "of the node"):  # type: ignore[arg-type]
+    monkeypatch.setattr(library, "revoke", revoked.extend)
+    with library.revoked_on_failure("of all", "of the node"):  # type: ignore[arg-type]
         pass
     assert revoked == []
-    with pytest.raises(OSError, match="no memory"), fault_tolerance.revoked_on_failure("of all", "of the node"):  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="no memory"), library.revoked_on_failure("of all", "of the node"):  # type: ignore[arg-type]
         raise OSError("no memory to share")
     assert revoked == ["of all", "of the node"]

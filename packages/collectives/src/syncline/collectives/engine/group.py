@@ -34,8 +34,7 @@ from ..health.leaving import GroupLeavers
 from ..health.liveness import Liveness, note_run
 from ..health.monitor import call_now_and_then, watch
 from ..health.recorder import CallCount, Recorder
-from ..health.report import Reporter
-from ..health.report_signal import report_on_signal
+from ..health.report import Reporter, report_on_signal
 from ..health.stalls import StallWatch
 from ..health.statements import different_calls
 from ..tensors import checks

@@ -314,8 +314,8 @@ def process_manager(environ: Mapping[str, str]) -> str | None:
     return HYDRA if {"HYDI_CONTROL_FD", "PMI_RANK"} <= environ.keys() else None
 
 
-def tolerates_faults(environ: Mapping[str, str]) -> bool:
-    """Whether Open MPI's mpirun goes on when a rank is lost (`--with-ft ulfm`). A pure function."""
+def tolerates_faults(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Open MPI's mpirun goes on when a rank is lost (`--with-ft ulfm`)."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true", "yes")
 
 

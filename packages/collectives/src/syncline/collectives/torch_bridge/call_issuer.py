@@ -1,9 +1,9 @@
-"""CallIssuer turns calls of torch into collectives of our group."""
+"""CallIssuer turns calls of torch into collectives of our group, and our works into works of torch."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,14 +11,196 @@ import torch
 import torch.distributed as dist
 
 from ..engine.observers import profiled
-from ..errors import MisuseError
+from ..engine.queue import a_queue_runs_here
+from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
-from ..torch_internals import LOSES_WORKS, jit_trace, modes_active, profiler_runs
-from ..work import FinishedWork, Work
+from ..reduce_op import ReduceOp, Reduction, from_torch
+from ..torch_internals import LOSES_WORKS, disable_dynamo, jit_trace, modes_active, profiler_runs
+from ..work import FinishedWork, TensorsFuture, Work, future_for_torch, join_futures
 from . import watched
-from .options import time_limit_s
 from .watched import Seen
-from .works import CoalescedWork, TorchSideWork
+
+
+def reduction_of(options: Any) -> Reduction:
+    """The reduction that torch's options name. `options` may also be one of torch's reductions. None means SUM.
+
+    Raises:
+        InvalidArgumentError: we have no such reduction.
+    """
+    if options is None:
+        return ReduceOp.SUM
+    op = getattr(options, "reduceOp", options)
+    ours = from_torch(op)
+    if ours is None:
+        raise InvalidArgumentError(f"expected a reduction of torch.distributed such as ReduceOp.SUM, found {op!r}")
+    return ours
+
+
+def word(reduction: Reduction) -> str | None:
+    """The text by which torch's functional operators name a reduction, such as "sum"; None if they have no text for it."""
+    return reduction.value if isinstance(reduction, ReduceOp) else None
+
+
+def root_of(options: Any) -> int:
+    """The root that torch's options name. `options` may also be the root's number. None means 0."""
+    if options is None:
+        return 0
+    return options if isinstance(options, int) else int(options.rootRank)
+
+
+def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str) -> None:
+    """Check torch's option `rootTensor`: the index of the root's tensor among the tensors that the root passes.
+
+    Raises:
+        InvalidArgumentError: `tensors` has no such index.
+    """
+    index = getattr(options, "rootTensor", 0)
+    if not 0 <= index < len(tensors):
+        raise InvalidArgumentError(f"{call}: expected rootTensor in 0..{len(tensors) - 1}, found {index}")
+
+
+def time_limit_s(timeout: timedelta | None) -> float | None:
+    """The time limit in seconds, or None for the group's limit, which torch writes as a timeout of None, zero or below."""
+    if timeout is None or timeout.days < 0 or not timeout:
+        return None
+    return timeout.total_seconds()
+
+
+def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a call as a list. torch's groups take one tensor, or a list with one tensor for each device."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def some(tensors: Any, call: str) -> list[Any]:
+    """The entries of a list that must not be empty.
+
+    Raises:
+        InvalidArgumentError: the list is empty.
+    """
+    entries = list(tensors)
+    if not entries:
+        raise InvalidArgumentError(f"{call}: expected at least one tensor, found an empty list")
+    return entries
+
+
+def only(tensors: Any, what: str) -> Any:
+    """The only entry of a list that has one entry for each device of a process. We serve one device in each process.
+
+    Raises:
+        InvalidArgumentError: the list has more entries, or none.
+    """
+    if len(tensors) != 1:
+        raise InvalidArgumentError(f"expected one {what}, for one device in each process, found {len(tensors)}")
+    return tensors[0]
+
+
+class TorchSideWork(dist.Work):
+    """One of our works as a torch work.
+
+    C++ calls only `wait` and `get_future`; Python also calls the other methods.
+
+    Args:
+        ours: our work.
+        timeout_s: the time limit of `wait` without an argument, in seconds; None: the group's limit.
+        on_asked: called once, with this object, when somebody first waits for the work or asks for its future.
+    """
+
+    def __init__(
+        self, ours: Work, timeout_s: float | None = None, on_asked: Callable[[TorchSideWork], None] | None = None
+    ) -> None:
+        super().__init__()
+        self.ours = ours
+        self._timeout_s = timeout_s
+        self._on_asked = on_asked
+
+    @disable_dynamo
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the collective has finished. On CUDA, order the current stream after the collective instead."""
+        self._asked()
+        limit_s = time_limit_s(timeout)
+        return self.ours.wait(self._timeout_s if limit_s is None else limit_s)
+
+    def synchronize(self) -> None:
+        """Call `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Call `wait`, which on CUDA orders the stream."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the collective has finished, with or without an error."""
+        return self.ours.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether the collective has finished without an error."""
+        return self.ours.is_completed() and self.ours.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The error with which the collective failed, or None."""
+        return self.ours.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self.ours.result()
+
+    def source_rank(self) -> int:
+        """The sender's rank in the group, for a receive that has finished.
+
+        Raises:
+            InvalidArgumentError: this is not a receive, or it has not finished.
+        """
+        source = self.ours.source_rank()
+        if source is None:
+            raise InvalidArgumentError("source_rank() is of a receive that has finished, found another work; wait() first")
+        return source
+
+    _source_rank = source_rank
+
+    @disable_dynamo
+    def get_future(self) -> TensorsFuture:
+        """A future of the output tensors that also works in C++; see Note [Futures that fail] in `work`."""
+        self._asked()
+        future = self.ours.get_future()
+        # A callback of our queue may wait for the future, which works only with our own class of futures.
+        if a_queue_runs_here():
+            return future
+        return future_for_torch(future, self.ours.result())
+
+    def _asked(self) -> None:
+        on_asked, self._on_asked = self._on_asked, None
+        if on_asked is not None:
+            on_asked(self)
+
+
+class CoalescedWork(Work):
+    """One work of ours for several collectives that torch calls in a batch (coalesced)."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait for all works. The time limit holds for each work separately."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all works have finished."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error among the works, or None."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs of all works, in their order."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> TensorsFuture:
+        """A future that completes when all works have finished."""
+        return join_futures([work.get_future() for work in self._works], self.result())
+
 
 Issue = Callable[[bool], Work]
 

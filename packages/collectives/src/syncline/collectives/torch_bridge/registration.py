@@ -1,9 +1,10 @@
-"""Importing this module registers our backends with torch.distributed."""
+"""Importing this module registers our backends with torch.distributed. Here is also `monitored_barrier` for torch's groups."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..api.monitored_barrier import monitored_barrier as ours
 from ..errors import BackendUnavailableError, MisuseError
 from ..torch_internals import end_groups_by, registered_creator
 from .group_factory import create
 from .rendezvous import rendezvous
+from .torch_group import as_process_group
 from .torch_process_group import TorchProcessGroup
 
 OLDEST_TORCH = (2, 6)
@@ -122,3 +125,20 @@ def _check_ours(handler: Callable[..., Any], what: str) -> None:
 
 
 register()
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Return on any rank only after all ranks have called this function. On a time-out, rank 0's error names missing ranks.
+
+    Args:
+        group: a group of torch.distributed; None means torch's default group.
+        timeout: seconds or a timedelta; None takes the group's time limit.
+        wait_all_ranks: whether the error names all missing ranks, or only the first.
+
+    Raises:
+        CollectiveTimeout: not all ranks called in time. On rank 0 the message names missing ranks. On other ranks the message
+            says that rank 0 did not answer.
+    """
+    ours(as_process_group(group), timeout, wait_all_ranks)

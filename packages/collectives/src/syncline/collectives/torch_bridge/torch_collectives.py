@@ -23,10 +23,19 @@ from ..tensors.layout import untracked
 from ..tensors.reduction import reduce_in_rank_order
 from ..torch_internals import disable_dynamo
 from ..work import FinishedWork, FutureWork, TensorsFuture, Work
-from .call_issuer import CallIssuer
-from .options import check_first_device, listed, only, reduction_of, root_of, some, time_limit_s, word
+from .call_issuer import (
+    CallIssuer,
+    CoalescedWork,
+    check_first_device,
+    listed,
+    only,
+    reduction_of,
+    root_of,
+    some,
+    time_limit_s,
+    word,
+)
 from .watched import Seen
-from .works import CoalescedWork
 
 _AT_ONCE_S = 1e-3
 

@@ -18,7 +18,7 @@ from ..engine.cancel_scope import seconds
 from ..errors import InvalidArgumentError
 from ..group import ProcessGroup
 from ..torch_internals import disable_dynamo
-from .options import time_limit_s
+from .call_issuer import time_limit_s
 from .torch_collectives import TorchCollectives
 
 

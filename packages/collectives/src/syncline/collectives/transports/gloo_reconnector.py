@@ -18,9 +18,8 @@ from ..engine.cancel_scope import CancelScope
 from ..engine.transport import Transport
 from ..errors import DisagreementError, StoreError
 from ..health.liveness import Liveness, ProcessIdentity, ProcessState, has_ended, own_identity
-from ..membership.join_queue import JoinQueue
 from ..membership.reconnector import WAITING, Generation
-from ..membership.store_reconnector import StoreReconnector
+from ..membership.store_reconnector import JoinQueue, StoreReconnector
 from ..startup.backend import ConnectRequest
 from ..stores import AsTorchStore, FromTorchStore, PrefixStore, Store
 from ..stores.store import as_keys, key_timeout, poll

@@ -125,7 +125,7 @@ class RawMPI(Subject):
         """Return the blocking call. Make the call's arguments now, so that they take no time in the measurement."""
         from mpi4py import MPI
 
-        from ...transports.mpi.datatypes import REDUCIBLE, memory
+        from ...transports.mpi.library import REDUCIBLE, memory
 
         if buffers.block.device.type != "cpu":
             raise NotImplementedError(f"mpi4py is measured on the host's memory, not on {buffers.block.device}")

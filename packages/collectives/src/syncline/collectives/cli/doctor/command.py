@@ -19,10 +19,10 @@ from ...errors import SynclineError
 from ...group import ProcessGroup
 from ...health.monitor import END_STATUS
 from ...startup.launch import detect_launch
+from ...startup.mpi_library import try_cuda_awareness
 from ...startup.registry import BackendChoice, backend_names, choose_backend, what_is_missing
 from ...startup.settings import load_settings
 from ...startup.uncaught_errors import is_first, run_began_s
-from ...transports.cuda_awareness import try_cuda_awareness
 from .diagnosis import diagnose
 from .finding import exit_status, in_text
 from .observation import Observation, observe

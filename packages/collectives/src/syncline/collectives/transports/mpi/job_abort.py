@@ -50,8 +50,7 @@ from ...health.liveness import Liveness, own_identity, rank_here
 from ...health.monitor import call_now_and_then
 from ...startup.mpi_library import abort_job
 from ...startup.uncaught_errors import are_handled_elsewhere, last_words, say
-from .fault_tolerance import failed_ranks, is_fault_tolerant
-from .library import no_more_mpi, while_mpi_runs
+from .library import failed_ranks, is_fault_tolerant, no_more_mpi, while_mpi_runs
 from .neighbours import LeaveNotices
 
 # Open MPI 5.0.11 sometimes never returns from MPI_Finalize in a job that lost ranks. So a signal ends the process after this

@@ -1,13 +1,14 @@
-"""The MPI library: its name, its errors, the tags of our messages, requests, and the wait for a request."""
+"""The MPI library: its name, its errors, its datatypes, the tags of our messages, requests, waiting, and failed ranks."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
@@ -16,6 +17,9 @@ from typing_extensions import override
 from ...engine.cancel_scope import CancelScope
 from ...engine.transport import Request
 from ...errors import DisagreementError, TransportError
+from ...reduce_op import ReduceOp, Reduction
+from ...startup.launch import tolerates_faults
+from ...tensors.reduction import core_op
 from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, Patience
 
 # A test of a request costs about 0.3 us. A small collective between ranks of a node is over after a few tests.
@@ -200,3 +204,158 @@ class MPIRequest(Request):
     @override
     def source(self) -> int | None:
         return self._status.Get_source() if self._over else None
+
+
+# Only Open MPI with `mpirun --with-ft ulfm` (ULFM) knows which ranks have failed. With other MPIs the functions below find no
+# failed ranks and do nothing. MPICH and Intel MPI have the functions of ULFM, but when one rank fails, the whole job fails.
+
+
+def is_fault_tolerant() -> bool:
+    """Whether the launcher started this job so that it survives the loss of a rank."""
+    return MPI.get_vendor()[0] == "Open MPI" and tolerates_faults()
+
+
+def missing_for_shrink() -> str | None:
+    """Return why the surviving ranks cannot go on, and what the user can do. Return None if they can go on."""
+    if is_fault_tolerant():
+        return None
+    # If only the option is missing, the user need not change the library.
+    if MPI.get_vendor()[0] == "Open MPI":
+        return "Open MPI was started without its tolerance of faults; start the job with `mpirun --with-ft ulfm`"
+    return (
+        f"{MPI.get_vendor()[0]} cannot go on when a rank is lost; use Open MPI with `mpirun --with-ft ulfm`, or backend "
+        "'gloo' with init_method='file:///shared/folder'"
+    )
+
+
+def failed_ranks(communicator: MPI.Comm) -> list[int]:
+    """Return the ranks of a communicator that have failed, as far as this process's MPI knows.
+
+    Does not communicate or block.
+    """
+    if not is_fault_tolerant() or MPI.Is_finalized():
+        return []
+    try:
+        whole = communicator.Get_group()
+        try:
+            return translated(communicator.Get_failed(), whole)
+        finally:
+            whole.Free()
+    except MPI.Exception:  # the communicator was freed meanwhile
+        return []
+
+
+def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
+    """End all operations on these communicators with an error, on all ranks. May block while a rank is stopped."""
+    if not is_fault_tolerant() or MPI.Is_finalized():
+        return
+    for communicator in communicators:
+        try:
+            if communicator is not None and not communicator.Is_revoked():
+                communicator.Revoke()
+        except MPI.Exception:
+            pass  # the communicator was freed meanwhile
+
+
+@contextmanager
+def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
+    """A context that revokes the communicators if its body fails.
+
+    Other ranks may wait in them for this rank, which will not come.
+    """
+    try:
+        yield
+    except BaseException:
+        revoke(communicators)
+        raise
+
+
+# The types that MPI itself can reduce. MPI has no portable type for float16, bfloat16 and float8, and must not reduce them as
+# integers. `MPITransport` moves them as bytes and adds them in float32.
+REDUCIBLE: dict[torch.dtype, MPI.Datatype] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.bool: MPI.C_BOOL,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+
+_OPS: dict[ReduceOp, MPI.Op] = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.AVG: MPI.SUM,
+    ReduceOp.PRODUCT: MPI.PROD,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.BAND: MPI.BAND,
+    ReduceOp.BOR: MPI.BOR,
+    ReduceOp.BXOR: MPI.BXOR,
+}
+
+# MPI's C_BOOL has only logical reductions. On bools they are the same as minimum, maximum and the bitwise reductions.
+_OPS_ON_BOOL: dict[ReduceOp, MPI.Op] = {
+    ReduceOp.MIN: MPI.LAND,
+    ReduceOp.BAND: MPI.LAND,
+    ReduceOp.MAX: MPI.LOR,
+    ReduceOp.BOR: MPI.LOR,
+    ReduceOp.BXOR: MPI.LXOR,
+}
+
+
+_SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
+
+
+@functools.lru_cache(maxsize=256)
+def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+    """Return the MPI type and the MPI reduction that give exactly the result of `op`, or None if MPI has none.
+
+    For AVG and PREMUL_SUM the reduction is a SUM. The caller divides the result of AVG, and multiplies the terms of PREMUL_SUM
+    before the reduction. The function returns None for:
+
+    - dtypes that are not in `REDUCIBLE`.
+    - MIN and MAX of floats: with not-a-number, MPI's result depends on the rank.
+    - sums of small integers: they must wrap around, but Open MPI's vector instructions stop at the largest value.
+    """
+    core = core_op(op)
+    is_fickle = core in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point
+    may_stick = core is ReduceOp.SUM and dtype in _SMALL_INTEGERS
+    if dtype not in REDUCIBLE or is_fickle or may_stick:
+        return None
+    return REDUCIBLE[dtype], (_OPS_ON_BOOL if dtype is torch.bool else _OPS)[core]
+
+
+def memory(tensor: torch.Tensor) -> MPI.buffer:
+    """Return a contiguous tensor's memory, so that MPI can read and write it. The caller keeps the tensor alive.
+
+    MPI knows nothing of CUDA streams. So for a CUDA tensor, this function blocks until the current stream is finished.
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
+    """Describe a contiguous tensor of any size as one message of bytes. MPI before version 4 counts in C ints.
+
+    Args:
+        tensor: as for `memory`.
+        unit_bytes: a tensor with more bytes than this is sent as one element of an MPI type that consists of units of this
+            size. The type is not part of the message, so the other rank may count in bytes.
+    """
+    if tensor.nbytes <= unit_bytes:
+        return memory(tensor), MPI.BYTE
+    return memory(tensor), 1, _type_of(tensor.nbytes, unit_bytes)
+
+
+@functools.cache  # the types are never freed, because few different sizes are that large
+def _type_of(nbytes: int, unit_bytes: int) -> MPI.Datatype:
+    units, rest = divmod(nbytes, unit_bytes)
+    unit = MPI.BYTE.Create_contiguous(unit_bytes)
+    # The rest that fills no whole unit follows as single bytes.
+    made = MPI.Datatype.Create_struct([units, rest], [0, units * unit_bytes], [unit, MPI.BYTE]).Commit()
+    unit.Free()
+    return made

@@ -13,8 +13,7 @@ from ...engine.transport import Transport
 from ...errors import CollectiveTimeout, TransportError
 from ...health.leaving import GroupLeavers, Leavers
 from ...membership.reconnector import MOST_ATTEMPTS, Generation, Reconnector
-from .fault_tolerance import missing_for_shrink, revoke
-from .library import mapped, mpi_errors, translated
+from .library import mapped, missing_for_shrink, mpi_errors, revoke, translated
 
 logger = logging.getLogger("syncline.collectives")
 

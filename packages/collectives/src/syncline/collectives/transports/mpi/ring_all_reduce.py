@@ -11,8 +11,7 @@ from mpi4py import MPI
 from ...engine.call import Call
 from ...reduce_op import ReduceOp, divide
 from ...tensors.reduction import reduce_into
-from .datatypes import memory
-from .library import Tag, mpi_errors
+from .library import Tag, memory, mpi_errors
 from .sync import MessageSync
 from .waiting import MESSAGE_NAP_S
 

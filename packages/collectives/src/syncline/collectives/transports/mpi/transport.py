@@ -18,9 +18,19 @@ from ...health.stalls import StatusPost
 from ...reduce_op import REDUCIBLE, PremulSum, ReduceOp, Reduction, divide
 from ...tensors.layout import bytes_of
 from ...tensors.reduction import core_op, reduce_in_rank_order
-from .datatypes import memory, message, mpi_reduction
-from .fault_tolerance import failed_ranks, is_fault_tolerant, revoke, revoked_on_failure
-from .library import MPIRequest, Tag, library_name, mpi_errors
+from .library import (
+    MPIRequest,
+    Tag,
+    failed_ranks,
+    is_fault_tolerant,
+    library_name,
+    memory,
+    message,
+    mpi_errors,
+    mpi_reduction,
+    revoke,
+    revoked_on_failure,
+)
 from .neighbours import MPIStatusPost, TimeoutReport
 from .ring_all_reduce import DTYPES as RING_DTYPES
 from .ring_all_reduce import RingAllReduce

@@ -13,7 +13,7 @@ from ....engine.call import Call, Signature
 from ....engine.cancel_scope import CancelScope
 from ....engine.transport import Plan, Transport
 from ....startup.settings import AlgorithmThresholds
-from ..fault_tolerance import revoke, revoked_on_failure
+from ..library import revoke, revoked_on_failure
 from ..ring_all_reduce import largest_piece_bytes
 from ..sync import MessageSync, Sync
 from ..transport import PRESYNC_MIN_BYTES, MPITransport

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from syncline.collectives.transports.cuda_awareness import CudaAwareness, try_cuda_awareness
+from syncline.collectives.startup.mpi_library import CudaAwareness, try_cuda_awareness
 
 
 @pytest.mark.parametrize(
