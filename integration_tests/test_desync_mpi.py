@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from test_support.desync_programs import NUMELS, QUICK, TIMEOUT_S, catalogue, outcome, problem, same_signature_swapped
 from test_support.full_run import FULL
 

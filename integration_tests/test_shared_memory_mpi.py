@@ -27,7 +27,7 @@ from syncline.collectives import (
     premul_sum,
 )
 from syncline.collectives.engine.call import Call
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.transport import Plan
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction

@@ -160,7 +160,7 @@ def test_the_warning(ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch
     from syncline.collectives.transports.mpi.node.node_transport import NodeTransport
 
     monkeypatch.setattr(plan, "_warned_of", set())
-    from syncline.collectives.engine.group import HostGroup
+    from syncline.collectives.engine.host_group import HostGroup
 
     monkeypatch.setattr(shared_allocation, "reserve", raising(OSError(12, "no memory left")))
     group = HostGroup(NodeTransport(ranks.all.Dup()), ranks.rank, ranks.size, timeout_s=30)

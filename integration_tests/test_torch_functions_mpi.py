@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, as_process_group
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier
 

@@ -11,9 +11,9 @@ import torch
 from mpi4py import MPI
 
 from syncline.collectives import CollectiveTimeout, DisagreementError, ProcessGroup, ReduceOp
-from syncline.collectives.engine import group as engine_group
+from syncline.collectives.engine import host_group
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.statements import ranks_in_words
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS
@@ -72,7 +72,7 @@ def test_a_rank_that_closes_while_another_calls_frees_no_communicator(
     world = MPI.COMM_WORLD
     if world.Get_size() == 1:
         return
-    monkeypatch.setattr(engine_group, "_FREE_S", 30.0)
+    monkeypatch.setattr(host_group, "_FREE_S", 30.0)
     transport = MPITransport(world.Dup())
     # Only with `check_calls` do the two calls meet. Without it, each rank waits until the time limit.
     timeout_s = 30.0 if check_calls else 1.0
@@ -95,7 +95,7 @@ def test_on_one_node_communicators_are_freed_if_all_ranks_close(all_close: bool,
     transport = NodeTransport(world.Dup())
     group = HostGroup(transport, world.Get_rank(), world.Get_size(), timeout_s=30.0)
     group.all_reduce(torch.ones(1))
-    monkeypatch.setattr(engine_group, "_FREE_S", 30.0 if all_close else 0.2)
+    monkeypatch.setattr(host_group, "_FREE_S", 30.0 if all_close else 0.2)
     closes_late = not all_close and group.rank == 1
     if closes_late:
         world.Barrier()

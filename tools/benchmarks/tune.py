@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from syncline.collectives import ProcessGroup
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.startup.rendezvous import tcp_store_of_rank_0
 from syncline.collectives.transports import gloo
 

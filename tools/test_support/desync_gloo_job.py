@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.transports import gloo
 from test_support.desync_programs import ENDED, NUMELS, QUICK, catalogue, outcome
 

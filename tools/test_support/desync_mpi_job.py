@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.liveness import Liveness, own_identity
 from syncline.collectives.transports.mpi import neighbours
 from syncline.collectives.transports.mpi.node.node_transport import NodeTransport

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.queue import Queue
 from syncline.collectives.tensors.reduction import reduce_in_rank_order
 from syncline.collectives.testing import CHECKS, Check, run_conformance, run_ranks

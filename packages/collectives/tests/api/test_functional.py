@@ -9,7 +9,7 @@ import torch
 
 from syncline.collectives import InvalidArgumentError, ProcessGroup
 from syncline.collectives.api import functional
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 

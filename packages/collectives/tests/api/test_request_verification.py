@@ -9,7 +9,7 @@ import pytest
 from syncline.collectives import DisagreementError, ProcessGroup
 from syncline.collectives.api.subgroups import verify_request
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.agreement import Agreement, Carrier
 from syncline.collectives.health.recorder import Recorder
 from syncline.collectives.health.statements import Statements, ranks_in_words

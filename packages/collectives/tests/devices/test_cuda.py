@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.cuda import CudaRuntime, cuda_runtime
 from syncline.collectives.transports.device import DeviceTransport

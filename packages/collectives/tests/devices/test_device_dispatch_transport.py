@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives import ProcessGroup, ReduceOp, TransportError
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import CHECKS, Check, run_ranks
 from syncline.collectives.transports.device import DeviceTransport
 from syncline.collectives.transports.threads import InProcessTransport, SharedState

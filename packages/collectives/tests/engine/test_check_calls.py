@@ -10,7 +10,7 @@ import torch
 
 from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
 from syncline.collectives.engine.call import Call, Signature
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 

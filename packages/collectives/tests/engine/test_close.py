@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup, SynclineError
-from syncline.collectives.engine import group as engine_group
+from syncline.collectives.engine import host_group
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.transport import Request
 from syncline.collectives.health import agreement
 from syncline.collectives.testing import run_ranks
@@ -90,8 +90,8 @@ def test_if_all_ranks_close_each_closes_the_library(kind: type[Together], size: 
 def test_if_a_rank_does_not_come_nothing_is_closed_and_nobody_fails(
     kind: type[Together], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_group, "_CLOSE_S", 0.2)
-    monkeypatch.setattr(engine_group, "_FREE_S", 0.2)
+    monkeypatch.setattr(host_group, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(host_group, "_FREE_S", 0.2)
     have_closed = threading.Barrier(3)
 
     def body(group: HostGroup, transport: Together) -> None:
@@ -127,8 +127,8 @@ def never_closes(group: HostGroup, ended: threading.Event) -> None:
 
 @BOTH
 def test_abort_ends_a_close_that_waits(kind: type[Together], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_group, "_CLOSE_S", LIMIT_S)
-    monkeypatch.setattr(engine_group, "_FREE_S", LIMIT_S)
+    monkeypatch.setattr(host_group, "_CLOSE_S", LIMIT_S)
+    monkeypatch.setattr(host_group, "_FREE_S", LIMIT_S)
     ended = threading.Event()
 
     def body(group: HostGroup, transport: Together) -> None:
@@ -241,7 +241,7 @@ def test_a_signals_handler_that_closes_again_changes_nothing() -> None:
 
 
 def test_a_rank_that_is_interrupted_before_it_meets_the_others_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_group, "_FREE_S", 0.2)
+    monkeypatch.setattr(host_group, "_FREE_S", 0.2)
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -260,7 +260,7 @@ def test_a_rank_that_is_interrupted_before_it_meets_the_others_closes_nothing(mo
 
 def test_a_call_after_a_close_that_has_given_up_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 does not tell its call any more, so rank 1 does not wait for it until the group's time limit."""
-    monkeypatch.setattr(engine_group, "_FREE_S", 0.2)
+    monkeypatch.setattr(host_group, "_FREE_S", 0.2)
     monkeypatch.setattr(agreement, "_TELL_S", 0.2)
     has_given_up, has_failed = threading.Event(), threading.Event()
     shared_state = SharedState(2)

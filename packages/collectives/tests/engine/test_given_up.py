@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from syncline.collectives import CollectiveTimeout
-from syncline.collectives.engine import group as host_group
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine import host_group
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 
 

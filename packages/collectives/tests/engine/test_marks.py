@@ -15,7 +15,7 @@ import torch.distributed as dist
 from syncline.collectives import DisagreementError, ProcessGroup, RoundRobinGroup, TorchGroup
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.composed import PerDeviceGroup
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
 from test_support.fake_nccl_group import run_on_fakes

@@ -24,7 +24,7 @@ from syncline.collectives import (
 from syncline.collectives.api import functional
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.observers import ObservedCall, observe_calls
 from syncline.collectives.engine.transport import LibraryPlan, Plan
 from syncline.collectives.health.leaving import Leavers
@@ -286,9 +286,7 @@ def test_it_has_its_place_in_the_total_order() -> None:
 
 
 def test_many_kinds_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.collectives.engine import group as host_group
-
-    monkeypatch.setattr(host_group, "MOST_PLANS", 4)
+    monkeypatch.setattr("syncline.collectives.engine.group.MOST_PLANS", 4)
     group, transport = make()
     for numel in range(1, 10):
         group.all_reduce(torch.ones(numel))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.gloo import connect
 

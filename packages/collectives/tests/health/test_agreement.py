@@ -13,7 +13,7 @@ import torch
 from syncline.collectives import DisagreementError, ProcessGroup, ReduceOp
 from syncline.collectives.engine.call import Call, Signature
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health import agreement
 from syncline.collectives.health.agreement import Agreement, MessageCarrier
 from syncline.collectives.health.recorder import Recorder

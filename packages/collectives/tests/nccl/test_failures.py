@@ -22,7 +22,7 @@ from syncline.collectives import (
 )
 from syncline.collectives.engine.call import Signature
 from syncline.collectives.engine.device import Event
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.registry import load_backend
 from syncline.collectives.transports.nccl import library

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.collectives import ProcessGroup, ReduceOp, TorchGroup, premul_sum
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.gloo import GlooTransport
 

@@ -19,9 +19,9 @@ from syncline.collectives import (
     ProcessGroup,
     TransportError,
 )
-from syncline.collectives.engine import group as host_group
+from syncline.collectives.engine import host_group
 from syncline.collectives.engine.cancel_scope import CancelScope
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import Launch
 from syncline.collectives.testing import run_ranks

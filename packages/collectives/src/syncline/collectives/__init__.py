@@ -4,8 +4,8 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
 1. `api.functional` finds the group.
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
-3. `engine.group.HostGroup` makes the `Call` (`engine.call`), runs the call in its turn (`engine.queue`), and finds the plan
-   of the call's signature: the object that carries out all calls with this signature. (Over NCCL, `transports.nccl.group`
+3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), runs the call in its turn (`engine.queue`), and finds the
+   plan of the call's signature: the object that carries out all calls with this signature. (Over NCCL, `transports.nccl.group`
    puts calls on a stream of the GPU instead.)
 4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature. `transports.threads` is the shortest
    transport.

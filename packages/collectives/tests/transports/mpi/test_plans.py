@@ -16,7 +16,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
 from syncline.collectives import ProcessGroup, ReduceOp, premul_sum
 from syncline.collectives.engine.call import Call, Signature
-from syncline.collectives.engine.group import HostGroup
+from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.engine.transport import Plan
 from syncline.collectives.reduce_op import DTYPES_OF, Reduction
 from syncline.collectives.tensors.reduction import reduce_in_rank_order

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from ..engine.group import HostGroup
+from ..engine.host_group import HostGroup
 from ..engine.transport import Transport
 from ..errors import GroupClosedError, StoreError, TransportError, headline
 from ..forks import not_the_rank

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ..engine.call import Call
 from ..engine.cancel_scope import CancelScope, DetachedCall
-from ..engine.group import HostGroup
+from ..engine.host_group import HostGroup
 from ..engine.living_set import LivingSet
 from ..engine.queue import all_idle, finish_all
 from ..engine.tags import sized_wire_tag

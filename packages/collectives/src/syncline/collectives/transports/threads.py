@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..engine.call import Call
 from ..engine.cancel_scope import CancelScope
-from ..engine.group import HostGroup
+from ..engine.host_group import HostGroup
 from ..engine.transport import LibraryTransport, Request, Transport
 from ..errors import DisagreementError, InvalidArgumentError, LaunchError, TransportError
 from ..health.statements import Statements, different_calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ...engine.group import HostGroup
+from ...engine.host_group import HostGroup
 from ...errors import BackendUnavailableError, LaunchError
 from ...forks import in_forks, is_fork_of_rank
 from ...health.connecting import Connecting, logger

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 from ...engine.device import DeviceRuntime
-from ...engine.group import HostGroup
+from ...engine.host_group import HostGroup
 from ...engine.transport import Transport
 from ...errors import BackendUnavailableError, CollectiveTimeout, DisagreementError, InvalidArgumentError, LaunchError
 from ...health.connecting import Connecting, speakers

@@ -126,7 +126,7 @@ class MessageSync(Sync):
             raise
 
     def keep(self, *objects: object) -> None:
-        """Keep requests that were given up, and memory that MPI may still use. `engine.group._given_up` keeps the tensors."""
+        """Keep requests that were given up, and memory that MPI may still use. `engine.host_group` keeps the tensors."""
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...engine.cancel_scope import CancelScope
-from ...engine.group import HostGroup
+from ...engine.host_group import HostGroup
 from ...engine.tags import FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS, ReservedTag
 from ...errors import RankLostError, TransportError
 from ...group import ProcessGroup

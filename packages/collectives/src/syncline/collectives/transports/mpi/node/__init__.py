@@ -2,7 +2,7 @@
 
 The steps of `all_reduce(tensor)` for a tensor in a window:
 
-1. `engine.group`: `HostGroup` finds the plan of the call's signature, and runs it when it is the call's turn.
+1. `engine.host_group`: `HostGroup` finds the plan of the call's signature, and runs it when it is the call's turn.
 2. `node_transport`: at the first such call `NodeTransport.plan` makes the plan; `choose` in `plan` selects the algorithm.
 3. `plan`: `NodePlan.run` asks `Windows` for the tensor's place. The ranks compare call and place, by `shared_sync`.
 4. `window`: each rank reduces its share, and writes it into the tensors of all ranks. Then the ranks wait once more.

@@ -1,0 +1,672 @@
+"""HostGroup: a process group that carries out its calls by the plans of a transport, one after the other on the host."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+from zlib import crc32
+
+import torch
+from typing_extensions import override
+
+from ..errors import DisagreementError, GroupClosedError, SynclineError, TransportError
+from ..forks import not_the_rank
+from ..group import ProcessGroup
+from ..health.agreement import MessageCarrier, different_splits
+from ..health.leaving import GroupLeavers
+from ..health.liveness import Liveness
+from ..health.monitor import call_now_and_then, watch
+from ..health.stalls import StallWatch
+from ..health.statements import different_calls
+from ..tensors import checks
+from ..tensors.layout import empty_block, flat, in_plain_order, is_tracked, pack, unpack, untracked
+from ..torch_internals import modes_active
+from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
+from .call import DONE, FAILED, Call, Signature
+from .cancel_scope import CancelScope
+from .device import DeviceRuntime, StreamOrder
+from .group import EngineGroup, members_of
+from .queue import GuardedFuture, Queue
+from .transfer import TransferWork
+from .transport import Plan, Request, Transport
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger("syncline.collectives")
+
+Body = Callable[[Call], None]
+
+# How long a rank that closes a group waits for the other ranks, if they compare all their calls now.
+_CLOSE_S = 60.0
+# How long it waits if each call was compared before it ran. Then it only finds out whether all ranks close the group.
+_FREE_S = 5.0
+# How long the monitor waits for a report before it ends the process.
+_REPORT_S = 2.0
+
+# After a call was given up, a library may still write to its tensors, so their memory must not be freed at once. So we keep the
+# call's error: its traceback holds the frames, and the frames hold the tensors and their contiguous copies.
+#
+# Only the latest errors are kept, because a job that makes a new group after each failure must not need more memory each time.
+# A group fails only once: after its first failure it starts no other call, and its transport gives up. So an error is dropped
+# only after `GIVEN_UP_KEPT` other groups have failed.
+GIVEN_UP_KEPT = 16
+_given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
+
+
+class HostGroup(EngineGroup):
+    """A `ProcessGroup` that carries out its calls by the plans of a `Transport`, one after the other.
+
+    The steps of a call::
+
+        _issue ─ queue: this thread or the queue's ─► _run ─ agreement ─ _move: find the plan, pack, run it, unpack
+
+    [1] `_issue` makes the `Call`, which notes the line of the user's program. With `async_op=False` and no call in flight, the
+        call runs on the caller's thread, because a hop to another thread costs more than a small collective. Else the call is
+        queued.
+    [2] `_run` runs when it is the call's turn. It sets the call's time limit, and adds the call to the history that ranks
+        compare.
+    [3] `_move` looks for the plan of the call's signature. The transport makes the plan at the first call. The plan moves the
+        data.
+    [4] An error in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call fails
+        with a reference to the first failure.
+
+    Sends and receives are not in the total order. They start at once, on the caller's thread.
+
+    Args:
+        transport: moves the tensors.
+        device: the runtime of a device whose tensors the transport takes, too. None: the transport takes only tensors in host
+            memory. See Note [Order on the device] in `device`.
+        check_calls: whether the ranks compare each call, with its shapes, before the call runs.
+        leavers: knows which ranks have left the job; None if nothing can tell. See Note [Who will not come] in
+            `health.leaving`.
+        liveness: finds out which ranks are lost; None if nothing can find this out. If it is given, the monitor looks at the
+            calls.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        size: int,
+        *,
+        name: str = "default",
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        device: DeviceRuntime | None = None,
+        check_calls: bool = False,
+        leavers: GroupLeavers | None = None,
+        liveness: Liveness | None = None,
+    ) -> None:
+        super().__init__(
+            rank,
+            size,
+            MessageCarrier(transport, rank, size),
+            name=name,
+            timeout_s=timeout_s,
+            ranks=ranks,
+            compares_later=not (check_calls or transport.compares_every_call),
+            count=None if leavers is None else leavers.count,
+            liveness=liveness,
+        )
+        self._transport = transport
+        self._leavers = leavers
+        self._liveness = liveness
+        self._device = device
+        self._device_types = frozenset({"cpu"} if device is None else {"cpu", device.device_type})
+        self._in_flight: set[PendingWork] = set()
+        self._first_failure: BaseException | None = None
+        self._running: Call | None = None
+        self._checks_calls = check_calls and size > 1
+        self._stall_warning_s = 0.0
+        self._stall_watch: StallWatch | None = None
+        # Whether this rank may close the library's objects: no other rank uses them any more.
+        self._all_close = size == 1 or not transport.closes_together
+        # Only a group that knows its processes can say which rank is lost, so only such a group is watched.
+        if liveness is not None:
+            watch(self)
+        if leavers is not None:
+            leavers.belong_to(self)
+
+    # ---- properties of the group ----
+
+    @property
+    def backend_name(self) -> str:
+        """The transport's name in the registry."""
+        return self._transport.backend_name
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The CPU, and the type of the group's device."""
+        return self._device_types
+
+    @override
+    def describe(self) -> str:
+        return self._transport.describe()
+
+    @override
+    def meeting_store(self) -> dist.Store | None:
+        return self._transport.meeting_store()
+
+    @property
+    def first_failure(self) -> BaseException | None:
+        """The error of the first call that failed, or the error of `abort`."""
+        return self._first_failure
+
+    # ---- start ----
+
+    @override
+    def start(self, options: Mapping[str, object], stall_warning_s: float = 0) -> None:
+        """As `EngineGroup.start`.
+
+        Args:
+            options: the options that change how the ranks communicate.
+            stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank; 0: never.
+        """
+        super().start(options)
+        self.warn_of_stalls(stall_warning_s)
+
+    def warn_of_stalls(self, stall_warning_s: float) -> None:
+        """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches this off."""
+        self._stall_warning_s = stall_warning_s
+        # A group of one waits for nobody.
+        status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
+        if status_post is not None:
+            self._stall_watch = StallWatch(self.recorder, status_post, stall_warning_s)
+            call_now_and_then(self._stall_watch)
+
+    # ---- calls ----
+
+    @override
+    def _issue(
+        self, signature: Signature, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], async_op: bool
+    ) -> Work:
+        # A barrier moves no tensor, so it has no plan.
+        body = self._meet if signature.name == "barrier" else self._move
+        return self._start(signature, reads, writes, body, async_op)
+
+    def _start(
+        self,
+        signature: Signature,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        body: Body,
+        async_op: bool = False,
+        *,
+        is_numbered: bool = True,
+    ) -> Work:
+        """Run a call on this thread, or queue the call. See [1].
+
+        `reads` and `writes` together are all tensors that `body` uses. If `is_numbered` is False, the call gets no number, and
+        is not in the history that the ranks compare.
+        """
+        if self._closed:
+            raise self._refusal(signature)
+        queue = self._queue
+        issued = queue.issue(signature.name, self.place) if is_numbered else queue.issued
+        mark = self._take_mark() if self._marks and is_numbered else None
+        call = Call(signature, next(self._numbers) if is_numbered else None, reads, writes, mark=mark)
+        self.recorder.add(call)
+        order = self._order_on_device(reads, writes)
+        # [1] If no call is in flight, this call runs here, and its work is over at once.
+        if not async_op and queue.run_here(self._run, call, body, order):
+            # The host is done, but the device may not be: the caller's streams must wait for the copy back.
+            if order is not None:
+                order.join()
+            return FinishedWork(list(writes))
+        work = GroupWork(list(writes), lambda: f"{call} on {self.place()}", queue, issued, order)
+        self._in_flight.add(work)
+        # A group of one waits for no other rank, so the call is short. Waking another thread would take longer.
+        is_short = self.size == 1 and order is None
+        if is_short and queue.run_here(self._run_into, work, call, body, order):
+            return work
+        if not queue.enqueue(lambda: self._run_into(work, call, body, order)):  # the queue was stopped
+            self._in_flight.discard(work)
+            if self._closed:  # another thread has just closed the group
+                raise self._refusal(signature)
+            raise GroupClosedError(
+                f"{signature.name} on {self.place()}: the process ends, and the group's thread has ended before"
+            )
+        # Calls that were in flight came first, so this one was queued although the caller wants to wait.
+        if not async_op:
+            work.wait()
+        return work
+
+    def _order_on_device(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> StreamOrder | None:
+        if self._device is None:
+            return None
+        owned = [tensor for tensor in (*reads, *writes) if self._device.owns(tensor)]
+        # A group with a device also carries calls that use host tensors only.
+        return self._device.order(owned) if owned else None
+
+    def _run_into(self, work: PendingWork, call: Call, body: Body, order: StreamOrder | None) -> None:
+        try:
+            self._run(call, body, order)
+        except BaseException as error:  # noqa: BLE001 - a waiter on another thread must get any error
+            self._in_flight.discard(work)
+            work.fail(error)
+        else:
+            self._in_flight.discard(work)
+            work.succeed()
+
+    def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
+        """Run one call to its end. An error is the group's first failure. See [2]."""
+        # While the call waits, `CancelScope.check` calls `ask` every 10 ms, and raises the error that `ask` returns. The
+        # monitor asks the same question, and may cancel the scope first; see Note [Who ends a call] in `health.monitor`.
+        ask = self.reason_to_give_up if call.number is None else self._why_call_cannot_end
+        call.scope = CancelScope(self.timeout_s, ask)
+        # `abort` sets the first failure, then cancels the running call. Here the order is the other way round: set the running
+        # call, then look at the failure. So either `abort` finds the call, or the call finds the failure.
+        self._running = call
+        # The group failed after this call was issued. The call's tensors must not be touched.
+        if self._first_failure is not None:
+            self._running = call.scope.ask = None
+            call.is_over(FAILED)
+            raise self._words.not_started(call, self._first_failure)
+        self.recorder.begin(call)
+        # A call without a number may run on some ranks only, so it is not part of the history. If the transport compares each
+        # call itself, as MPI does on one node, there is no history.
+        compares = self._compares_later and call.number is not None
+        try:
+            if compares:
+                self._agreed.add(call.digest())
+            elif self._checks_calls and call.number is not None:
+                self._check_same_call(call, call.scope)
+            # Usually the tensors are on the host and need no context. These tests cost less than entering contexts.
+            if order is None and not is_tracked(call.reads) and not is_tracked(call.writes):
+                body(call)
+            else:
+                with nullcontext() if order is None else order.entered(), untracked():
+                    body(call)
+            if compares and self._agreed.is_due:
+                self._agreed.same_history(call.scope)
+            call.is_over(DONE)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            self._fail(error, call)
+        finally:
+            self._running = None
+            call.scope.ask = None  # the recorder keeps the call; `ask` would keep the group
+        if self._first_failure is not None:  # the group was aborted while the call ran
+            raise self._first_failure
+
+    def _move(self, call: Call) -> None:
+        """Carry out a collective by its plan. See [3].
+
+        In an all-reduce, reduce or broadcast, `part` and `whole` are one tensor: the program's own, or a contiguous copy of it.
+        """
+        signature = call.signature
+        # Not `setdefault`: it would make a plan at every call.
+        plan = self._plans.get(signature) or self._make_plan(signature)
+        # Only an all-to-all has splits, and no rank can see from its own splits whether the splits of all ranks match.
+        if signature.splits is not None and self.size > 1:
+            self._check_same_splits(call)
+        part, whole = pack(signature.name, call.reads, call.writes, self.size)
+        plan.run(part, whole, call)
+        unpack(signature.name, part, whole, call.writes, is_root=signature.root == self.rank)
+
+    @override
+    def _new_plan(self, signature: Signature) -> Plan:
+        return self._transport.plan(signature)
+
+    # ---- agreement ----
+
+    def _check_same_call(self, call: Call, scope: CancelScope) -> None:
+        said = self._agreed.same(call.words, scope)
+        if said is not None:
+            raise different_calls(said)
+
+    def _check_same_splits(self, call: Call) -> None:
+        """Check that each rank sends as many elements as the others expect. Cost: two numbers for each pair of ranks."""
+        expected, sent = call.signature.splits or ((), ())
+        # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
+        mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
+        block = empty_block(mine, self.size)
+        signature = Signature.of("all_gather_into_tensor", mine, detail=f"splits of {call.signature.name}")
+        (self._plans.get(signature) or self._make_plan(signature)).run(mine, block, call)
+        problem = different_splits(block.view(self.size, 2, self.size).tolist())
+        if problem is not None:
+            raise DisagreementError(problem)
+
+    @override
+    def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
+        # A group of one has nobody to compare with. Every other group without a history compares each call before it runs.
+        if not self._compares_later:
+            return None
+        return self._start(
+            Signature("agree_on_calls"), (), (), lambda call: self._agreed.same_history(call.scope), async_op, is_numbered=False
+        )
+
+    def _meet(self, call: Call) -> None:
+        """Run a barrier, and compare all calls so far."""
+        self._transport.barrier(call)
+        if self._compares_later:
+            self._agreed.same_history(call.scope)
+
+    # ---- memory ----
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """As `ProcessGroup.allocate`. On the CPU the transport allocates, and the call is in the total order."""
+        # The transport has fast memory only on the host; torch allocates the rest.
+        if torch.device(device).type != "cpu":
+            return super().allocate(numel, dtype, device)
+        self._refuse_if("allocate", checks.no_size(numel, dtype))
+        made: list[torch.Tensor] = []
+
+        def body(call: Call) -> None:
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot hold gradients
+                made.append(self._transport.allocate(numel, dtype, call))
+
+        self._start(Signature("allocate", detail=f"numel={numel}, dtype={dtype}"), (), (), body)
+        return made[0]
+
+    # ---- two ranks ----
+
+    @override
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("send", tensor, detail=f"dst={dst}, tag={tag}")
+        self._check_usable(signature)
+        request = self._transport.start_send(flat(in_plain_order(tensor)), dst, tag)
+        return self._transfer(signature, request, tensor, lambda: None, [dst], async_op)
+
+    @override
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Work:
+        signature = Signature.of("recv", tensor, detail=f"src={'any' if src is None else src}, tag={tag}")
+        self._check_usable(signature)
+        wire = in_plain_order(tensor)
+        request = self._transport.start_recv(flat(wire), src, tag)
+        # A receive from any rank gives up only when no rank is left that could send.
+        senders = [other for other in range(self.size) if other != self.rank] if src is None else [src]
+        return self._transfer(signature, request, tensor, lambda: unpack("recv", wire, None, (tensor,)), senders, async_op)
+
+    def _transfer(
+        self,
+        signature: Signature,
+        request: Request,
+        tensor: torch.Tensor,
+        deliver: Callable[[], object],
+        peers: Sequence[int],
+        async_op: bool,
+    ) -> Work:
+        sources = [source for source in (self._leavers, self._liveness) if source is not None]
+
+        def ask() -> TransportError | None:
+            return next(filter(None, (source.transfer_reason_to_give_up(peers) for source in sources)), None)
+
+        work = TransferWork(
+            request,
+            [tensor],
+            deliver,
+            lambda: f"{signature} on {self.place()}",
+            self.timeout_s,
+            # Without a source or a peer, nothing can say that the transfer is in vain; only the time limit ends it.
+            ask=ask if sources and peers else None,
+            explain=lambda error: None if self._liveness is None else self._liveness.loss_behind(error),
+        )
+        if not async_op:
+            work.wait(self.timeout_s)
+        return work
+
+    # ---- groups of some of the ranks ----
+
+    def _split(self, color: int | None, key: int, timeout_s: float) -> ProcessGroup | None:
+        made: list[HostGroup] = []
+
+        def body(call: Call) -> None:
+            # A negative number stands for no color, because ranks exchange integers here.
+            mine = torch.tensor([-1 if color is None else color, key], dtype=torch.int64, device="cpu")
+            block = empty_block(mine, self.size)
+            self._transport.plan(Signature.of("all_gather_into_tensor", mine)).run(mine, block, call)
+            number = next(self._splits_made)
+            # A rank without a color takes part in the all-gather, but is in no part.
+            if color is not None:
+                members = members_of(color, block.view(self.size, 2).tolist())
+                made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, call.scope))
+
+        self._start(Signature("split"), (), (), body)
+        return made[0] if made else None
+
+    def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
+        made: list[HostGroup] = []
+        # The members cannot agree on a number here, because the other ranks do not take part. So the name gives the number.
+        number = crc32(name.encode())
+        self._start(
+            Signature("subset", detail=f"members={members}"),
+            (),
+            (),
+            lambda call: made.append(self._part(members, name, number, timeout_s, call.scope)),
+            is_numbered=False,
+        )
+        return made[0]
+
+    def _part(self, members: list[int], name: str, number: int, timeout_s: float, scope: CancelScope) -> HostGroup:
+        transport = self._transport.subset(members, name, number, scope)
+        rank = members.index(self.rank)
+        liveness = self._liveness
+        made = HostGroup(
+            transport,
+            rank,
+            len(members),
+            name=name,
+            timeout_s=timeout_s,
+            ranks=[self.ranks[member] for member in members],
+            device=self._device,
+            check_calls=self._checks_calls,
+            leavers=None if self._leavers is None else self._leavers.part(name, members),
+            liveness=None if liveness is None else liveness.part(members, rank, transport.lost_ranks),
+        )
+        made.report_to(self._reporter)
+        made.warn_of_stalls(self._stall_warning_s)
+        return made
+
+    # ---- the end ----
+
+    @override
+    def in_fork(self) -> None:
+        super().in_fork()
+        self._stall_watch = None
+        for work in list(self._in_flight):
+            work.leave_to_parent(not_the_rank("wait", self.place()))
+        self._transport.leave_to_parent()
+
+    @override
+    def _meet_before_close(self) -> None:
+        if self.size > 1 and (self._compares_later or self._transport.closes_together):
+            self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
+
+    def _meet_at_close(self, call: Call) -> None:
+        """Wait until all ranks close the group. Compare the calls, unless each call was compared before it ran.
+
+        It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
+        """
+        longest_s = _CLOSE_S if self._compares_later else _FREE_S
+        scope = call.scope.within(longest_s, self._why_sender_will_not_send)
+        try:
+            if self._compares_later:
+                self._agreed.same_history(scope, closes=True)
+            else:
+                self._check_same_call(call, scope)
+            # All ranks close. Meet again when no rank sends status lines any more: none must come after the library is closed.
+            self._stop_watching()
+            self._agreed.meet(scope)
+            self._all_close = True
+        # Only a disagreement is an error here. The group closes in any case.
+        except (TimeoutError, TransportError) as error:
+            logger.info("close on %s: not all ranks of the group have closed it: %s", self.place(), error)
+
+    @override
+    def _close(self) -> None:
+        self._closed = True
+        self._stop_watching()
+        drained = self._queue.drain(self.timeout_s)
+        self._is_over = True
+        self._plans.clear()
+        self._queue.stop()
+        is_in_order = drained and self._first_failure is None
+        # After a failure, or with calls still in flight, closing the library in order might wait for ever.
+        if not is_in_order:
+            self._transport.abort()
+        # If a rank has not closed the group, it may still use the library's objects. Then they stay until the process ends.
+        elif self._all_close:
+            self._close_transport()
+        if is_in_order and self._leavers is not None:
+            self._leavers.is_closed = True
+
+    def _close_transport(self) -> None:
+        self._transport.close()
+
+    def _stop_watching(self) -> None:
+        if self._stall_watch is not None:
+            self._stall_watch.stop()
+            self._stall_watch = None
+
+    @override
+    def _abort(self, failure: BaseException) -> None:
+        self._stop_watching()
+        self._first_failure = failure
+        running = self._running  # read once, because another thread may set it to None
+        if running is not None:
+            running.scope.cancel(failure)
+        self._transport.abort()
+        # A copy, because a work that ends on the queue's thread removes itself meanwhile.
+        for work in list(self._in_flight):
+            work.fail(failure)
+        self._queue.stop()
+
+    # ---- failures ----
+
+    def _fail(self, error: BaseException, call: Call) -> NoReturn:
+        """Handle the failure of a call: remember the failure, tell the other ranks, and raise the group's error. See [4]."""
+        call.is_over(FAILED)
+        if error is self._first_failure:  # from `abort`, which has already told the other ranks
+            _given_up.append(error)
+            raise error
+        if isinstance(error, TimeoutError) or not isinstance(error, SynclineError) or error is call.scope.reason:
+            _given_up.append(error)  # the library may still run the call, and write to the call's tensors
+        failure = self._reported(self._words.of(error, call, self.timeout_s))
+        self._first_failure = failure
+        logger.debug("%s on %s failed; the group runs no other call", call.signature.name, self.place())
+        self._transport.give_up()
+        # End the waits of other ranks, if the library can. Use another thread, because `interrupt` may block.
+        if isinstance(failure, TransportError):
+            with suppress(RuntimeError):  # no thread can start; the group's error matters more
+                threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
+        self._on_failure(failure)
+        if failure is error:
+            raise error
+        raise failure from failure.__cause__
+
+    def _on_failure(self, failure: BaseException) -> None:
+        """Do nothing. The group calls this method once, when the group has failed.
+
+        The method of `membership.ShrinkableGroup` tells the other ranks: it writes an alarm into the group's store.
+        """
+
+    def _why_sender_will_not_send(self) -> TransportError | None:
+        """Return an error if another rank is lost or has left the job, so that its message will never come.
+
+        None: no such rank is known.
+        """
+        lost = self.reason_to_give_up()
+        if lost is not None or self._leavers is None:
+            return lost
+        # One rank that has left is enough here: the comparison needs a message of every rank.
+        others = (peer for peer in range(self.size) if peer != self.rank)
+        return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
+
+    def _why_call_cannot_end(self) -> TransportError | None:
+        """Return why the running call will never end, or None if no reason is known. The thread that runs the call asks."""
+        # A notice of a rank that left in order says more than the end of its process, so notices come first.
+        reason = None if self._leavers is None else self._leavers.reason_to_give_up()
+        # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
+        return reason or self.reason_to_give_up() or self._alarm()
+
+    def _alarm(self) -> TransportError | None:
+        """Return None. `membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank.
+
+        Over MPI the ranks have no such store.
+        """
+        return None
+
+    # ---- for the monitor; see Note [Who ends a call] in `health.monitor` ----
+
+    @property
+    def running(self) -> Call | None:
+        """The call that runs now, or None."""
+        return self._running
+
+    def reason_to_give_up(self) -> TransportError | None:
+        """Return the error that names the lost ranks, or None if no rank is lost."""
+        return None if self._liveness is None else self._liveness.reason_to_give_up()
+
+    def interrupt(self) -> None:
+        """Make the transport end the running call with an error."""
+        self._transport.interrupt()
+
+    def missing_in_words(self) -> str:
+        """As `FailureWords.missing`."""
+        return self._words.missing()
+
+    def report(self, reason: str) -> None:
+        """Write a report. Wait for this only a few seconds."""
+        if self._reporter is not None:
+            self._reporter.write_within(reason, _REPORT_S)
+
+
+class GroupWork(PendingWork):
+    """The work of a queued call. A callback of the call's group may wait for this work."""
+
+    __slots__ = ("_issued", "_order", "_queue", "_was_waited_for")
+
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        describe: Callable[[], str],
+        queue: Queue,
+        issued: int,
+        order: StreamOrder | None,
+    ) -> None:
+        super().__init__(tensors, describe)
+        self._queue = queue
+        self._issued = issued
+        self._order = order
+        self._was_waited_for = False
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the call is finished.
+
+        Inside a callback, or if no task runs, this thread runs the queue up to the call.
+        """
+        if self._queue.is_running_here():
+            # Inside a callback this thread has the turn, so no other thread can run the queued call.
+            self._queue.run_until(self.is_completed)
+        elif timeout is None and not modes_active():  # calls that run here ignore `timeout`, and a mode would see them
+            self._queue.help(self.is_completed)
+        super().wait(timeout)
+        self._was_waited_for = True
+        if isinstance(self._future, GuardedFuture):
+            self._future.was_waited_for = True
+        # The host is done, but the caller's streams must still wait for the group's streams.
+        if self._order is not None:
+            self._order.join()
+        return True
+
+    @override
+    def _new_future(self) -> TensorsFuture:
+        future = GuardedFuture(self._queue, self._issued, devices_of(self._tensors))
+        future.was_waited_for = self._was_waited_for
+        return future
+
+    def _settle(self, future: TensorsFuture) -> None:
+        """Complete the future. This runs the future's callbacks. See point 5 of Note [One total order] in `queue`."""
+        # If `help` does not run this call, or the queue has stopped, run the callbacks on this thread.
+        if not self._queue.hand_over(lambda: self._settle_here(future)):
+            self._settle_here(future)
+
+    def _settle_here(self, future: TensorsFuture) -> None:
+        with nullcontext() if self._order is None else self._order.resumed():
+            super()._settle(future)
