@@ -799,7 +799,7 @@ def _delay_synchronisation(monkeypatch: pytest.MonkeyPatch, chance: random.Rando
     from syncline.collectives.transports.mpi.node.shared_sync import SharedSync
     from syncline.collectives.transports.mpi.sync import MessageSync
 
-    for room, name in ((SharedSync, "same"), (SharedSync, "wait"), (MessageSync, "run")):
+    for room, name in ((SharedSync, "compare"), (SharedSync, "wait"), (MessageSync, "run")):
         plain = getattr(room, name)
 
         def delayed(*arguments: Any, plain: Any = plain, **options: Any) -> Any:

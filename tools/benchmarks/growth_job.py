@@ -116,7 +116,7 @@ def _meet(folder: Path, size: int, moment: str) -> None:
 def _shake_hands(group: Any) -> None:
     """The messages before a large call; counted alone, because a large call varies in its number of segments."""
     call = Call(Signature("handshake"), scope=CancelScope(_HANDSHAKE_S))
-    group._transport.sync(call).same(call)
+    group._transport.sync(call).compare(call)
 
 
 def _compare(group: ProcessGroup) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2
 
-from syncline.collectives.engine.group import MOST_PLANS
+from syncline.collectives.engine.engine_group import MOST_PLANS
 from syncline.collectives.startup.settings import AlgorithmThresholds
 from syncline.collectives.transports.mpi.node.copy_in_copy_out import SLOT_BYTES, SLOTS
 

@@ -286,7 +286,7 @@ def test_it_has_its_place_in_the_total_order() -> None:
 
 
 def test_many_kinds_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.collectives.engine.group.MOST_PLANS", 4)
+    monkeypatch.setattr("syncline.collectives.engine.engine_group.MOST_PLANS", 4)
     group, transport = make()
     for numel in range(1, 10):
         group.all_reduce(torch.ones(numel))

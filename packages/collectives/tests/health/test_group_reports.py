@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline.collectives import DisagreementError, ProcessGroup
-from syncline.collectives.engine import group as engine_group
+from syncline.collectives.engine import engine_group
 from syncline.collectives.engine.host_group import HostGroup
 from syncline.collectives.health.report import Reporter, merged, read_reports
 from syncline.collectives.testing import run_ranks

@@ -57,7 +57,7 @@ class Running:
         self.call = Call(Signature(name), 0, (torch.ones(1),), ())
         self.launch = Launch([self.call], lambda: name, timeout_s, self.waiter)  # type: ignore[arg-type]
         self.event = FakeEvent(FakeDevice(), is_over=False)
-        self.launch.note_issued(self.event, captured=False)
+        self.launch.note_on_stream(self.event, captured=False)
 
 
 class Communicator:

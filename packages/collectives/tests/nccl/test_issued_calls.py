@@ -175,7 +175,7 @@ def test_many_ranks_compare_some_backwards(monkeypatch: pytest.MonkeyPatch) -> N
         group.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND if group.rank == 0 else ReduceOp.BOR)
         for _ in range(2):
             group.agree_on_calls(async_op=True)
-        group._beside.drain(PATIENCE_S)
+        group._comparing.drain(PATIENCE_S)
         assert group._in_flight.failure is None
         group.agree_on_calls(async_op=True)
         until_found(group)

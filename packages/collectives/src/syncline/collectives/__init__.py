@@ -1,18 +1,34 @@
 """Process groups and collectives on torch tensors, over MPI, Gloo, NCCL or threads.
 
+The classes of groups::
+
+    ProcessGroup (group)                                         what users hold: checks arguments
+      └ EngineGroup (engine.engine_group)                        plans, the record of calls, the first failure
+          ├ HostGroup (engine.host_group)                        runs calls one after the other on the host
+          │   └ ShrinkableGroup (membership.shrinkable_group)    over MPI, Gloo, threads: can go on after the loss of a rank
+          └ NcclGroup (transports.nccl.group)                    puts calls on a stream of the GPU
+
 To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
 1. `api.functional` finds the group.
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
 3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), runs the call in its turn (`engine.queue`), and finds the
-   plan of the call's signature: the object that carries out all calls with this signature. (Over NCCL, `transports.nccl.group`
-   puts calls on a stream of the GPU instead.)
+   plan of the call's signature: the object that carries out all calls with this signature.
 4. The `Transport` (`engine.transport`) makes a plan at the first call of a signature. `transports.threads` is the shortest
    transport.
 5. Over MPI on one node, `transports.mpi.node.node_transport` makes the plan (`transports.mpi.node.plan`). The tensor's size
    decides the algorithm. The algorithm for small tensors is `transports.mpi.node.eager`: each rank writes its tensor into a
    slot, and reduces the slots of all ranks. The algorithm for large tensors in shared memory is `transports.mpi.node.window`:
    each rank reduces a slice directly in the tensors of all ranks.
+
+Or follow an error, if a rank is killed during a collective:
+
+1. Another rank waits, for example in `transports.mpi.node.shared_sync`. Now and then it calls `CancelScope.check`
+   (`engine.cancel_scope`). If a library blocks the rank, the monitor checks instead (`health.monitor`).
+2. `check` asks `HostGroup._why_call_cannot_end`, which asks `health.liveness`. The answer is an error that names the lost rank.
+3. `HostGroup._fail` (`engine.host_group`) remembers the error, and tells the other ranks.
+4. `FailureWords.of` (`engine.failure`) adds the call and the group to the error's text.
+5. `EngineGroup._reported` (`engine.engine_group`) writes a report (`health.report`), and adds its folder to the text.
 """
 
 from importlib import import_module

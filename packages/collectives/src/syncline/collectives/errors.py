@@ -45,7 +45,8 @@ def with_details(headline: str, *details: str) -> str:
 def fitted(text: str) -> str:
     """Break the first line of an error's text in two if it is longer than `HEADLINE_CHARACTERS`. A pure function.
 
-    Names, calls and paths in an error may be long. The break is at the end of a sentence if possible, else after a colon, a
+    `startup.uncaught_errors` calls this when it prints an error; the exception keeps its text. Names, calls and paths in an
+    error may be long. The break is at the end of a sentence if possible, else after a colon, a
     comma or a word.
     """
     first, newline, rest = text.partition("\n")

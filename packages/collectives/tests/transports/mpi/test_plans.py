@@ -26,7 +26,7 @@ from syncline.collectives.transports.mpi.node.copy_in_copy_out import CopyInCopy
 from syncline.collectives.transports.mpi.node.eager import Eager
 from syncline.collectives.transports.mpi.node.plan import NodePlan, Operation, Windows, size_of
 from syncline.collectives.transports.mpi.node.shared_sync import SharedSync, ShmBarrier, barrier_bytes
-from syncline.collectives.transports.mpi.node.window import Window, tensor_from_address
+from syncline.collectives.transports.mpi.node.window import SlicesInWindow, tensor_from_address
 from syncline.collectives.transports.shared_memory.os_memory import find_fence
 from syncline.collectives.transports.shared_memory.segment import Segment, create_file, padded
 from syncline.collectives.transports.threads import InProcessTransport, SharedState
@@ -105,7 +105,7 @@ class ByNodePlans(InProcessTransport):
         size = size_of(operation, signature.nbytes, self._size)
         eager = Eager(self._node, signature, operation, size)
         if self._name == "window":
-            return NodePlan(self._node, eager, eager, Window(self._node, signature, operation))
+            return NodePlan(self._node, eager, eager, SlicesInWindow(self._node, signature, operation))
         if self._name == "eager":
             return NodePlan(self._node, eager, eager)
         return NodePlan(self._node, CopyInCopyOut(self._node, signature, operation, self._staging), eager)

@@ -30,6 +30,8 @@ class FailureWords:
 
             all_reduce(float32[4], op=SUM), number 3 on rank 0 of 2 in group 'default': rank(s) 1 (pid 16893 on node7) ended, or
             cannot be reached any more; look there for what ended it
+
+        Then come the lines that `health.liveness` and `EngineGroup._reported` add: where to look, and the folder of the report.
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):

@@ -30,7 +30,7 @@ from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
 from .call import DONE, FAILED, Call, Signature
 from .cancel_scope import CancelScope
 from .device import DeviceRuntime, StreamOrder
-from .group import EngineGroup, members_of
+from .engine_group import EngineGroup, members_of
 from .queue import GuardedFuture, Queue
 from .transfer import TransferWork
 from .transport import Plan, Request, Transport
@@ -61,6 +61,9 @@ _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 class HostGroup(EngineGroup):
     """A `ProcessGroup` that carries out its calls by the plans of a `Transport`, one after the other.
+
+    Attributes such as `_queue`, `_plans`, `recorder` and `_words` are those of `EngineGroup`. Over MPI, Gloo and threads the
+    object is a `membership.ShrinkableGroup`, which adds only what happens after the loss of a rank.
 
     The steps of a call::
 
@@ -540,7 +543,10 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """Handle the failure of a call: remember the failure, tell the other ranks, and raise the group's error. See [4]."""
+        """Handle the failure of a call: remember the failure, tell the other ranks, and raise the group's error. See [4].
+
+        `engine.failure` has the text of the error.
+        """
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
             _given_up.append(error)
@@ -588,7 +594,7 @@ class HostGroup(EngineGroup):
     def _alarm(self) -> TransportError | None:
         """Return None. `membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank.
 
-        Over MPI the ranks have no such store.
+        Over MPI there is never an alarm: the ranks have no such store, and MPI itself tells them.
         """
         return None
 

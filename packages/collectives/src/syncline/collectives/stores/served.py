@@ -134,7 +134,7 @@ forgets the wait of a client that is gone."""
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _WaitingRequest:
     """The request of a client that waits. The client gets its answer when all of `keys` exist, or at the time `until`."""
 
     keys: list[str]
@@ -147,7 +147,7 @@ class Service(Generic[Client]):
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[Client, _Waiting] = {}
+        self._waiting: dict[Client, _WaitingRequest] = {}
         self._handlers: dict[int, Callable[[list[bytes]], bytes]] = {
             Op.SET: self._set,
             Op.CHECK: self._check,
@@ -168,7 +168,7 @@ class Service(Generic[Client]):
         if client in self._waiting:
             raise ProtocolError("a request before the answer to the one before")
         if op in (Op.GET, Op.WAIT):
-            self._waiting[client] = _waiting(op, fields, now)
+            self._waiting[client] = _waiting_request(op, fields, now)
             # The keys may exist already, or the limit may be zero. Then the answer is due at once.
             return self._arrived([client]) or self.expire(now)
         return [(client, self._carry_out(op, fields)), *self._arrived(list(self._waiting))]
@@ -191,12 +191,12 @@ class Service(Generic[Client]):
     def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
         """The answers to each client in `clients` whose keys all exist now."""
         served = [client for client in clients if not table.missing(self._waiting[client].keys, self._values)]
-        return [(client, self._served(self._waiting.pop(client))) for client in served]
+        return [(client, self._answer_to(self._waiting.pop(client))) for client in served]
 
-    def _served(self, waiting: _Waiting) -> bytes:
+    def _answer_to(self, waiting: _WaitingRequest) -> bytes:
         return pack(Status.DONE, self._values[waiting.keys[0]]) if waiting.wants_value else pack(Status.DONE)
 
-    def _missing(self, waiting: _Waiting) -> list[bytes]:
+    def _missing(self, waiting: _WaitingRequest) -> list[bytes]:
         return [key.encode() for key in table.missing(waiting.keys, self._values)]
 
     def _carry_out(self, op: int, fields: list[bytes]) -> bytes:
@@ -210,7 +210,7 @@ class Service(Generic[Client]):
             return pack(Status.REFUSED, str(error).encode())
 
     def _set(self, fields: list[bytes]) -> bytes:
-        key, value = _take(fields, 2)
+        key, value = _fields_of(fields, 2)
         self._values[unpack_text(key)] = value
         return pack(Status.DONE)
 
@@ -218,33 +218,33 @@ class Service(Generic[Client]):
         return pack(Status.DONE, b"%d" % (not table.missing(map(unpack_text, fields), self._values)))
 
     def _add(self, fields: list[bytes]) -> bytes:
-        key, amount = _take(fields, 2)
+        key, amount = _fields_of(fields, 2)
         name = unpack_text(key)
         total = table.apply(self._values, name, table.adding(name, unpack_int(amount)))
         return pack(Status.DONE, b"%d" % total)
 
     def _compare_set(self, fields: list[bytes]) -> bytes:
-        key, expected, desired = _take(fields, 3)
+        key, expected, desired = _fields_of(fields, 3)
         return pack(Status.DONE, table.apply(self._values, unpack_text(key), table.swapping(expected, desired)))
 
     def _delete_key(self, fields: list[bytes]) -> bytes:
-        (key,) = _take(fields, 1)
+        (key,) = _fields_of(fields, 1)
         return pack(Status.DONE, b"%d" % table.apply(self._values, unpack_text(key), table.removing()))
 
     def _num_keys(self, fields: list[bytes]) -> bytes:
-        _take(fields, 0)
+        _fields_of(fields, 0)
         return pack(Status.DONE, b"%d" % len(self._values))
 
 
-def _waiting(op: int, fields: list[bytes], now: float) -> _Waiting:
+def _waiting_request(op: int, fields: list[bytes], now: float) -> _WaitingRequest:
     if not fields or (op == Op.GET and len(fields) != 2):
         raise ProtocolError("a wait without its fields")
-    return _Waiting(
+    return _WaitingRequest(
         [unpack_text(key) for key in fields[1:]], now + min(unpack_seconds(fields[0]), LONGEST_WAIT_S), op == Op.GET
     )
 
 
-def _take(fields: list[bytes], count: int) -> list[bytes]:
+def _fields_of(fields: list[bytes], count: int) -> list[bytes]:
     if len(fields) != count:
         raise ProtocolError(f"{len(fields)} fields, where {count} are expected")
     return fields

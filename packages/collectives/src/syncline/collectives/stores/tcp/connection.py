@@ -117,8 +117,11 @@ class Connection:
         event, value = message["event"], message["value"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return
+        # The usual event if the secrets differ: the server cannot read the handshake, and hangs up. A server that ends does so,
+        # too, and `TCPStore._connect` tries again before it blames the secret.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             raise HungUpError(f"it hung up ({errno.errorcode.get(value, value)})")
+        # The server could read the handshake, but refuses this client's key.
         if event in _HANDSHAKE_ENDED:
             raise other_secret(self._where)
         if event == zmq.EVENT_CLOSED:

@@ -36,20 +36,20 @@ class ServerLoop:
         self._client_key = public_key(secret, "client")
         self._limit_bytes = limit_bytes
         self._service: Service[bytes] = Service()
-        self._table = secrets.token_bytes(8)  # identifies this server's table; a new server has another one
+        self._table_id = secrets.token_bytes(8)  # identifies this server's table; a new server has another one
         self._context = zmq.Context()
         try:
-            self._gate = self._context.socket(zmq.REP)
-            self._gate.bind(_ASKS_AT)
-            self._clients = self._context.socket(zmq.ROUTER)
-            set_options(self._clients, secret, "server")
-            self._clients.curve_server = True
-            self._clients.zap_domain = b"store"
-            self._clients.zap_enforce_domain = True  # a client is refused unless `_judge` accepts it
-            self._clients.handshake_ivl = ceil(1000 * min(proof_timeout_s, _LONGEST_PROOF_TIMEOUT_S))
-            self._clients.backlog = _BACKLOG
-            self._clients.ipv6 = "[" in endpoint
-            self._clients.bind(endpoint)
+            self._zap_socket = self._context.socket(zmq.REP)
+            self._zap_socket.bind(_ASKS_AT)
+            self._client_socket = self._context.socket(zmq.ROUTER)
+            set_options(self._client_socket, secret, "server")
+            self._client_socket.curve_server = True
+            self._client_socket.zap_domain = b"store"
+            self._client_socket.zap_enforce_domain = True  # a client is refused unless `_judge` accepts it
+            self._client_socket.handshake_ivl = ceil(1000 * min(proof_timeout_s, _LONGEST_PROOF_TIMEOUT_S))
+            self._client_socket.backlog = _BACKLOG
+            self._client_socket.ipv6 = "[" in endpoint
+            self._client_socket.bind(endpoint)
         except BaseException:
             self._context.destroy(0)
             raise
@@ -57,7 +57,7 @@ class ServerLoop:
     @property
     def port(self) -> int:
         """The port on which the server listens."""
-        return int(self._clients.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return int(self._client_socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def stop(self) -> None:
         """Make `run` return, and wait until it has closed the sockets. Call it once, not on the thread of `run`."""
@@ -66,22 +66,22 @@ class ServerLoop:
     def run(self) -> None:
         """Serve until `stop`, then close every socket."""
         poller = zmq.Poller()
-        poller.register(self._gate, zmq.POLLIN)
-        poller.register(self._clients, zmq.POLLIN)
+        poller.register(self._zap_socket, zmq.POLLIN)
+        poller.register(self._client_socket, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll(self._pause_ms()))
-                if self._gate in ready:
+                if self._zap_socket in ready:
                     self._judge()
-                if self._clients in ready:
+                if self._client_socket in ready:
                     self._serve()
                 self._answer(self._service.expire(time.monotonic()))
         except zmq.ContextTerminated:
             # `stop` has ended the context.
             pass
         finally:
-            self._clients.close(0)
-            self._gate.close(0)
+            self._client_socket.close(0)
+            self._zap_socket.close(0)
 
     def _pause_ms(self) -> int | None:
         """The time until the next client's wait expires; None if no client waits."""
@@ -90,15 +90,15 @@ class ServerLoop:
 
     def _judge(self) -> None:
         """Tell ZeroMQ whether to accept a client, by its public key. The client has proved that it has the private key, too."""
-        version, number, _domain, _address, _identity, _mechanism, key, *_ = self._gate.recv_multipart()
+        version, number, _domain, _address, _identity, _mechanism, key, *_ = self._zap_socket.recv_multipart()
         is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")
-        self._gate.send_multipart([version, number, *verdict, b"", b""])
+        self._zap_socket.send_multipart([version, number, *verdict, b"", b""])
 
     def _serve(self) -> None:
         """Answer one request. An invalid request changes nothing, and gets an error reply that says what is wrong."""
-        client, table, *parts = self._clients.recv_multipart()
-        if table not in (b"", self._table):  # the client has used the table of an earlier server at this address
+        client, table, *parts = self._client_socket.recv_multipart()
+        if table not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
             self._answer([(client, pack(Status.OTHER_TABLE))])
             return
         message = b"".join(parts)
@@ -112,4 +112,4 @@ class ServerLoop:
     def _answer(self, replies: list[tuple[bytes, bytes]]) -> None:
         """Send answers. ZeroMQ drops answers to clients that are gone or do not read."""
         for client, message in replies:
-            self._clients.send_multipart([client, self._table, *split(message)])
+            self._client_socket.send_multipart([client, self._table_id, *split(message)])

@@ -55,7 +55,7 @@ class TCPStore(ServedStore):
         self._port = port
         self._secret = as_secret(secret)
         require_pyzmq()
-        self._table = b""  # the identity of the server's table; not known before the first answer
+        self._table_id = b""  # the identity of the server's table; not known before the first answer
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._owner = os.getpid()
@@ -110,7 +110,7 @@ class TCPStore(ServedStore):
         scope = CancelScope(timeout_s)
         connection = self._take(scope)
         try:
-            table, answer = connection.exchange(self._table, message, scope)
+            table, answer = connection.exchange(self._table_id, message, scope)
         except OSError as error:
             connection.close()
             raise self._broken(error, timeout_s) from error
@@ -129,7 +129,7 @@ class TCPStore(ServedStore):
         if status == Status.REFUSED:
             raise InvalidArgumentError(f"{self.describe()}: {fields[0].decode()}")
         # From the first answer on, another server at this address is recognised by its table.
-        self._table = table
+        self._table_id = table
         return status, fields
 
     def _broken(self, error: Exception, timeout_s: float) -> StoreError:
@@ -192,7 +192,10 @@ class TCPStore(ServedStore):
         return found[0]
 
     def _connect(self, scope: CancelScope) -> Connection:
-        """Connect. If the server closes the connection, try once more: a server that was about to end is then gone."""
+        """Connect. If the server hangs up twice, it has another secret.
+
+        A server that was about to end hangs up only once: at the second try it is gone.
+        """
         from .connection import Connection, HungUpError, other_secret
 
         try:

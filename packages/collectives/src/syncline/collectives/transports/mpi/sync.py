@@ -30,7 +30,7 @@ class Sync(ABC):
     """Lets the ranks wait for each other. All ranks call its methods in the same order."""
 
     @abstractmethod
-    def same(self, call: Call, place: int = NOWHERE) -> bool:
+    def compare(self, call: Call, place: int = NOWHERE) -> bool:
         """Return when all ranks have come with the same call.
 
         Args:
@@ -51,7 +51,7 @@ class Sync(ABC):
     def wait(self, call: Call) -> None:
         """Return when all ranks have come, without comparing calls.
 
-        This raises `TimeoutError` and `TransportError`, as `same` does.
+        This raises `TimeoutError` and `TransportError`, as `compare` does.
         """
 
 
@@ -69,8 +69,8 @@ class MessageSync(Sync):
         self._numbers = array("q", (0,) * 4)
         self._given_up: list[object] = []
 
-    def same(self, call: Call, place: int = NOWHERE) -> bool:
-        """As `Sync.same`. One reduction (MAX) compares the calls.
+    def compare(self, call: Call, place: int = NOWHERE) -> bool:
+        """As `Sync.compare`. One reduction (MAX) compares the calls.
 
         The reduction contains each number and its negative, so it gives the largest and the smallest number. If these two are
         equal, all numbers are equal.

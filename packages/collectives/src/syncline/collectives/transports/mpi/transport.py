@@ -394,7 +394,7 @@ class MPITransport(LibraryTransport):
         For CUDA memory, MPI's collectives run in the blocking form, because Open MPI crashes in the non-blocking form.
         """
         if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
-            self.sync(call).same(call)
+            self.sync(call).compare(call)
 
     def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Call) -> None:
         """Run MPI's collective `name`. `nbytes` is the same on every rank."""

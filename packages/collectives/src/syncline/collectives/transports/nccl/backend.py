@@ -6,7 +6,7 @@ import itertools
 
 import torch.distributed as dist
 
-from ...engine.group import EngineGroup
+from ...engine.engine_group import EngineGroup
 from ...errors import BackendUnavailableError
 from ...startup.backend import Backend, ConnectRequest
 from ...startup.registry import load_backend

@@ -363,7 +363,7 @@ class Pair:
         return self._made is not None
 
     def submit(self, direction: Direction, task: Task) -> None:
-        """Issue a transfer on the communicator of its direction: now, or when the ranks are connected."""
+        """PlannedCall a transfer on the communicator of its direction: now, or when the ranks are connected."""
         with self._lock:
             if self._made is None:
                 self._waiting.append((direction, task))

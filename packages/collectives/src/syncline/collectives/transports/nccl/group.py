@@ -16,7 +16,7 @@ from typing_extensions import override
 from ...engine.call import Call, Signature
 from ...engine.cancel_scope import CancelScope
 from ...engine.device import Event
-from ...engine.group import EngineGroup, members_of
+from ...engine.engine_group import EngineGroup, members_of
 from ...engine.queue import Queue
 from ...errors import DisagreementError, InvalidArgumentError, MisuseError, SynclineError, TransportError
 from ...group import ProcessGroup
@@ -27,7 +27,7 @@ from ...work import FinishedWork, PendingWork, Work
 from .communicator import version_in_words
 from .connections import Connections, Connector, StreamCommunicator
 from .in_flight import FatalError, InFlight
-from .plan import Issue, NcclPlan, put
+from .plan import NcclPlan, PlannedCall, run_planned
 from .rendezvous import GroupRendezvous, Payload, RendezvousCarrier
 from .work import Batch, Failure, StreamWork
 
@@ -49,7 +49,11 @@ class NcclGroup(EngineGroup):
 
     The steps of a call::
 
-        _issue ─ the queue's turn ─► _put: communicator, plan ─► _launch: on the stream, an event ─► StreamWork
+        _issue ─ the queue's turn ─► _issue_in_turn: communicator, plan ─► _put_on_stream: the plan runs, an event ─► StreamWork
+
+    The objects of a call::
+
+        Call ─► PlannedCall: with its plan and tensors ─► Launch: what is on the stream ─► StreamWork: what the user holds
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -125,8 +129,8 @@ class NcclGroup(EngineGroup):
         )
         self._connections = Connections(connector, self.place, lambda: self.timeout_s, self._in_flight, of_all)
         self._batch: Batch | None = None
-        self._beside = Queue(f"syncline-nccl-calls-{self.name}-rank{self.rank}")
-        weakref.finalize(self, self._beside.drop).atexit = False
+        self._comparing = Queue(f"syncline-nccl-calls-{self.name}-rank{self.rank}")
+        weakref.finalize(self, self._comparing.drop).atexit = False
         self._compares_every = -(-size // _COMPARED_EACH_TIME)
         self._asked_to_compare = 0
         self._subsets_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -168,8 +172,8 @@ class NcclGroup(EngineGroup):
             return self._barrier(signature, async_op)
         device = self._device_of(signature, (*reads, *writes))
         call = Call(signature, None, reads, writes, mark=self._take_mark())
-        with self._ending_the_group():
-            work, is_put = self._queue.run_in_turn(self._put, call, device, async_op)
+        with self._ending_the_group_if_fatal():
+            work, is_put = self._queue.run_in_turn(self._issue_in_turn, call, device, async_op)
         # A call of an open batch is not on the stream yet; `coalescing` settles it at its end.
         if is_put:
             work.settle()
@@ -186,14 +190,14 @@ class NcclGroup(EngineGroup):
             )
         device, call = self._device_of(signature, ()), Call(signature, None, (), (), mark=self._take_mark())
 
-        def put() -> tuple[StreamWork, PendingWork | FinishedWork | None]:
-            work, _ = self._put(call, device, async_op)
+        def issue_in_turn() -> tuple[StreamWork, PendingWork | FinishedWork | None]:
+            work, _ = self._issue_in_turn(call, device, async_op)
             # Begin the comparison before the wait, because NCCL may never end calls that differ, nor the barrier behind them.
             # Begin it in the barrier's turn, so that no call of another thread comes between the barrier and the comparison.
             return work, None if async_op else self._compare()
 
-        with self._ending_the_group():
-            work, comparison = self._queue.run_in_turn(put)
+        with self._ending_the_group_if_fatal():
+            work, comparison = self._queue.run_in_turn(issue_in_turn)
         work.settle()
         if comparison is None:
             self.agree_on_calls(async_op=True)
@@ -202,7 +206,7 @@ class NcclGroup(EngineGroup):
             self._wait_for_comparison(comparison)
         return work
 
-    def _put(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
+    def _issue_in_turn(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
         """Put a call on the stream, or into the batch that this thread fills. Runs in the queue's turn.
 
         Returns:
@@ -218,7 +222,7 @@ class NcclGroup(EngineGroup):
             return self._add_to(batch, plan, call, device, async_op), False
         self._take_number(call)
         work = self._new_work(call, [call], list(call.writes), device)
-        self._launch(connected, work, [Issue.of(plan, call)], self._runtime.now(device))
+        self._put_on_stream(connected, work, [PlannedCall.of(plan, call)], self._runtime.now(device))
         return work, True
 
     @override
@@ -227,7 +231,9 @@ class NcclGroup(EngineGroup):
         connected = self._connections.communicator_of_all(signature, device)
         return NcclPlan(connected.communicator, signature, device, reproducible=self._reproducible)
 
-    def _launch(self, connected: StreamCommunicator, work: StreamWork, issues: Sequence[Issue], after: Event) -> None:
+    def _put_on_stream(
+        self, connected: StreamCommunicator, work: StreamWork, calls: Sequence[PlannedCall], after: Event
+    ) -> None:
         """Put calls on the stream of a communicator, to start after an event of the caller's stream.
 
         The caller must call `work.settle` afterwards.
@@ -240,11 +246,11 @@ class NcclGroup(EngineGroup):
             self._in_flight.watch(work.launch)
 
         # As in `HostGroup`: most tensors do not need the context, and this test costs less than the context.
-        tracked = any(is_tracked(issue.reads) or is_tracked(issue.writes) for issue in issues)
+        tracked = any(is_tracked(call.reads) or is_tracked(call.writes) for call in calls)
 
         def body() -> None:
             with untracked() if tracked else nullcontext():
-                put(connected.communicator, issues)
+                run_planned(connected.communicator, calls)
 
         try:
             # The group may have failed since `_check_usable`. Its communicators are aborted then, so no call may reach them.
@@ -252,13 +258,13 @@ class NcclGroup(EngineGroup):
                 raise self.first_failure
             if captured:
                 self._connections.note_capture()
-            for issue in issues:
-                self._begin(issue.call)
+            for planned in calls:
+                self._begin(planned.call)
             with connected.lock:
                 event = connected.stream.run(body, after)
         except BaseException as error:
             raise FatalError(_described(work, error)) from error
-        work.note_issued(connected.stream, event, captured=captured)
+        work.note_on_stream(connected.stream, event, captured=captured)
 
     def _take_number(self, call: Call) -> None:
         call.number = next(self._numbers)
@@ -315,7 +321,7 @@ class NcclGroup(EngineGroup):
                 self._queue.run_in_turn(self._close_batch)
             # If no call was issued inside the context, there is no work.
             if batch.work is not None:
-                with self._ending_the_group():
+                with self._ending_the_group_if_fatal():
                     self._queue.run_in_turn(self._put_batch, batch, batch.work)
                 batch.work.settle()
         except BaseException as error:
@@ -343,7 +349,7 @@ class NcclGroup(EngineGroup):
             title = Call(Signature("coalesced"), next(self._numbers))
             batch.work = self._new_work(title, [], [], device, batch=batch)
         self._take_number(call)
-        batch.issues.append(Issue.of(plan, call))
+        batch.calls.append(PlannedCall.of(plan, call))
         batch.work.add(call)
         return batch.work
 
@@ -351,7 +357,7 @@ class NcclGroup(EngineGroup):
         signature = Signature("coalesced")
         self._check_usable(signature)
         connected = self._connections.communicator_of_all(signature, self._connections.device)
-        self._launch(connected, work, batch.issues, self._runtime.now(connected.stream.device))
+        self._put_on_stream(connected, work, batch.calls, self._runtime.now(connected.stream.device))
 
     # ---- two ranks ----
 
@@ -384,8 +390,8 @@ class NcclGroup(EngineGroup):
 
         def task(connected: StreamCommunicator) -> None:
             plan = NcclPlan(connected.communicator, call.signature, device)
-            with self._ending_the_group():
-                self._launch(connected, work, [Issue.of(plan, call)], after)
+            with self._ending_the_group_if_fatal():
+                self._put_on_stream(connected, work, [PlannedCall.of(plan, call)], after)
             work.settle()
 
         pair.submit(direction, task)
@@ -404,7 +410,7 @@ class NcclGroup(EngineGroup):
         scope = CancelScope(self.timeout_s, self._in_flight.reason_to_give_up)
         said = self._connector.agree(f"split {number}", {"color": color, "key": key}, _all_said, scope)
         members = None if color is None else members_of(color, said["all"])
-        with self._ending_the_group():
+        with self._ending_the_group_if_fatal():
             self._check_usable(Signature("split"))
             of_all = self._queue.run_in_turn(self._connections.split, members, color, scope)
         # This rank gets no group. It came here because all ranks must take part in NCCL's split.
@@ -466,7 +472,7 @@ class NcclGroup(EngineGroup):
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
         until, timeout_s = self._agreed.history, self.timeout_s
-        if not self._beside.enqueue(lambda: self._run_comparison(work, until, timeout_s)):
+        if not self._comparing.enqueue(lambda: self._run_comparison(work, until, timeout_s)):
             work.succeed()  # the group has been closed
         return work
 
@@ -560,7 +566,7 @@ class NcclGroup(EngineGroup):
         if self._closed:
             return  # another thread has aborted the group meanwhile
         self._closed = True
-        self._beside.stop()
+        self._comparing.stop()
         self._plans.clear()
         try:
             is_drained = self._in_flight.drain(self.timeout_s)
@@ -591,10 +597,10 @@ class NcclGroup(EngineGroup):
 
     def _end_in_flight(self, failure: BaseException) -> None:
         self._in_flight.fail(failure)
-        self._beside.stop()
+        self._comparing.stop()
 
     @contextmanager
-    def _ending_the_group(self) -> Iterator[None]:
+    def _ending_the_group_if_fatal(self) -> Iterator[None]:
         """A context in which a `FatalError` ends the group, after locks are released; see point 5 of Note [Order over NCCL]."""
         try:
             yield

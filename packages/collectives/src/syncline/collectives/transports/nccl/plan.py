@@ -18,6 +18,9 @@ from .communicator import Communicator, NativeReduction, as_reduced, native_redu
 class NcclPlan(Plan):
     """Runs the calls of one signature. Run it while the communicator's stream is current. It never waits for the GPU.
 
+    The group does not pack the tensors, as `HostGroup` does: `run_planned` packs all calls of a batch before the first runs.
+    As in all plans, `part` is the data of one rank. In an all-reduce, reduce or broadcast it is the entire tensor.
+
     If NCCL can do a reduction, the plan makes one call of NCCL. For any other reduction, the ranks exchange their terms and
     reduce them in rank order, which takes several calls, one after the other (`in_steps`). A collective that reduces nothing
     takes one call, or several calls between ncclGroupStart and ncclGroupEnd.
@@ -193,8 +196,8 @@ def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
     return wire if native.factor is None else wire.mul_(native.factor)
 
 
-class Issue(NamedTuple):
-    """A call with its plan and its tensors. The issue holds the tensors itself, because the call may drop its references."""
+class PlannedCall(NamedTuple):
+    """A call with its plan and its tensors. It holds the tensors itself, because the call may drop its references."""
 
     plan: NcclPlan
     call: Call
@@ -202,18 +205,18 @@ class Issue(NamedTuple):
     writes: Sequence[torch.Tensor]
 
     @classmethod
-    def of(cls, plan: NcclPlan, call: Call) -> Issue:
-        """Make an issue with the tensors that the call has now."""
+    def of(cls, plan: NcclPlan, call: Call) -> PlannedCall:
+        """Take the tensors that the call has now."""
         return cls(plan, call, call.reads, call.writes)
 
 
-def put(comm: Communicator, issues: Sequence[Issue]) -> None:
+def run_planned(comm: Communicator, calls: Sequence[PlannedCall]) -> None:
     """Put calls on the current stream: pack tensors, run the plans, unpack. NCCL starts several calls together, as a group."""
-    packed = [issue.plan.pack(issue.reads, issue.writes) for issue in issues]
+    packed = [call.plan.pack(call.reads, call.writes) for call in calls]
     # All packing comes before the group, and all unpacking after it: copies start at once, but NCCL starts the calls of a group
     # only when the group is closed.
-    with comm.group() if len(issues) > 1 else nullcontext():
-        for issue, (part, whole) in zip(issues, packed, strict=True):
-            issue.plan.run(part, whole, issue.call)
-    for issue, (part, whole) in zip(issues, packed, strict=True):
-        issue.plan.unpack(part, whole, issue.writes)
+    with comm.group() if len(calls) > 1 else nullcontext():
+        for planned, (part, whole) in zip(calls, packed, strict=True):
+            planned.plan.run(part, whole, planned.call)
+    for planned, (part, whole) in zip(calls, packed, strict=True):
+        planned.plan.unpack(part, whole, planned.writes)

@@ -14,7 +14,7 @@ from ...engine.cancel_scope import CancelScope, seconds
 from ...engine.device import DeviceRuntime, Event, Stream
 from ...errors import CollectiveTimeout, MisuseError, TransportError
 from ...work import TensorsFuture, Work, fail_future
-from .plan import Issue
+from .plan import PlannedCall
 
 # The pauses of a thread that waits for the GPU: short at first, then longer and longer.
 FIRST_LOOK_S = 20e-6
@@ -25,12 +25,12 @@ class Batch:
     """The calls that one thread has issued inside `NcclGroup.coalescing`.
 
     Attributes:
-        issues: the calls, each with its plan and its tensors.
+        calls: the calls, each with its plan and its tensors.
         work: the work of all calls; None before the first call.
     """
 
     def __init__(self) -> None:
-        self.issues: list[Issue] = []
+        self.calls: list[PlannedCall] = []
         self.work: StreamWork | None = None
         self._thread = threading.get_ident()
 
@@ -97,7 +97,7 @@ class Launch:
         self._event: Event | None = None
         self._work = weakref.ref(work)
 
-    def note_issued(self, event: Event, *, captured: bool) -> None:
+    def note_on_stream(self, event: Event, *, captured: bool) -> None:
         """Note that the launch is on a stream or was captured, and at which event it will be over."""
         self._event, self.captured = event, captured
 
@@ -191,10 +191,10 @@ class StreamWork(Work):
         self._event: Event | None = None
         self._held: list[torch.Tensor] = []
         self._changed = threading.Condition(threading.Lock())  # notified when the call is issued, and when it has failed
-        self._is_issued = False
+        self._is_settled = False  # all calls are on a stream, or the work has failed; `settle` sets this
         self._failure: Failure | None = None
         self._future: TensorsFuture | None = None
-        self._is_settled = False
+        self._future_is_taken = False  # a thread completes the future, or has completed it
 
     # ---- for the group and `InFlight` ----
 
@@ -203,10 +203,10 @@ class StreamWork(Work):
         self.launch.calls.append(call)
         self._tensors += call.writes
 
-    def note_issued(self, stream: Stream, event: Event, *, captured: bool) -> None:
+    def note_on_stream(self, stream: Stream, event: Event, *, captured: bool) -> None:
         """Note that all calls are on a stream, or captured into a CUDA graph. Call `settle` next, while you hold no lock."""
         self._stream, self._event = stream, event
-        self.launch.note_issued(event, captured=captured)
+        self.launch.note_on_stream(event, captured=captured)
         if captured:  # the recorder sees the calls as over, but the tensors are needed until `wait` has ordered the stream
             self._held = [tensor for call in self.launch.calls for tensor in (*call.reads, *call.writes)]
             for call in self.launch.calls:
@@ -220,7 +220,7 @@ class StreamWork(Work):
     def settle(self) -> None:
         """Wake threads that wait until the call is issued, and complete the future if it was asked for. Callbacks run here."""
         with self._changed:
-            self._is_issued = True
+            self._is_settled = True
             self._changed.notify_all()
             future = self._due()
         if future is not None:
@@ -234,10 +234,10 @@ class StreamWork(Work):
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
         # If the peer is not connected yet, or the batch is still open, wait until the call is issued.
-        if not self._is_issued:
+        if not self._is_settled:
             if self._batch is not None and self._batch.is_here():
                 raise MisuseError(f"{describe()}: its batch is still open, so it would never come; wait after `coalescing`")
-            if not self._until(lambda: self._is_issued, scope.remaining_s()):
+            if not self._until(lambda: self._is_settled, scope.remaining_s()):
                 raise self._not_in_time(scope)
         self._raise_failure()
         capturing = self._runtime.is_capturing()
@@ -298,9 +298,9 @@ class StreamWork(Work):
 
         The caller holds `_changed`.
         """
-        if self._future is None or self._is_settled or not self._is_issued:
+        if self._future is None or self._future_is_taken or not self._is_settled:
             return None
-        self._is_settled = True
+        self._future_is_taken = True
         return self._future
 
     def _complete(self, future: TensorsFuture) -> None:

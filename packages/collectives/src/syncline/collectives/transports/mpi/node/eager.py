@@ -66,12 +66,12 @@ class Eager(Algorithm):
         """
         sync = self._sync
         assert sync is not None
-        # Use the turn of the next arrival, which is in `same` below.
+        # Use the turn of the next arrival, which is in `compare` below.
         slot, read = self._turns[(sync.barrier.arrivals + 1) & 1]
         # In a broadcast, only the root writes to its slot.
         if slot is not None:
             slot[:] = _memory_at((part if self._shows_part else whole).data_ptr(), self._shown_bytes)
-        sync.same(call)
+        sync.compare(call)
         read(part, whole)
 
     def _laid_out(self, barrier: ShmBarrier, turn: int) -> tuple[memoryview | None, _Read]:

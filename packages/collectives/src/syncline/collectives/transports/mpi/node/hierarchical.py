@@ -10,7 +10,7 @@ from ....tensors.layout import flat
 from ....tensors.reduction import combine, core_op
 from ...shared_memory.segment import Segment
 from ..transport import MPITransport
-from .plan import Algorithm, InWindow, Node, Place, chunks, slice_of
+from .plan import Algorithm, Node, Place, WindowAlgorithm, chunks, slice_of
 
 # The size of a chunk that is sent between nodes. It is large enough that the network's latency matters little, and small enough
 # that its memory is soon used again.
@@ -90,7 +90,7 @@ class NodeReduction:
                 term.copy_(mine)
 
 
-class HierarchicalWindow(InWindow):
+class HierarchicalInWindow(WindowAlgorithm):
     """Reduces tensors that are in a window on every node.
 
     Args:
@@ -107,7 +107,7 @@ class HierarchicalWindow(InWindow):
         self._reduction = reduction
 
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
-        """As `InWindow.run`."""
+        """As `WindowAlgorithm.run`."""
         self._reduction.run(self._node.memory.windows.place(place), self._numel, call)
         self._node.local_sync(call).wait(call)
 

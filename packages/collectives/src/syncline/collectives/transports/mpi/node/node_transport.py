@@ -19,24 +19,24 @@ from ..sync import MessageSync, Sync
 from ..transport import PRESYNC_MIN_BYTES, MPITransport
 from .copy_in_copy_out import CopyInCopyOut, StagingArea
 from .eager import Eager
-from .hierarchical import Hierarchical, HierarchicalWindow, NodeReduction
+from .hierarchical import Hierarchical, HierarchicalInWindow, NodeReduction
 from .hierarchy import Hierarchy, SplitByNode, split_by_node
 from .plan import (
     Algorithm,
     ByMPI,
     Capabilities,
     Choice,
-    InWindow,
     Node,
     NodePlan,
     Operation,
     Size,
+    WindowAlgorithm,
     choose,
     may_be_in_window,
     size_of,
     slot_bytes,
 )
-from .window import Window
+from .window import SlicesInWindow
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -123,7 +123,7 @@ class NodeTransport(MPITransport):
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
         if is_used and numel * dtype.itemsize >= self._thresholds.window_bytes:
             # Making a window is a collective, so first make sure that all ranks are here for the same call.
-            self.sync(call).same(call)
+            self.sync(call).compare(call)
             made = self._node.memory.allocate(numel, dtype, call)
             if made is not None:
                 return made
@@ -137,7 +137,7 @@ class NodeTransport(MPITransport):
         """Wait for all ranks: in shared memory if all ranks are on one node, else by MPI's barrier."""
         # In shared memory, a comparison of the call is fast, and it is also a barrier.
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
-            self.sync(call).same(call)
+            self.sync(call).compare(call)
         else:
             super().barrier(call)
 
@@ -155,13 +155,13 @@ class NodeTransport(MPITransport):
             "ring" if self.takes_ring(signature) else "MPI",
             compares=self.compares_every_call or size.whole >= PRESYNC_MIN_BYTES,
         )
-        in_window: InWindow | None = None
+        in_window: WindowAlgorithm | None = None
         # If these calls never use a window, the ranks need not compare the places of their tensors.
         if may_be_in_window(operation, size, self._capabilities, self._thresholds):
             in_window = (
-                Window(self._node, signature, operation)
+                SlicesInWindow(self._node, signature, operation)
                 if self._capabilities.nodes == 1
-                else HierarchicalWindow(self._node, signature, self._node_reduction)
+                else HierarchicalInWindow(self._node, signature, self._node_reduction)
             )
         where = "" if in_window is None else ", unless in a window"
         logger.debug("rank %d plans %s of %d bytes: %s%s", self._rank, signature.name, size.whole, choice.value, where)

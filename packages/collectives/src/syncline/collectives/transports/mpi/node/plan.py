@@ -347,7 +347,7 @@ class Node:
         """
         if self._shared is None and self._fence is not None:
             # Making the sync is a collective, so first make sure that all ranks are here, for the same call.
-            self._messages.same(call)
+            self._messages.compare(call)
             segment = self.memory.allocate_segment(barrier_bytes(self._slot_bytes), call)
             if segment is None:
                 # The ranks have agreed that no rank has the memory, so all ranks use messages from now on.
@@ -363,7 +363,7 @@ class Node:
 
     def segment(self, part_bytes: int, call: Call) -> Segment | None:
         """Make new memory with a part for each rank of a node. Return None on all ranks if this fails."""
-        self.sync(call).same(call)
+        self.sync(call).compare(call)
         return self.memory.allocate_segment(part_bytes, call)
 
     def give_up(self) -> None:
@@ -420,7 +420,7 @@ class ByMPI(Algorithm):
         self._plan.run(part, whole, call)
 
 
-class InWindow(ABC):
+class WindowAlgorithm(ABC):
     """Moves the data of calls of one signature, for tensors at the same place of a window on all ranks.
 
     Attributes:
@@ -431,7 +431,13 @@ class InWindow(ABC):
 
     @abstractmethod
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
-        """As `Plan.run`. `place` is the key of the tensors' place."""
+        """As `Plan.run`, but a place in a window takes the role of `whole`.
+
+        Args:
+            place: the key of the place, from `Windows.key_of`; the same on all ranks.
+            part: as for `Plan.run`. An all-reduce ignores it, because the place says where the tensor is.
+            call: as for `Plan.run`.
+        """
 
 
 class NodePlan(Plan):
@@ -448,7 +454,7 @@ class NodePlan(Plan):
         in_window: the algorithm for tensors in a window; None if a window would not make these calls faster.
     """
 
-    def __init__(self, node: Node, algorithm: Algorithm, by_mpi: Algorithm, in_window: InWindow | None = None) -> None:
+    def __init__(self, node: Node, algorithm: Algorithm, by_mpi: Algorithm, in_window: WindowAlgorithm | None = None) -> None:
         self._node = node
         self._algorithm = algorithm
         self._by_mpi = by_mpi
@@ -469,7 +475,8 @@ class NodePlan(Plan):
         is_compared = looks or algorithm.compares
         if is_compared:
             place = node.memory.windows.key_of(whole) if looks else NOWHERE
-            if node.sync(call).same(call, place):  # [1]
+            # Calls that differ are an error. The answer says only whether all tensors are at the same place of a window.
+            if node.sync(call).compare(call, place):  # [1]
                 assert self._in_window is not None
                 self._latest = self._in_window.name
                 self._in_window.run(place, part, call)  # [2]
@@ -480,6 +487,6 @@ class NodePlan(Plan):
             algorithm = self._algorithm = self._by_mpi
             # If the algorithm would have compared the call itself, compare it now: MPI's collective does not.
             if algorithm.compares and not is_compared:
-                node.sync(call).same(call)
+                node.sync(call).compare(call)
         self._latest = algorithm.name
         algorithm.run(part, whole, call)  # [3]

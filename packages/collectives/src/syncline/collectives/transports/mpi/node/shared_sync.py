@@ -187,8 +187,8 @@ class SharedSync(Sync):
         self.barrier = barrier
         self._messages = messages
 
-    def same(self, call: Call, place: int = NOWHERE) -> bool:
-        """As `Sync.same`."""
+    def compare(self, call: Call, place: int = NOWHERE) -> bool:
+        """As `Sync.compare`."""
         try:
             is_same, is_common = self.barrier.arrive(call.scope, call.digest(), place)
         except Exception as error:  # noqa: BLE001 - raised again

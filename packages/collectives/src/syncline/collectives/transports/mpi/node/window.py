@@ -12,7 +12,7 @@ import torch
 from ....engine.call import Call, Signature
 from ....tensors.layout import flat
 from ....tensors.reduction import reducer_of
-from .plan import InWindow, Node, Operation, Place, chunks, slice_of
+from .plan import Node, Operation, Place, WindowAlgorithm, chunks, slice_of
 
 # The size of a chunk, for all ranks together. A rank copies a chunk of the result to the others while this chunk is in the
 # cache. Microseconds for two ranks, with a cache of 2 MiB for each core and huge pages. A row is the size of the tensor, a
@@ -35,7 +35,7 @@ Share = Callable[[torch.Tensor], None]
 ShareMaker = Callable[[Place, Signature], Share]
 
 
-class Window(InWindow):
+class SlicesInWindow(WindowAlgorithm):
     """Each rank reduces or copies its share directly in the tensors of all ranks.
 
     Note [Slices]
@@ -44,8 +44,10 @@ class Window(InWindow):
     of all ranks. It reads the terms of all ranks, combines them chunk by chunk, and writes each result into all tensors while
     the result is in the cache. So no rank waits in the middle. Two waits remain:
 
-    1. `Sync.same` before the work. After this wait all terms are written, and no program uses its tensor.
-    2. `Sync.wait` after the work. After this wait all slices are written, and no rank uses another rank's tensor.
+    1. `Sync.compare` before the work, in `NodePlan.run`, for all ranks of the group. After this wait all terms are written, and
+       no program uses its tensor.
+    2. `Sync.wait` after the work, for the ranks of this node. (On one node, both waits use the same barrier.) After this wait
+       all slices are written, and no rank uses another rank's tensor.
 
     After each wait, a rank sees everything that the other ranks wrote before this wait. With a `ShmBarrier`, fences guarantee
     this (see Note [Order in memory] in `shared_sync`). With MPI, it is true because the ranks have received messages.
@@ -66,7 +68,7 @@ class Window(InWindow):
         self._shares: dict[int, Share] = {}
 
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
-        """As `InWindow.run`."""
+        """As `WindowAlgorithm.run`."""
         share = self._shares.get(place)
         if share is None:
             # A program that uses so many places makes new tensors all the time, so old shares are of little use.
@@ -169,10 +171,6 @@ _SHARES: dict[Operation, ShareMaker] = {
     Operation.ALL_GATHER: _all_gather,
     Operation.BROADCAST: _broadcast,
 }
-
-
-def _itemsize(signature: Signature) -> int:
-    return signature.element_dtype.itemsize
 
 
 def _addresses(place: Place, offset_bytes: int) -> list[int]:
