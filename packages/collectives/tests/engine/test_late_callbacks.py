@@ -192,3 +192,46 @@ def test_a_work_with_a_limit_may_be_waited_for_in_a_callback() -> None:
         assert not errors
 
     run_ranks(2, body)
+
+
+def test_calls_in_callbacks_have_one_order_whether_a_waiter_or_the_queues_thread_ran_the_call() -> None:
+    """Rank 0's main thread runs the call while it waits, and keeps the turn busy. Rank 1's queue runs it."""
+
+    def body(group: ProcessGroup) -> tuple[list[str], float, float]:
+        order: list[str] = []
+        ran = threading.Event()
+        first, second = torch.full((4,), 100.0 * (group.rank + 1)), torch.full((4,), 1.0 * (group.rank + 1))
+        if group.rank == 0:
+            changed = group._queue._changed
+            plain = changed.wait_for
+
+            def late(ready):
+                """The queue's thread wakes only when the main thread has run all that it can."""
+                plain(ready)
+                changed.release()
+                helped.wait(10)
+                changed.acquire()
+
+            changed.wait_for = late
+        helped = threading.Event()
+
+        def callback(_) -> None:
+            work = group.all_reduce(torch.ones(4), async_op=True)
+            work.get_future().then(lambda _: (order.append("inner callback"), group.all_reduce(first)))
+            order.append("callback")
+            group.all_reduce(second)
+            ran.set()
+
+        held = group.all_reduce(torch.ones(4), async_op=True)
+        held.get_future().then(callback)
+        behind = group.all_reduce(torch.ones(4), async_op=True)
+        if group.rank == 1:
+            assert ran.wait(10)
+        else:
+            group._queue.help(behind.is_completed)
+            helped.set()
+        behind.wait()
+        assert ran.wait(10)
+        return order, first[0].item(), second[0].item()
+
+    assert run_ranks(2, body) == [(["inner callback", "callback"], 300.0, 3.0)] * 2

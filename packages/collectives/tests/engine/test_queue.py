@@ -254,19 +254,74 @@ def test_a_waiter_runs_what_comes_before_its_task_and_no_more(unattended: Record
 def test_a_waiter_does_not_run_anything_while_another_thread_has_the_turn(unattended: Recorder) -> None:
     queue = unattended.queue
     assert queue.enqueue(unattended.task("A"))
-    with queue._turn:
-        queue.help(lambda: False)
+    has_turn, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with queue._turn:
+            has_turn.set()
+            may_end.wait(10)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert has_turn.wait(10)
+    queue.help(lambda: False)
     assert unattended.log == []
+    may_end.set()
+    other.join()
 
 
-def test_what_a_waiters_task_hands_over_comes_next_and_is_not_run_by_it(unattended: Recorder) -> None:
+def test_what_a_waiters_task_hands_over_comes_next_and_is_not_run_by_any_waiter(unattended: Recorder) -> None:
     queue, log = unattended.queue, unattended.log
     queue.enqueue(unattended.task("A", lambda: log.append(str(queue.hand_over(unattended.task("callbacks of A"))))))
     queue.enqueue(unattended.task("B"))
-    queue.help(lambda: "A>" in log)
+    queue.help(lambda: False)
     assert log == ["<A", "True", "A>"]
     queue.help(lambda: False)
+    assert not queue.run_here(unattended.task("a call that comes later"))
+    assert log[3:] == []
+    assert not queue.is_idle()
+    assert not queue.drain(0.01)
+    threading.Thread(target=queue._loop, daemon=True).start()
+    assert queue.drain(10)
     assert log[3:] == ["<callbacks of A", "callbacks of A>", "<B", "B>"]
+
+
+class InterruptedLock:
+    """A lock whose `acquire` takes the lock and is then interrupted, as by Ctrl-C at the worst moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.release = self._lock.release
+
+    def acquire(self, *arguments: object, **options: object) -> bool:
+        assert self._lock.acquire(False)
+        raise KeyboardInterrupt
+
+    def is_free(self) -> bool:
+        """Whether another thread can take the lock."""
+        found: list[bool] = []
+        other = threading.Thread(target=lambda: found.append(self._lock.acquire(False)))
+        other.start()
+        other.join()
+        return found[0]
+
+
+@pytest.mark.parametrize(
+    ("take", "tasks"),
+    [
+        (lambda queue: queue.run_here(lambda: None), []),
+        (lambda queue: queue.help(lambda: False), [lambda: None]),
+        (lambda queue: queue.drain(10), []),
+    ],
+    ids=["run_here", "help", "drain"],
+)
+def test_ctrl_c_that_comes_while_the_turn_is_taken_leaves_the_turn_free(take, tasks: list) -> None:
+    queue = Queue("interrupted")
+    turn = queue._turn = InterruptedLock()
+    queue._tasks.extend(tasks)
+    with pytest.raises(KeyboardInterrupt):
+        take(queue)
+    assert turn.is_free()
 
 
 def test_nothing_is_handed_over_by_other_tasks_nor_after_the_end(unattended: Recorder) -> None:

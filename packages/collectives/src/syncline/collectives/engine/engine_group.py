@@ -30,7 +30,7 @@ from ..health.report import Reporter, report_on_signal
 from .call import Signature
 from .cancel_scope import CancelScope
 from .failure import FailureWords
-from .queue import Queue, a_queue_runs_here
+from .queue import Queue, a_queue_runs_here, release_if_held
 from .transport import Plan
 
 MOST_PLANS = 256
@@ -235,8 +235,13 @@ class EngineGroup(ProcessGroup, Inherited):
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
         # A callback of another group must not wait for a thread that closes this group: that thread may wait for the callback.
-        if not self._closing.acquire(blocking=not a_queue_runs_here()):
-            return
+        may_wait = not a_queue_runs_here()
+        try:
+            if not self._closing.acquire(blocking=may_wait):
+                return
+        except BaseException:
+            release_if_held(self._closing)
+            raise
         try:
             # Another thread has closed the group meanwhile, or this thread closes it just now, and a signal's handler runs.
             if self._closed or self._is_closing:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -50,8 +51,9 @@ class Queue:
        the queue.
     5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn, and runs the
        queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
-       The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. The
-       callbacks become a task, which the queue's thread runs next (`hand_over`).
+       The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. It hands
+       the callbacks over (`hand_over`) and stops: only the queue's thread runs them, before all queued tasks. There they run as
+       they do if the queue's thread has run the call itself, so calls in them have the same order.
 
     Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before it issues the
     next call. Then the order is the same on every rank, however threads are scheduled. Calls that a call's callbacks issue come
@@ -84,9 +86,10 @@ class Queue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # only a thread that holds an RLock can release it: see `release_if_held`
         self._running_on: int | None = None
         self._changed = threading.Condition()  # the queue's thread waits here for a task or for `stop`
+        self._handed_over: deque[Task] = deque()  # callbacks of calls that `help` has run; only the queue's thread runs them
         self._tasks: deque[Task] = deque()
         self._helper: int | None = None  # the thread that runs a task by `help`
         self._stopping = False
@@ -112,12 +115,14 @@ class Queue:
             task(*arguments)
             return True
         # If tasks are queued, or if another thread has the turn, this task must be queued, too.
-        if self._tasks or not self._turn.acquire(False):
-            return False
-        # A signal's handler, such as Ctrl-C, may raise between any two lines. Nothing may stand between `acquire` and `try`,
-        # not even a call of a function: if the handler raised there, the turn would never be free again.
         try:
+            if self._tasks or self._handed_over or not self._turn.acquire(False):
+                return False
             self._running_on = me
+        except BaseException:
+            release_if_held(self._turn)
+            raise
+        try:
             task(*arguments)
         finally:
             self._running_on = None
@@ -175,23 +180,32 @@ class Queue:
     def help(self, is_done: Callable[[], bool]) -> None:
         """Run queued tasks in order, on a thread that must wait.
 
-        Stops when `is_done()` is true, when the queue is empty, or when another thread has the turn.
+        Stops when `is_done()` is true, when the queue is empty, when another thread has the turn, or when callbacks come first:
+        see point 5 of Note [One total order].
         """
-        me = get_ident()
-        # If another thread has the turn, it runs the tasks, and this thread only needs to wait.
-        while self._tasks and not is_done() and self._turn.acquire(False):
+        while self._tasks and not is_done():
             try:
-                self._helper = me
+                # If another thread has the turn, it runs the tasks, and this thread only needs to wait.
+                if not self._turn.acquire(False):
+                    return
+                self._helper = get_ident()
+            except BaseException:
+                release_if_held(self._turn)
+                raise
+            try:
+                # Look again here: the thread that has just released the turn may have handed over callbacks.
+                if self._handed_over:
+                    return
                 self._run_first()
             finally:
                 self._helper = None
                 self._turn.release()
 
-    def hand_over(self, task: Task) -> bool:
-        """Let the queue's thread run this task next, before all queued tasks. Call this method inside a task that `help` runs.
+    def hand_over(self, callbacks: Task) -> bool:
+        """Let the queue's thread run these callbacks next, before all queued tasks. Call this inside a task that `help` runs.
 
         Returns:
-            False if `help` does not run the current task, or the queue's thread may have ended. Then run the task yourself.
+            False if `help` does not run the current task, or the queue's thread may have ended. Then run them yourself.
         """
         # If `help` does not run the current task, the thread that runs it may complete the future itself.
         if self._helper != get_ident():
@@ -200,7 +214,7 @@ class Queue:
             # The queue's thread may have ended, so nobody would take this task.
             if self._stopping:
                 return False
-            self._tasks.appendleft(task)
+            self._handed_over.append(callbacks)
             self._changed.notify_all()
         return True
 
@@ -211,22 +225,29 @@ class Queue:
 
         No task runs any more.
         """
-        self._turn, self._running_on = threading.Lock(), None
+        self._turn, self._running_on = threading.RLock(), None
         self._changed = threading.Condition()
+        self._handed_over.clear()
         self._tasks.clear()
         self._stopping, self._thread = True, None
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no task runs or is queued. Return False if this takes longer than `timeout_s` seconds."""
         end_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
-        while self._turn.acquire(timeout=max(0.0, end_s - time.monotonic())):
-            # Another thread may queue a task right after this, so the caller must have refused new calls before.
-            is_empty = not self._tasks
-            self._turn.release()
-            if is_empty:
-                return True
+        while True:
+            try:
+                if not self._turn.acquire(timeout=max(0.0, end_s - time.monotonic())):
+                    return False
+                # Another thread may queue a task right after this, so the caller must have refused new calls before.
+                is_empty = not (self._tasks or self._handed_over)
+                self._turn.release()
+            except BaseException:
+                release_if_held(self._turn)
+                raise
+            # At the limit the turn may be free while tasks are left: the queue's thread has not taken it yet.
+            if is_empty or time.monotonic() >= end_s:
+                return is_empty
             time.sleep(_LOOK_S)
-        return False
 
     def stop(self) -> None:
         """Let the queue's thread end once the queue is empty. This method does not wait for the end of the thread."""
@@ -251,7 +272,7 @@ class Queue:
 
     def is_idle(self) -> bool:
         """Whether no task runs or is queued."""
-        return not (self._turn.locked() or self._tasks)
+        return not (self._tasks or self._handed_over or self._running_on is not None)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the queue's thread, at most `timeout_s` seconds. Call this method after `stop`."""
@@ -319,21 +340,32 @@ class Queue:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._stopping)
+                self._changed.wait_for(lambda: self._handed_over or self._tasks or self._stopping)
                 # The queue was stopped and is empty. A stopped queue that still has tasks runs them first.
-                if not self._tasks:
+                if not (self._handed_over or self._tasks):
                     return
             with self._turn:
                 self._run_first()
 
     def _run_first(self) -> None:
-        if not self._tasks:
+        """Run the first task. The caller has the turn. If the caller is `help`, no callbacks are handed over."""
+        tasks = self._handed_over or self._tasks
+        if not tasks:
             return  # another thread has run the task while this one waited for the turn
         self._running_on = get_ident()
         try:
-            self._tasks.popleft()()
+            tasks.popleft()()
         finally:
             self._running_on = None
+
+
+def release_if_held(lock: threading.RLock) -> None:
+    """Release a lock if this thread holds it. Call this if an error came out of `lock.acquire`, such as that of Ctrl-C.
+
+    Python runs the handlers of signals when a call returns. So a handler may raise although `acquire` has just taken the lock.
+    """
+    with suppress(RuntimeError):  # this thread does not hold the lock
+        lock.release()
 
 
 class GuardedFuture(GroupFuture):

@@ -14,6 +14,7 @@ from ..forks import generation, not_the_rank
 from ..tensors.layout import untracked
 from ..work import PendingWork, TensorsFuture, Work
 from .cancel_scope import CancelScope, seconds
+from .queue import release_if_held
 from .transport import Request
 
 
@@ -50,7 +51,7 @@ class TransferWork(Work):
         self._describe = describe
         self._ask = ask
         self._explain = explain
-        self._driving = threading.Lock()
+        self._driving = threading.RLock()  # only a thread that holds an RLock can release it: see `release_if_held`
         self._generation = generation()
         self._outcome = PendingWork(tensors, describe)
         self._starting = threading.Lock()  # held while a thread starts, so that only one thread starts
@@ -67,13 +68,22 @@ class TransferWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the transfer has ended, with or without an error. False if the library cannot say this without waiting."""
+        # In a forked child, nobody drives the request.
+        if self._generation != generation():
+            return self._outcome.is_completed()
+        try:
+            is_free = self._driving.acquire(blocking=False)
+        except BaseException:
+            release_if_held(self._driving)
+            raise
         # If another thread drives the request, that thread will note the end.
-        if self._generation == generation() and self._driving.acquire(blocking=False):
-            try:
-                if not self._outcome.is_completed():
-                    self._finish_if(self._request.test)
-            finally:
-                self._driving.release()
+        if not is_free:
+            return self._outcome.is_completed()
+        try:
+            if not self._outcome.is_completed():
+                self._finish_if(self._request.test)
+        finally:
+            self._driving.release()
         return self._outcome.is_completed()
 
     def exception(self) -> BaseException | None:
@@ -111,7 +121,12 @@ class TransferWork(Work):
     def _drive_within(self, timeout_s: float) -> None:
         scope = CancelScope(timeout_s, self._ask)
         # If another thread waits for the request, wait for that thread, but not longer than this thread's time limit.
-        if not self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+        try:
+            is_free = self._driving.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        except BaseException:
+            release_if_held(self._driving)
+            raise
+        if not is_free:
             raise self._timed_out(timeout_s)
         try:
             # The other thread may have finished the transfer while this one waited for the lock.
