@@ -260,3 +260,20 @@ def test_who_has_nothing_to_look_at_is_left_out() -> None:
     looking.is_idle = False
     monitor.look(10.1)
     assert looking.looks == [10.1]
+
+
+def test_a_look_for_which_no_thread_can_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monitor = Monitor(lambda words: None)
+    blocks, other = Looking(1.0, may_block=True), Looking(1.0)
+    for looking in (blocks, other):
+        monitor.call_now_and_then(looking)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        monitor.look(10.0)
+    assert other.looks == [10.0]
+    monitor.look(11.0)
+    assert blocks.came.acquire(timeout=60)
+    assert blocks.looks == [11.0]

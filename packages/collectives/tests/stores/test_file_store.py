@@ -367,7 +367,7 @@ def test_threads_of_one_handle_take_turns_with_its_log(tmp_path: Path, monkeypat
     for name in ("refresh", "append"):
         method = getattr(store._log, name)
         monkeypatch.setattr(
-            store._log, name, lambda *given, method=method: (turns.append(store._reading.locked()), method(*given))
+            store._log, name, lambda *given, method=method: (turns.append(store._log.lock.locked()), method(*given))
         )
     store.set("key", "1")
     store.get("key")

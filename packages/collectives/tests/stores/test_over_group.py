@@ -119,3 +119,31 @@ def test_a_server_that_fails_says_so_and_ends_the_others_calls(caplog: pytest.Lo
 
     run_ranks(2, body)
     assert "answers no more: the cable is cut" in caplog.text
+
+
+@pytest.mark.parametrize("error", [StoreTimeout("late"), KeyboardInterrupt()], ids=["time limit", "Ctrl-C"])
+def test_an_answer_that_comes_after_its_call_has_ended_is_not_taken_for_another(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(group: ProcessGroup) -> None:
+        store = GroupStore(group.split(0), timeout=20)
+        if group.rank == 1:
+            store.set("a", b"1")
+            store.set("b", b"2")
+            receive = store._group.recv
+
+            def interrupted(*arguments, **options):
+                store._group.recv = receive
+                raise error
+
+            store._group.recv = interrupted
+            with pytest.raises(type(error)):
+                store.get("a")
+            with pytest.raises(StoreError, match="an earlier call on this rank ended before its answer came"):
+                store.get("b")
+        else:
+            store.wait(["b"])
+        group.barrier()
+        store.close()
+
+    run_ranks(2, body)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -199,3 +201,32 @@ for one in (store, other, server):
 def test_what_a_forked_child_closes_stays_open_in_its_parent(python: list[str]) -> None:
     done = subprocess.run([*python, "-c", FORKING], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork with threads
+@pytest.mark.parametrize("kind", ["file", "TCP"])
+def test_a_forked_child_does_not_wait_for_a_lock_of_its_parents_thread(kind: str, tmp_path: Path) -> None:
+    secret = new_secret()
+    with TCPStoreServer(secret=secret) as server:
+        store = FileStore(tmp_path, "run") if kind == "file" else TCPStore(server.host, server.port, secret=secret)
+        store.set("key", b"value")
+        held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store._log.lock if isinstance(store, FileStore) else store._lock:
+                held.set()
+                assert may_end.wait(60)
+
+        with ThreadPoolExecutor(1) as pool:
+            holding = pool.submit(hold)
+            assert held.wait(60)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # a child that waits for the lock would wait for ever
+                os._exit(0 if store.get("key", 10) == b"value" else 1)
+            status = os.waitpid(child, 0)[1]
+            may_end.set()
+            holding.result()
+        if isinstance(store, TCPStore):
+            store.close()
+        assert status == 0

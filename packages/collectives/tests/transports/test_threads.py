@@ -325,3 +325,22 @@ def test_callbacks_keep_their_place_and_their_thread_whoever_runs_the_collective
 
     for found in run_ranks(4, body):
         assert found == [number + 6.0 for number in range(rounds)]
+
+
+def test_messages_go_to_receives_in_the_order_in_which_these_began() -> None:
+    """Whatever the order of the waits."""
+
+    def body(group: ProcessGroup) -> list[float]:
+        received = [torch.zeros(1) for _ in range(3)]
+        if group.rank == 0:
+            group.barrier()
+            for value in (1.0, 2.0, 3.0):
+                group.send(torch.tensor([value]), 1)
+            return [1.0, 2.0, 3.0]
+        works = [group.recv(tensor, source, async_op=True) for tensor, source in zip(received, (0, None, 0), strict=True)]
+        group.barrier()
+        for work in reversed(works):
+            work.wait()
+        return [tensor.item() for tensor in received]
+
+    assert run_ranks(2, body) == [[1.0, 2.0, 3.0]] * 2

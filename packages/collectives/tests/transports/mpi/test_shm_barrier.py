@@ -220,3 +220,46 @@ def test_without_libatomic_only_x86_has_a_fence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os_memory.ctypes, "PyDLL", missing)
     assert find_fence("aarch64") is None
     assert find_fence("x86_64") is not None
+
+
+def two_barriers(progress: Callable[[], object] = lambda: None) -> list[ShmBarrier]:
+    """The barriers of two ranks in this process. `progress` is called while rank 0 waits."""
+    file = create_file("test", 2 * padded(PART_BYTES))
+    waits = [progress, lambda: None]
+    made = [ShmBarrier(Segment(file, 2, PART_BYTES, rank), SLOT_BYTES, waits[rank], FENCE) for rank in range(2)]
+    os.close(file)
+    return made
+
+
+def test_a_slow_rank_completes_an_arrival_although_another_rank_has_given_up_at_the_next() -> None:
+    is_slow, goes_on = threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        is_slow.set()
+        assert goes_on.wait(30)
+
+    slow, fast = two_barriers(sleep)
+    with ThreadPoolExecutor(1) as pool:
+        arrival = pool.submit(slow.arrive, CancelScope(30), 7)
+        assert is_slow.wait(30)
+        assert fast.arrive(CancelScope(30), 7) == (True, False)
+        with pytest.raises(TimeoutError):
+            fast.arrive(CancelScope(0.05))
+        fast.give_up()
+        goes_on.set()
+        assert arrival.result() == (True, False)
+    with pytest.raises(GaveUpError):
+        slow.arrive(CancelScope(30))
+
+
+def test_an_arrival_after_giving_up_does_not_replace_the_mark() -> None:
+    """`abort` gives up on another thread. This rank's own thread may be about to arrive."""
+    aborted, other = two_barriers()
+    aborted.give_up()
+    scope = CancelScope(30)
+    scope.cancel(RuntimeError("the group was aborted"))
+    with pytest.raises(RuntimeError, match="the group was aborted"):
+        aborted.arrive(scope)
+    for _ in range(2):
+        with pytest.raises(GaveUpError):
+            other.arrive(CancelScope(30))

@@ -44,8 +44,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
+from typing_extensions import ParamSpec
+
 from ..engine.cancel_scope import CancelScope, DetachedCall
 from ..errors import TransportError
+
+P = ParamSpec("P")
 
 logger = logging.getLogger("syncline.collectives")
 
@@ -207,12 +211,12 @@ class Monitor:
         for other, turn in looked:
             thing = other()
             if thing is not None:
-                turn.look(thing, now_s)
+                self._guarded(turn.look, thing, now_s)
 
-    def _guarded(self, look: Callable[[Monitored, Escalation], object], group: Monitored, escalation: Escalation) -> None:
-        """Look at one group. If this raises an error, the monitor still looks at the other groups."""
+    def _guarded(self, look: Callable[P, object], *arguments: P.args, **options: P.kwargs) -> None:
+        """Look once. If this raises an error (no thread can start, for example), the monitor goes on with its other looks."""
         try:
-            look(group, escalation)
+            look(*arguments, **options)
         except Exception:
             # Warn only once, because the same error may come ten times a second.
             if not self._has_warned:

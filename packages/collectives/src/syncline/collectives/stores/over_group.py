@@ -46,6 +46,7 @@ class GroupStore(ServedStore):
         self._group = group
         self._asking = threading.Lock()
         self._closed = False
+        self._has_lost_an_answer = False
         self._pid = os.getpid()
         self._server = _Server(group) if group.rank == 0 else None
 
@@ -76,8 +77,9 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank leaves, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most for all other ranks to leave. If a rank does not leave in time, or rank 0 is
-        gone, the group is aborted instead. In a forked child of a rank, `close` does nothing.
+        Rank 0 waits a few seconds at most for all other ranks to leave. The group is aborted instead if a rank does not leave
+        in time, if rank 0 is gone, or if a call of this rank has ended before its answer. In a forked child of a rank, `close`
+        does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -87,6 +89,8 @@ class GroupStore(ServedStore):
             self._closed = True
             if self._server is not None:
                 everybody_left = self._server.stop()
+            elif self._has_lost_an_answer:
+                everybody_left = False  # rank 0 may wait for the rest of the request
             else:
                 try:
                     self._group.send(torch.tensor([_GOODBYE]), 0, _ASK_LENGTH, async_op=True).wait(_GOODBYES_S)
@@ -99,6 +103,10 @@ class GroupStore(ServedStore):
             # Some rank has not left or is lost, and an orderly close would wait for it.
             self._group.abort()
 
+    @override
+    def _in_fork(self) -> None:
+        self._asking = threading.Lock()
+
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:
         return self._exchange(pack(op, *fields))[1]
 
@@ -106,17 +114,26 @@ class GroupStore(ServedStore):
         with self._asking:
             if self._closed:
                 raise StoreError(f"{self.describe()}: it was closed")
+            if self._has_lost_an_answer:
+                raise StoreError(
+                    f"{self.describe()}: an earlier call on this rank ended before its answer came (a time limit, or Ctrl-C), "
+                    "so later answers could be those of other calls; make a new group and a store over it"
+                )
             status, fields = unpack(self._ask(message) if self._server is None else self._server.answer(0, message))
         if status == Status.REFUSED:
             raise InvalidArgumentError(f"{self.describe()}: {fields[0].decode()}")
         return status, fields
 
     def _ask(self, message: bytes) -> bytes:
+        # Without an error, this is set back below. An answer that comes after an error would be taken for that of a later call.
+        self._has_lost_an_answer = True
         self._group.send(torch.tensor([len(message)]), 0, _ASK_LENGTH)
         self._group.send(_as_tensor(message), 0, _ASK)
         length = torch.zeros(1, dtype=torch.int64)
         self._group.recv(length, 0, _ANSWER_LENGTH)
-        return _received(self._group, int(length), 0, _ANSWER)
+        answer = _received(self._group, int(length), 0, _ANSWER)
+        self._has_lost_an_answer = False
+        return answer
 
 
 class _Server:

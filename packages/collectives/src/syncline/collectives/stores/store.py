@@ -15,7 +15,9 @@ from datetime import timedelta
 from typing_extensions import Self, override
 
 from ..engine.cancel_scope import CancelScope, seconds
+from ..engine.living_set import LivingSet
 from ..errors import InvalidArgumentError, StoreTimeout
+from ..forks import in_forks
 
 DEFAULT_STORE_TIMEOUT_S = 300.0
 """The default time limit for a key, in seconds; the same as torch's."""
@@ -48,6 +50,13 @@ class Store(ABC):
 
     def __init__(self, timeout: timedelta | float | None = None) -> None:
         self._timeout_s = _limited(timeout, DEFAULT_STORE_TIMEOUT_S)
+        _stores.add(self)
+
+    def _in_fork(self) -> None:  # noqa: B027 - a store without locks has nothing to do
+        """Called in a forked child before other code runs.
+
+        Replace locks, because a thread that the child lacks may hold them.
+        """
 
     @property
     def timeout(self) -> timedelta:
@@ -117,7 +126,9 @@ class Store(ABC):
 
     def clone(self) -> Self:
         """Another handle on the same table, with its own time limit. Close the handles only when neither is used any more."""
-        return copy.copy(self)
+        made = copy.copy(self)
+        _stores.add(made)
+        return made
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Release the resources of this handle. The keys stay. If the handle had resources, later calls on it are errors."""
@@ -251,3 +262,14 @@ class PrefixStore(Store):
 
     def _full(self, key: str) -> str:
         return self._prefix + as_key(key)
+
+
+_stores: LivingSet[Store] = LivingSet()
+
+
+def _renew_in_fork() -> None:
+    for store in _stores:
+        store._in_fork()
+
+
+in_forks(_renew_in_fork)

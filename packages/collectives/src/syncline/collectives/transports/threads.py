@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +25,29 @@ from ..stores import InMemoryStore, Store
 from ..tensors.reduction import reduce_in_rank_order, reduce_into
 
 
+class _Receive:
+    """A receive that has begun.
+
+    Attributes:
+        message: the sender and the content; None before the message has come.
+    """
+
+    def __init__(self, src: int | None, tag: int) -> None:
+        self._src = src
+        self._tag = tag
+        self.message: tuple[int, torch.Tensor] | None = None
+
+    def matches(self, src: int, tag: int) -> bool:
+        """Whether this receive takes a message from rank `src` with this tag."""
+        return tag == self._tag and self._src in (None, src)
+
+
 class SharedState:
     """The memory that the ranks of a group share, as threads of one process.
 
-    It holds rounds and mailboxes. In a round, each rank calls `exchange` once, and gets the values of all ranks. `post` puts a
-    message into the receiver's mailbox; `collect` takes the message out. One condition variable guards everything.
+    It holds rounds, messages and receives. In a round, each rank calls `exchange` once, and gets the values of all ranks. A
+    message goes to the oldest receive that matches; without such a receive it waits for one. One condition variable guards
+    everything.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,7 +55,8 @@ class SharedState:
         self._condition = threading.Condition()
         self._rounds: dict[int, dict[int, Any]] = {}
         self._departed: dict[int, int] = {}
-        self._mail: dict[int, deque[tuple[int, int, torch.Tensor]]] = defaultdict(deque)
+        self._unreceived: dict[int, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)  # source, tag, content
+        self._receives: dict[int, list[_Receive]] = defaultdict(list)  # those without a message, in the order of their calls
         self._children: dict[tuple[str, tuple[int, ...], int], SharedState] = {}
         self._asked: Counter[tuple[str, tuple[int, ...], int]] = Counter()
         self._aborted = False
@@ -57,14 +76,32 @@ class SharedState:
             self._depart(round_number)
             return [arrived[r] for r in range(self.size)]
 
-    def post(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
-        """Put a message into the receiver's mailbox."""
+    def send(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
+        """Give a message to the oldest receive that matches, or keep it until such a receive comes."""
         with self._condition:
-            self._mail[dst].append((src, tag, tensor))
+            for receive in self._receives[dst]:
+                if receive.matches(src, tag):
+                    self._receives[dst].remove(receive)
+                    receive.message = src, tensor
+                    break
+            else:
+                self._unreceived[dst].append((src, tag, tensor))
             self._condition.notify_all()
 
-    def collect(self, dst: int, src: int | None, tag: int, scope: CancelScope) -> tuple[int, torch.Tensor]:
-        """Take the oldest message with this tag from rank `src`, or from any rank if `src` is None.
+    def receive(self, dst: int, src: int | None, tag: int) -> _Receive:
+        """Begin to receive the oldest message with this tag from rank `src`, or from any rank if `src` is None."""
+        receive = _Receive(src, tag)
+        with self._condition:
+            for message in self._unreceived[dst]:
+                if receive.matches(message[0], message[1]):
+                    self._unreceived[dst].remove(message)
+                    receive.message = message[0], message[2]
+                    return receive
+            self._receives[dst].append(receive)
+        return receive
+
+    def collect(self, receive: _Receive, scope: CancelScope) -> tuple[int, torch.Tensor]:
+        """Wait for the message of a receive.
 
         Returns:
             The sender and the content.
@@ -74,16 +111,9 @@ class SharedState:
             TransportError: the group was aborted.
         """
         with self._condition:
-            self._wait_for(lambda: self._find(dst, src, tag) is not None, scope, lambda: "no message has come")
-            found = self._find(dst, src, tag)
-            assert found is not None
-            self._mail[dst].remove(found)
-            return found[0], found[2]
-
-    def has_mail(self, dst: int, src: int | None, tag: int) -> bool:
-        """Whether `collect` would return at once."""
-        with self._condition:
-            return self._find(dst, src, tag) is not None
+            self._wait_for(lambda: receive.message is not None, scope, lambda: "no message has come")
+        assert receive.message is not None
+        return receive.message
 
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
         """The shared state of a subset of the ranks.
@@ -121,12 +151,6 @@ class SharedState:
         # The last rank to leave frees the round, and with it the tensors that the ranks have shown.
         if self._departed[round_number] == self.size:
             del self._rounds[round_number], self._departed[round_number]
-
-    def _find(self, dst: int, src: int | None, tag: int) -> tuple[int, int, torch.Tensor] | None:
-        for message in self._mail[dst]:
-            if message[1] == tag and src in (None, message[0]):
-                return message
-        return None
 
 
 class InProcessTransport(LibraryTransport):
@@ -232,13 +256,13 @@ class InProcessTransport(LibraryTransport):
         self._meet(call, None)
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Leave a copy in the receiver's mailbox."""
-        self._shared_state.post(self._rank, dst, tag, tensor.clone())
+        """Give the receiver a copy."""
+        self._shared_state.send(self._rank, dst, tag, tensor.clone())
         return _Sent()
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        """The request takes the message from the mailbox later, in `wait` or `test`."""
-        return _Receiving(self._shared_state, self._rank, tensor, src, tag)
+        """Begin to receive. The request copies the message into the tensor later, in `wait` or `test`."""
+        return _Receiving(self._shared_state, self._rank, tensor, self._shared_state.receive(self._rank, src, tag))
 
     @override
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
@@ -268,7 +292,7 @@ class InProcessTransport(LibraryTransport):
 
 
 class _Sent(Request):
-    """A sent message. It is already in the mailbox, so the send is over."""
+    """A sent message. The receiver already has its copy, so the send is over."""
 
     def wait(self, scope: CancelScope) -> None:
         pass
@@ -281,11 +305,12 @@ class _Sent(Request):
 
 
 class _Receiving(Request):
-    """A receive, which takes its message from the mailbox."""
+    """A receive, and the tensor into which it copies its message."""
 
-    def __init__(self, shared_state: SharedState, rank: int, tensor: torch.Tensor, src: int | None, tag: int) -> None:
+    def __init__(self, shared_state: SharedState, rank: int, tensor: torch.Tensor, receive: _Receive) -> None:
         self._shared_state = shared_state
-        self._address = (rank, src, tag)
+        self._rank = rank
+        self._receive = receive
         self._tensor = tensor
         self._source: int | None = None
 
@@ -293,17 +318,17 @@ class _Receiving(Request):
         # The message comes only once. The program may call `wait` again, or after `test`; then return at once.
         if self._source is not None:
             return
-        source, message = self._shared_state.collect(*self._address, scope)
+        source, message = self._shared_state.collect(self._receive, scope)
         self._source = source
         if message.numel() != self._tensor.numel() or message.dtype != self._tensor.dtype:
             raise DisagreementError(
-                f"rank {source} sent {message.numel()} elements of {message.dtype} to rank {self._address[0]}, which expects "
+                f"rank {source} sent {message.numel()} elements of {message.dtype} to rank {self._rank}, which expects "
                 f"{self._tensor.numel()} of {self._tensor.dtype}"
             )
         self._tensor.copy_(message)
 
     def test(self) -> bool:
-        if self._source is None and self._shared_state.has_mail(*self._address):
+        if self._source is None and self._receive.message is not None:
             # The message is there already, so this wait does not block.
             self.wait(CancelScope(0.001))
         return self._source is not None

@@ -66,7 +66,7 @@ def _split(body: bytes) -> tuple[str, bytes | None]:
 
 
 class Log:
-    """A table that is stored in the file `log` as a list of changes. Only one thread at a time may use the object.
+    """A table that is stored in the file `log` as a list of changes. A thread that uses the object holds `lock`.
 
     Note [A log on a shared file system]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -88,14 +88,22 @@ class Log:
 
     Attributes:
         values: the table as of the last `refresh` or `append`.
+        lock: held by the thread that uses this object.
     """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._end = 0
         self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
         with self._open(os.O_RDWR | os.O_CREAT):
             pass
+
+    def in_fork(self) -> None:
+        """In a forked child, read the file again. A thread of the parent may have been half-way through `refresh`."""
+        self.lock = threading.Lock()
+        self._end = 0
+        self.values = {}
 
     def refresh(self) -> None:
         """Read new records, which others have appended, and change `values` accordingly.
@@ -182,7 +190,6 @@ class FileStore(table.LockedStore):
                 f"run_id={run_id!r}: expected 1 to 200 letters, digits, dots, dashes and underscores, the first no dot or dash"
             )
         self._folder = Path(path).absolute() / run_id
-        self._reading = threading.Lock()  # because the threads of this handle share one Log
         self._lock, self._log = self._open()
 
     @property
@@ -235,8 +242,12 @@ class FileStore(table.LockedStore):
         with self._explained():
             shutil.rmtree(self._folder)
 
+    @override
+    def _in_fork(self) -> None:
+        self._log.in_fork()
+
     def _apply(self, key: str, change: table.Mutation[table.Answer]) -> table.Answer:
-        with self._explained(), self._lock.held(self._timeout_s), self._reading:
+        with self._explained(), self._lock.held(self._timeout_s), self._log.lock:
             self._log.refresh()
             old = self._log.values.get(key)
             new, answer = change(old)
@@ -247,7 +258,7 @@ class FileStore(table.LockedStore):
 
     def _values(self) -> dict[str, bytes]:
         """The current table. It is a copy, because other threads may change the log's table."""
-        with self._explained(), self._reading:
+        with self._explained(), self._log.lock:
             self._log.refresh()
             return dict(self._log.values)
 

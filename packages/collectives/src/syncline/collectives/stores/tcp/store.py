@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -58,7 +57,6 @@ class TCPStore(ServedStore):
         self._table_id = b""  # the identity of the server's table; not known before the first answer
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
-        self._owner = os.getpid()
         self._closed = False
         self._put_back(self._connect_patiently(CancelScope(self._timeout_s)))
 
@@ -82,7 +80,6 @@ class TCPStore(ServedStore):
         """Close the connections. Later calls are errors; calls in flight on other threads go on. A second call does nothing."""
         with self._lock:
             self._closed = True
-            self._leave_parents_alone()
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
@@ -146,7 +143,6 @@ class TCPStore(ServedStore):
         with self._lock:
             if self._closed:
                 raise StoreError(f"{self.describe()}: this handle was closed; open another")
-            self._leave_parents_alone()
             while self._idle:
                 connection = self._idle.pop()
                 if connection.is_open():
@@ -157,11 +153,12 @@ class TCPStore(ServedStore):
         except OSError as error:
             raise self._broken(error, scope.timeout_s) from error
 
-    def _leave_parents_alone(self) -> None:
-        """In a forked child, put the parent's connections aside. Not even their destructors may run here."""
-        if self._owner != os.getpid():
-            self._parents.extend(self._idle)
-            self._owner, self._idle = os.getpid(), []
+    @override
+    def _in_fork(self) -> None:
+        self._lock = threading.Lock()
+        # Put the parent's connections aside. Not even their destructors may run here.
+        self._parents.extend(self._idle)
+        self._idle = []
 
     def _put_back(self, connection: Connection) -> None:
         with self._lock:

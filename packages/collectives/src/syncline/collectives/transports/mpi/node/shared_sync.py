@@ -19,8 +19,6 @@ from ..library import mapped
 from ..sync import NOWHERE, MessageSync, Sync
 from ..waiting import ARRIVAL_NAP_S, Patience
 
-_GAVE_UP = -1  # written in place of an arrival's number
-
 # A rank's part of the memory: two lines of numbers, used by arrivals in turn, then two eager slots.
 _LINE_BYTES = 128  # two cache lines, because some processors fetch them in pairs
 _HEAD_BYTES = 2 * _LINE_BYTES
@@ -99,6 +97,7 @@ class ShmBarrier:
         self._looks_before_yielding = _LOOKS_ON_OWN_CORE if has_own_core else _LOOKS_ON_SHARED_CORE
         self.arrivals = 0  # the number of this rank's latest arrival; the turn of an arrival is its number mod 2
         self._complete = 0  # the latest arrival for which this rank has seen all others
+        self._has_given_up = False
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
         """Return for each rank a flat tensor in its eager slot for arrivals of this turn (an arrival's number mod 2).
@@ -118,7 +117,7 @@ class ShmBarrier:
             `NOWHERE`. `digest` and `place` have 64 bits.
 
         Raises:
-            GaveUpError: a rank will not come.
+            GaveUpError: a rank will not come, or `give_up` was called on this rank.
             TimeoutError: the time limit was reached.
             BaseException: the reason with which the scope was cancelled.
         """
@@ -128,6 +127,11 @@ class ShmBarrier:
         numbers[own + 2] = place
         self._fence()  # [1] of Note [Order in memory]
         numbers[own] = arrival  # written last: a rank that sees this number must see the other two, too
+        # `give_up` was called before this arrival, or on another thread just now. The number may have replaced its mark.
+        if self._has_given_up:
+            self.give_up()
+            scope.check()
+            raise GaveUpError(self.mine)
         for line in others:
             if numbers[line] != arrival:
                 self._wait(line, arrival, scope)
@@ -142,16 +146,22 @@ class ShmBarrier:
         return is_same, is_common
 
     def give_up(self) -> None:
-        """Tell all ranks that wait for this rank, now or later, that this rank does not come any more.
+        """Tell all ranks that wait for this rank, now or later, that it does not come any more. Any thread may call this.
 
         If this rank has not seen all other ranks arrive in its latest arrival, it takes back this arrival, because it will not
-        do the step after the arrival. A complete arrival stays, because another rank may not have seen it yet, and must be able
-        to complete it.
+        do the step after the arrival. Complete arrivals stay, because another rank may not have seen them yet, and must be able
+        to complete them.
         """
-        # Mark the next arrival: ranks that come to it find this mark in place of a number.
-        self._numbers[self._lines[(self.arrivals + 1) & 1][0]] = _GAVE_UP
+        self._has_given_up = True
+        # A mark is the negative number of an arrival to which this rank does not come. Ranks may still wait for an earlier
+        # arrival on the same line; they see from the mark that this rank had come to it.
+        self._mark(self.arrivals + 1)
+        # Another rank may have seen this arrival already, and come to the next one. So both are marked.
         if self._complete != self.arrivals:
-            self._numbers[self._lines[self.arrivals & 1][0]] = _GAVE_UP
+            self._mark(self.arrivals)
+
+    def _mark(self, arrival: int) -> None:
+        self._numbers[self._lines[arrival & 1][0]] = -arrival
 
     def _lines_of(self, turn: int) -> tuple[int, list[int]]:
         """Return the index of the line that this rank writes, and the indices of the other ranks' lines."""
@@ -166,7 +176,11 @@ class ShmBarrier:
                 return
         patience = Patience(ARRIVAL_NAP_S)
         while (number := numbers[line]) != arrival:
-            if number == _GAVE_UP:
+            # The other rank has given up, but only after this arrival.
+            if number < -arrival:
+                return
+            # It has given up at this arrival, or before.
+            if number < 0:
                 # The list has no line of this rank, so for later ranks the index is one less than the rank.
                 index = self._lines[arrival & 1][1].index(line)
                 raise GaveUpError(index + (index >= self.mine))
