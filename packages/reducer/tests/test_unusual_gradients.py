@@ -559,3 +559,35 @@ def test_a_gradient_that_is_replaced_after_its_bucket_was_collected_gets_the_ave
         train(reducer, parameters, group, [REVERSED] * 2, first_step=3)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("numel", [3, 70_000], ids=["small", "large"])
+def test_gradients_that_torch_conjugates_lazily_are_averaged(as_view: bool, numel: int) -> None:
+    """As autograd makes them for `w.conj()`, and as a program leaves them that conjugates its gradients."""
+
+    def body(group: ProcessGroup) -> list[complex]:
+        parameters = [(f"w{i}", torch.nn.Parameter(torch.full((numel,), 1 + 1j))) for i in range(2)]
+        reducer = Reducer(parameters, group, gradient_as_bucket_view=as_view)
+        found = []
+        for step in range(3):
+            factor = complex(group.rank + 1, step)
+            reducer.prepare_for_backward()
+            sum((parameter.conj() * factor).real.sum() for _, parameter in parameters).backward()
+            for _, parameter in parameters:
+                assert parameter.grad is not None
+                assert len(set(parameter.grad.tolist())) == 1
+                found.append(parameter.grad[0].item())
+                # The next backward adds to this gradient.
+                parameter.grad = parameter.grad.conj()
+        return found
+
+    def on_one_process() -> list[complex]:
+        gradient, found = 0j, []
+        for step in range(3):
+            gradient += complex(1.5, step)
+            found += [gradient] * 2
+            gradient = gradient.conjugate()
+        return found
+
+    assert run_ranks(2, body) == [on_one_process()] * 2

@@ -152,3 +152,25 @@ def test_all_tensors_are_looked_at_before_the_first_is_sent(wrong: str) -> None:
         assert tensor.tolist() == [1.0, 3.0, 5.0]
 
     run_ranks(2, body)
+
+
+def lazy(kind: str, values: list[float]) -> torch.Tensor:
+    """A tensor that torch conjugates or negates only when it is read."""
+    if kind == "conjugated":
+        return torch.tensor([complex(0, -value) for value in values]).conj()
+    return torch.tensor([complex(0, value) for value in values]).conj().imag
+
+
+@pytest.mark.parametrize("kind", ["conjugated", "negated"])
+def test_lazily_conjugated_and_negated_tensors_get_the_results(kind: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        mine = [lazy(kind, [group.rank + 1.0, 2.0]), lazy(kind, [3.0, group.rank + 4.0])]
+        assert all(tensor.is_conj() or tensor.is_neg() for tensor in mine)
+        all_reduce_coalesced(mine, group=group)
+        assert torch.equal(mine[0], lazy(kind, [3.0, 4.0]))
+        assert torch.equal(mine[1], lazy(kind, [6.0, 9.0]))
+        other = [lazy(kind, [group.rank + 5.0]), lazy(kind, [group.rank + 6.0])]
+        broadcast_coalesced(other, root=1, group=group)
+        assert torch.equal(torch.cat(other), lazy(kind, [6.0, 7.0]))
+
+    run_ranks(2, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from syncline.collectives import CollectiveTimeout, ProcessGroup, monitored_barrier
 from syncline.collectives.testing import run_ranks
@@ -58,3 +59,11 @@ def test_ranks_that_try_until_all_are_there_meet(late: int) -> None:
         monitored_barrier(group, 30)
 
     run_ranks(3, body)
+
+
+def test_torchs_default_device_does_not_matter() -> None:
+    def body(group: ProcessGroup) -> None:
+        with torch.device("meta"):
+            monitored_barrier(group, 30)
+
+    run_ranks(2, body)

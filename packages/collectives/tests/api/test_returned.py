@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import syncline.collectives as sc
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup, ReduceOp, UnevenCalls
@@ -124,6 +125,11 @@ def test_gradients_are_those_of_the_sum_of_all_losses(world_size: int) -> None:
     cases: dict[str, tuple[Any, Any]] = {
         "sum": (lambda t, g: sc.all_reduce_copy(t, group=g, prescale=2.0), lambda all_, _: 2 * sum(all_)),
         "average": (lambda t, g: sc.all_reduce_copy(t, ReduceOp.AVG, g), lambda all_, _: sum(all_) / len(all_)),
+        "torch's sum": (lambda t, g: sc.all_reduce_copy(t, dist.ReduceOp.SUM, g), lambda all_, _: sum(all_)),
+        "torch's average of rows": (
+            lambda t, g: sc.reduce_scatter_rows(t, dist.ReduceOp.AVG, g),
+            lambda all_, rank: torch.split(sum(all_) / len(all_), row_shares(4, len(all_)))[rank],
+        ),
         "gather": (lambda t, g: sc.all_gather_rows(t, g), lambda all_, _: torch.cat(all_)),
         "broadcast": (lambda t, g: sc.broadcast_copy(t, group=g, group_src=0), lambda all_, _: all_[0]),
         "exchange": (

@@ -70,3 +70,9 @@ def test_contents_are_counted_in_64_bits() -> None:
     large[-3:] = torch.tensor([7, 8, 9])
     assert len(contents(large)) == 2**32 + 5
     assert bytes(contents(large)[2**32 + 2 :]) == bytes([7, 8, 9])
+
+
+def test_overlaps_are_found_on_any_default_device() -> None:
+    with torch.device("meta"):
+        assert overlaps_itself((2, 3), (1, 1))
+        assert not overlaps_itself((2, 2, 2), (3, 2, 7))

@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -229,8 +229,9 @@ _COPIED_TOGETHER = {
 def copy_each(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Copy each source to the destination with the same index, in one call of torch if possible."""
     if _foreach_copy is not None and _COPIED_TOGETHER.issuperset(tensor.dtype for tensor in destinations):
-        _foreach_copy(destinations, sources)
-        return
+        with suppress(RuntimeError):  # torch refuses destinations that are lazily conjugated or negated
+            _foreach_copy(destinations, sources)
+            return
     for source, destination in zip(sources, destinations, strict=True):
         destination.copy_(source)
 

@@ -295,7 +295,8 @@ class Bucket:
         with torch.inference_mode():  # as in `_copy`
             # The usual case: every parameter has a gradient, and all are copied by one call.
             if not done:
-                with suppress(TypeError):  # raised for None, before anything is copied
+                # Raised before anything is copied: TypeError for None, RuntimeError as in `_copy_each`.
+                with suppress(TypeError, RuntimeError):
                     foreach_copy(cast("list[torch.Tensor]", gradients), self.views)
                     return
         targets, sources = [], []
@@ -306,7 +307,7 @@ class Bucket:
                 sources.append(view)
         if targets:
             with torch.inference_mode():
-                foreach_copy(targets, sources)
+                _copy_each(targets, sources)
 
     def _restore(self, untouched: Collection[int]) -> None:
         """Write back the kept gradients of parameters that no rank has used."""
@@ -331,10 +332,20 @@ def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
         ]
 
 
+def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    try:
+        foreach_copy(targets, sources)
+    except RuntimeError:  # torch refuses targets that are lazily conjugated or negated, such as the gradient of `w.conj()`
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
 def _is_as_good_as(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     return gradient is view or (
         (gradient.data_ptr(), gradient.shape, gradient.stride()) == (view.data_ptr(), view.shape, view.stride())
         and gradient.dtype is view.dtype
+        and not gradient.is_conj()
+        and not gradient.is_neg()
     )
 
 

@@ -118,6 +118,8 @@ class GradientAliasing:
             and gradient.data_ptr() == view.data_ptr()
             and gradient.stride() == view.stride()
             and gradient.dtype is view.dtype
+            and not gradient.is_conj()
+            and not gradient.is_neg()
         )
 
 
@@ -130,6 +132,8 @@ def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.stride() == view.stride()
         and gradient.dtype is view.dtype
+        and not gradient.is_conj()
+        and not gradient.is_neg()
         and gradient.untyped_storage().resizable()  # torch itself has allocated it
         and not gradient.is_shared()  # type: ignore[no-untyped-call]  # torch's
         and storage_users(gradient) == _ALONE

@@ -81,7 +81,7 @@ class _Messages:
         If a receive from this peer is open already, such as one that timed out, return its work instead of starting another.
         """
         if peer not in self._receives:
-            message = torch.zeros(2, dtype=torch.int64)
+            message = torch.zeros(2, dtype=torch.int64, device="cpu")
             self._receives[peer] = group.recv(message, peer, MONITORED_BARRIER, async_op=True), message
         return self._receives[peer][0]
 
@@ -175,4 +175,4 @@ def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> Non
 
 def _send(group: ProcessGroup, peer: int, call: int, question: int) -> Work:
     """Send a message. The caller keeps the work until the barrier is over: if it drops the work, Gloo may never send."""
-    return group.send(torch.tensor([call, question]), peer, MONITORED_BARRIER, async_op=True)
+    return group.send(torch.tensor([call, question], device="cpu"), peer, MONITORED_BARRIER, async_op=True)

@@ -30,7 +30,7 @@ import torch
 
 from ..errors import DisagreementError, InvalidArgumentError
 from ..group import ProcessGroup
-from ..reduce_op import ReduceOp, Reduction
+from ..reduce_op import ReduceOp, Reduction, from_torch
 from ..tensors import checks
 from ..work import Work
 from . import object_exchange
@@ -142,7 +142,7 @@ def _scaled_again(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, op: Reduction, prescale: float, postscale: float, *tensors: torch.Tensor) -> Any:
-        ctx.arguments = (group, op, prescale, postscale)
+        ctx.arguments = (group, from_torch(op) or op, prescale, postscale)
         return tuple(all_reduce_copy_coalesced(tensors, op, group, prescale=prescale, postscale=postscale))
 
     @staticmethod
@@ -319,7 +319,7 @@ def reduce_scatter_rows_coalesced(
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, op: Reduction, prescale: float, postscale: float, *tensors: torch.Tensor) -> Any:
-        ctx.arguments = (group, op, prescale * postscale)
+        ctx.arguments = (group, from_torch(op) or op, prescale * postscale)
         return tuple(reduce_scatter_rows_coalesced(tensors, op, group, prescale=prescale, postscale=postscale))
 
     @staticmethod
@@ -446,7 +446,7 @@ class _AllToAllRows(torch.autograd.Function):
     def forward(ctx: Any, group: ProcessGroup, counts: list[int], tensor: torch.Tensor) -> Any:
         output, received = all_to_all_rows(tensor, counts, group)
         ctx.arguments = (received, group)
-        splits = torch.tensor(received)
+        splits = torch.tensor(received, device="cpu")
         ctx.mark_non_differentiable(splits)
         return output, splits
 

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import DisagreementError, MisuseError
 from ..group import ProcessGroup
-from ..reduce_op import ReduceOp, Reduction
+from ..reduce_op import ReduceOp, Reduction, from_torch
 from ..work import Work
 from .object_exchange import broadcast_object, message_device
 from .returned import PendingResult, all_reduce_copy_coalesced
@@ -70,6 +70,7 @@ class UnevenCalls:
             MisuseError: a rank has joined, and zeros would change the result of `op`. All ranks that have not joined raise it.
             DisagreementError: another rank announced a step.
         """
+        op = from_torch(op) or op
         if op not in (ReduceOp.SUM, ReduceOp.AVG):
             self.announce_complete(f"all_reduce with {op.name}")
             return

@@ -93,7 +93,7 @@ class GroupStore(ServedStore):
                 everybody_left = False  # rank 0 may wait for the rest of the request
             else:
                 try:
-                    self._group.send(torch.tensor([_GOODBYE]), 0, _ASK_LENGTH, async_op=True).wait(_GOODBYES_S)
+                    self._group.send(torch.tensor([_GOODBYE], device="cpu"), 0, _ASK_LENGTH, async_op=True).wait(_GOODBYES_S)
                     everybody_left = True
                 except SynclineError:  # rank 0 is gone, or the group failed before
                     everybody_left = False
@@ -127,9 +127,9 @@ class GroupStore(ServedStore):
     def _ask(self, message: bytes) -> bytes:
         # Without an error, this is set back below. An answer that comes after an error would be taken for that of a later call.
         self._has_lost_an_answer = True
-        self._group.send(torch.tensor([len(message)]), 0, _ASK_LENGTH)
+        self._group.send(torch.tensor([len(message)], device="cpu"), 0, _ASK_LENGTH)
         self._group.send(_as_tensor(message), 0, _ASK)
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._group.recv(length, 0, _ANSWER_LENGTH)
         answer = _received(self._group, int(length), 0, _ANSWER)
         self._has_lost_an_answer = False
@@ -196,7 +196,7 @@ class _Server:
                     self._present -= 1
                     continue
                 reply = self.answer(client, _received(self._group, int(length), client, _ASK))
-                self._group.send(torch.tensor([len(reply)]), client, _ANSWER_LENGTH)
+                self._group.send(torch.tensor([len(reply)], device="cpu"), client, _ANSWER_LENGTH)
                 self._group.send(_as_tensor(reply), client, _ANSWER)
                 awaited[client] = self._await(client)
             pause_s = _SHORTEST_PAUSE_S if asking else min(1.1 * pause_s, _LONGEST_PAUSE_S)
@@ -205,12 +205,12 @@ class _Server:
 
     def _await(self, client: int) -> tuple[Work, torch.Tensor]:
         """Begin to receive the length of a rank's next request."""
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         return self._group.recv(length, client, _ASK_LENGTH, async_op=True), length
 
 
 def _received(group: ProcessGroup, length: int, src: int, tag: int) -> bytes:
-    tensor = torch.zeros(length, dtype=torch.uint8)
+    tensor = torch.zeros(length, dtype=torch.uint8, device="cpu")
     group.recv(tensor, src, tag)
     return bytes(tensor.tolist())
 

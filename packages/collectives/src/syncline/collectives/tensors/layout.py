@@ -91,9 +91,9 @@ def contents(tensor: torch.Tensor) -> memoryview:
 
 
 def _has_duplicates(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for length, stride in zip(shape, strides, strict=True):
-        places = (places[:, None] + torch.arange(length) * stride).flatten()
+        places = (places[:, None] + torch.arange(length, device="cpu") * stride).flatten()
     return len(set(places.tolist())) < places.numel()
 
 

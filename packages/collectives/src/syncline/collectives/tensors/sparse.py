@@ -97,7 +97,8 @@ def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction
         values = values * op.factor
     all_indices = _gather_rows(group, mine.indices().t(), counts)
     all_values = _gather_rows(group, values, counts)
-    total = torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=True).coalesce()
+    gathered = torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=True, device=mine.device)
+    total = gathered.coalesce()
     if op is ReduceOp.AVG:
         divide(total.values(), group.size)
     return total

@@ -19,7 +19,7 @@ from ..errors import InvalidArgumentError, MisuseError
 from ..group import ProcessGroup
 from ..health.statements import Statements, different_calls
 from ..reduce_op import BOOL, HALVES, PremulSum, ReduceOp, Reduction, divide
-from ..tensors.layout import bytes_of, flat, in_one_block, in_plain_order, pack, unpack
+from ..tensors.layout import bytes_of, flat, in_one_block, in_plain_order, pack, unpack, untracked
 from ..tensors.reduction import core_op, reduce_in_rank_order
 from ..work import Work
 from .torch_work import TorchRequest, TorchWork, mapped
@@ -376,7 +376,10 @@ def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain
     wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))
-    return wire.mul_(op.factor) if isinstance(op, PremulSum) else wire
+    if isinstance(op, PremulSum):
+        with untracked():  # `wire` may be the program's own tensor, which may require a gradient
+            wire.mul_(op.factor)
+    return wire
 
 
 def _reduce_flat(op: Reduction, terms: Sequence[torch.Tensor], into: torch.Tensor) -> None:

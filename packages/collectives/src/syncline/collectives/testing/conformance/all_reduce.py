@@ -228,10 +228,11 @@ def lazily_conjugated(group: ProcessGroup) -> None:
 
 def parameters(group: ProcessGroup) -> None:
     """Check that a parameter is reduced like any other tensor, and that autograd does not record it."""
-    parameter = torch.nn.Parameter(terms((7,), group.rank))
-    group.all_reduce(parameter)
-    expect(parameter.detach(), sum_of_terms((7,), group.size), "SUM of a parameter")
-    expect_equal((parameter.requires_grad, parameter.grad_fn), (True, None), "autograd's view of the parameter")
+    for op, factor in ((ReduceOp.SUM, 1.0), (premul_sum(_FACTOR), _FACTOR)):
+        parameter = torch.nn.Parameter(terms((7,), group.rank))
+        group.all_reduce(parameter, op)
+        expect(parameter.detach(), sum_of_terms((7,), group.size) * factor, f"{op.name} of a parameter")
+        expect_equal((parameter.requires_grad, parameter.grad_fn), (True, None), "autograd's view of the parameter")
 
 
 CHECKS: dict[str, Check] = {
