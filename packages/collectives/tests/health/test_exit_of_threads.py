@@ -141,3 +141,28 @@ def test_a_fork_watches_for_its_own_stalls(run) -> None:
 
 def test_a_fork_has_a_monitor_of_its_own(run) -> None:
     assert run(FORKED_WHILE_ANOTHER_THREAD_STARTS) == ["1"]
+
+
+def test_a_call_while_the_interpreter_ends_is_an_error_and_no_hang(python: list[str], tmp_path: Path) -> None:
+    """An object that lives until then may issue a call in `__del__`."""
+    program = """
+import sys
+from syncline.collectives.engine.queue import Queue
+from syncline.collectives.health.report import Reporter
+
+class Late:
+    queue, reporter = Queue("late"), Reporter("job", 0, 1, sys.argv[1])
+
+    def __del__(self):
+        assert sys.is_finalizing()
+        try:
+            self.queue.enqueue(lambda: None)
+        except RuntimeError as error:
+            print(error)
+        self.reporter.write_within("a reason", 60)
+        print("no hang")
+
+late = Late()
+"""
+    done = subprocess.run([*python, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("no thread can start while the interpreter ends\nno hang\n", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -132,6 +133,18 @@ class CancelScope:
             raise TimeoutError(what)
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        RuntimeError: no thread can start, because there are too many, or because the interpreter ends. (Before Python 3.12,
+            `Thread.start` waits for ever if the interpreter ends.)
+    """
+    if sys.is_finalizing():
+        raise RuntimeError("no thread can start while the interpreter ends")
+    thread.start()
+
+
 class DetachedCall(Generic[T]):
     """Calls a function once, on a thread of its own. If the function never returns, the thread stays blocked.
 
@@ -156,7 +169,7 @@ class DetachedCall(Generic[T]):
         self.done = threading.Event()
         thread = threading.Thread(target=self._run, args=(function, context), name=name, daemon=True)
         _detached.add(thread)
-        thread.start()
+        start_thread(thread)
 
     def wait(self, scope: CancelScope, look_s: float = 0.1, what: str = "the library did not return") -> T:
         """Block until the function has returned, and return its result. If the scope ends first, raise the scope's error.

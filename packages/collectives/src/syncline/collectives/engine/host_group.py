@@ -28,7 +28,7 @@ from ..tensors.layout import empty_block, flat, in_plain_order, is_tracked, pack
 from ..torch_internals import modes_active
 from ..work import FinishedWork, PendingWork, TensorsFuture, Work, devices_of
 from .call import DONE, FAILED, Call, Signature
-from .cancel_scope import CancelScope
+from .cancel_scope import CancelScope, start_thread
 from .device import DeviceRuntime, StreamOrder
 from .engine_group import EngineGroup, members_of
 from .queue import GuardedFuture, Queue
@@ -560,7 +560,7 @@ class HostGroup(EngineGroup):
         # End the waits of other ranks, if the library can. Use another thread, because `interrupt` may block.
         if isinstance(failure, TransportError):
             with suppress(RuntimeError):  # no thread can start; the group's error matters more
-                threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True).start()
+                start_thread(threading.Thread(target=self._transport.interrupt, name="syncline-interrupt", daemon=True))
         self._on_failure(failure)
         if failure is error:
             raise error

@@ -18,6 +18,7 @@ from typing_extensions import ParamSpec, override
 from ..errors import MisuseError
 from ..forks import in_forks
 from ..work import Devices, GroupFuture, before_blocking
+from .cancel_scope import start_thread
 from .living_set import LivingSet
 
 P = ParamSpec("P")
@@ -164,7 +165,7 @@ class Queue:
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 # Start it before the task is queued: if no thread can start, the queue stays empty for later calls.
-                thread.start()
+                start_thread(thread)
                 _started.add(self)
                 self._thread = thread
             self._tasks.append(task)

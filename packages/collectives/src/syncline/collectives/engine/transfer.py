@@ -13,7 +13,7 @@ from ..errors import CollectiveTimeout, SynclineError, TransportError
 from ..forks import generation, not_the_rank
 from ..tensors.layout import untracked
 from ..work import PendingWork, TensorsFuture, Work
-from .cancel_scope import CancelScope, seconds
+from .cancel_scope import CancelScope, seconds, start_thread
 from .queue import release_if_held
 from .transport import Request
 
@@ -102,8 +102,9 @@ class TransferWork(Work):
         """Return the future of this transfer. The first call starts a thread that waits for the transfer."""
         with self._starting:
             if self._thread is None and not self._outcome.is_completed():
-                self._thread = threading.Thread(target=self._wait_quietly, name="syncline-transfer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._wait_quietly, name="syncline-transfer", daemon=True)
+                start_thread(thread)
+                self._thread = thread
         return self._outcome.get_future()
 
     @override

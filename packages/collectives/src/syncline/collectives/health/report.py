@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from ..engine.call import DONE, CallRecord
+from ..engine.cancel_scope import start_thread
 from ..engine.living_set import LivingSet
 from ..errors import InvalidArgumentError
 from .recorder import Recorder, find_divergence
@@ -313,7 +314,7 @@ class Reporter:
         written: list[Path | None] = []
         thread = threading.Thread(target=lambda: written.append(self.write(reason)), name="syncline-report", daemon=True)
         try:
-            thread.start()
+            start_thread(thread)
         # The process has too many threads, or the interpreter ends.
         except RuntimeError:
             return self.write(reason)

@@ -89,7 +89,7 @@ class GlooTransport(LibraryTransport):
     def __init__(
         self, group: TorchGroup, store: dist.Store, devices: Devices = (), *, liveness: Liveness | None = None
     ) -> None:
-        self._group = group
+        self._connected: TorchGroup | None = group
         self.liveness = liveness
         self._store = store
         self.devices = devices
@@ -185,10 +185,17 @@ class GlooTransport(LibraryTransport):
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
 
+    @property
+    def _group(self) -> TorchGroup:
+        # After `_hang_up`, a program may still issue calls, for example in `__del__`.
+        if self._connected is None:
+            raise TransportError("the process ends, and has closed its connections over Gloo")
+        return self._connected
+
     def close(self) -> None:
         """Drop the group: Gloo closes its sockets when the last reference is gone."""
         _open.discard(self)
-        del self._group
+        self._connected = None
 
     def abort(self) -> None:
         """Keep the torch group for ever, because its destructor would wait for collectives in flight.
