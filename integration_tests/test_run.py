@@ -325,6 +325,34 @@ def test_a_status_of_one_rank_ends_the_job_after_its_exit_handlers(run_job) -> N
     assert time.monotonic() - start_s < SOON_S
 
 
+def test_a_status_that_skips_exit_handlers_ends_the_job_too(run_job) -> None:
+    """Also after the rank has taken part in collectives: the others must not take it for a rank that returned early."""
+    script = """
+        import os, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if os.environ["RANK"] == "1":
+            os._exit(7)
+        time.sleep(60)
+    """
+    job = run_job(2, script, *RUN, "script.py")
+    assert job.status == 7, job.output
+    assert re.search(r"rank 1 of 2 .* exits with status 7 and ends the job", job.output)
+
+
+def test_frames_inside_syncline_are_left_out_although_torch_has_its_own_excepthook(run_job) -> None:
+    script = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(2, dtype=torch.float64 if dist.get_rank() else torch.float32))
+    """
+    job = run_job(2, script, *RUN, "script.py")
+    assert job.status == 1, job.output
+    assert "DisagreementError" in job.output
+    assert os.path.join("engine", "host_group.py") not in job.output
+
+
 def test_a_status_of_all_ranks_is_no_failure_of_one(run_job) -> None:
     job = run_job(2, "import sys; sys.exit(5)", *RUN, "script.py")
     assert job.status == 5
@@ -500,6 +528,15 @@ def test_a_child_of_a_rank_is_none(run_job) -> None:
     assert "status 2 True" in job.output
 
 
+def test_a_package_may_end_the_program_before_its_module_runs(run_job, tmp_path: Path) -> None:
+    (tmp_path / "versioned").mkdir()
+    (tmp_path / "versioned" / "__init__.py").write_text("import sys\nprint('found', sys.argv[1:])\nsys.exit(0)\n")
+    job = run_job(2, "", *RUN, "-m", "versioned", "--version", PYTHONPATH=str(tmp_path))
+    assert job.status == 0, job.output
+    assert lines(job.output, "found") == ["found ['--version']"] * 2
+    assert "Traceback" not in job.output
+
+
 # ---- ranks of its own ----
 
 # The command on a machine without MPI.
@@ -516,7 +553,7 @@ SUM = """
     number = torch.tensor([1.0 + dist.get_rank()])
     dist.all_reduce(number)
     carrier = "ours" if hasattr(dist.group.WORLD, "syncline_group") else "torch's"
-    stdin = sys.stdin.read() if dist.get_rank() == 0 else ""
+    stdin = sys.stdin.read()  # only rank 0 gets the input; the others read its end
     print(f"sum {number.item()} {carrier} {os.environ['LOCAL_WORLD_SIZE']} {sys.argv[1:]} {stdin}\\n", end="", flush=True)
     dist.destroy_process_group()
 """
@@ -542,7 +579,18 @@ def test_a_rank_that_fails_ends_those_of_its_own(tmp_path: Path, way: str) -> No
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 6, done.stdout + done.stderr
     assert "not reached" not in done.stdout
+    assert re.search(r"rank 1 .* exit(s|ed) with status 6", done.stderr), done.stderr
     assert time.monotonic() - start_s < SOON_S
+
+
+def test_a_broken_output_leaves_the_errors_that_a_rank_prints(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("for _ in range(100_000):\n    print('a long line of output')\n")
+    command = [sys.executable, *ALONE["processes"], "-n", "1", "--tag-output", "script.py"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "[0] BrokenPipeError" in done.stderr, done.stderr
+    assert "output.py" not in done.stderr
 
 
 @pytest.mark.parametrize("way", ALONE)

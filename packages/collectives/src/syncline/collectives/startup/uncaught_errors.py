@@ -250,7 +250,12 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
 
 
 def _reached_user(error: BaseException) -> bool:
-    return any(not _is_inside(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    """Whether the user's code has caught the error, so that its traceback begins there, or takes part in it."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    libraries = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return bool(files) and (
+        not _is_inside(files[0]) or any(not _is_inside(file) and not _is_in(file, libraries) for file in files)
+    )
 
 
 def _is_bug(error: BaseException, trace: TracebackType | None) -> bool:

@@ -98,6 +98,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _redirect(arguments: argparse.Namespace, job: Job) -> None:
+    # MPICH's mpiexec gives ranks above 0 an input that never ends, so reading it would block for ever. torchrun's workers read
+    # an end at once.
+    if job.rank > 0 and "HYDI_CONTROL_FD" in os.environ:
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
     if not (arguments.tag_output or arguments.quiet_others):
         return
     from . import output
@@ -151,6 +156,8 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     """
     problem: tuple[str, int] | None = None
     script = None
+    if arguments.is_module:  # the module's packages run before the module is found, as with `python -m`
+        sys.argv[:] = ["-m", *arguments.arguments]
     try:
         script = find_script(arguments.script, is_module=arguments.is_module)
     except ScriptError as error:
@@ -158,6 +165,9 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     except SyntaxError as error:
         lines = "".join(traceback.format_exception_only(type(error), error))
         problem = f"the script is no Python:\n{lines.rstrip()}", 1
+    except SystemExit as error:  # a module's package has ended the program
+        ending.note_exit(error)
+        raise
     except BaseException as error:  # noqa: BLE001 - a module's packages run here; their errors end the job
         ending.fail(error)
     problems = job.exchange(problem)

@@ -135,9 +135,11 @@ class Ending:
     def _exit_at_once(self, status: int) -> NoReturn:
         """Called in place of `os._exit`, which does not finalize MPI. Runs Syncline's exit handlers, but not the script's."""
         if self._has_mpi():
+            # Set the status first: Syncline's handlers tell the other ranks whether this rank leaves in good order.
+            self.status = status & 0xFF
+            set_exit_status(self.status)
             while self._ours:
                 self._ours.pop()()
-            self.status = status & 0xFF
             self._on_exit()
             _leave_hydra()
         self._leave_at_once(status)
@@ -167,8 +169,12 @@ def _leave_hydra() -> None:
 
 
 def _print(error: BaseException) -> None:
-    """Print the error without the frames inside Syncline and torch, or call the hook that the script has installed."""
-    if sys.excepthook is not sys.__excepthook__:
+    """Print the error without the frames inside Syncline and torch, or call the hook that the script has installed.
+
+    The hook that `torch.distributed` installs only puts the rank before each line.
+    """
+    is_torchs = (getattr(sys.excepthook, "__module__", None) or "").startswith("torch.")
+    if sys.excepthook is not sys.__excepthook__ and not is_torchs:
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except BaseException as in_hook:  # noqa: BLE001 - as in Python: both errors are printed

@@ -89,20 +89,33 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     status = 0
     end_s = float("inf")
+    was_told = False  # a signal for all ranks has come, so how a rank ends says nothing about this rank
     while running := [rank for rank in ranks if rank.poll() is None]:
         failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
         if failed and not status:
             status = failed if failed > 0 else 128 - failed
             end_s = time.monotonic() + _GRACE_S
+            if not was_told:
+                _tell_of_first(ranks)
             _send(running, signal.SIGTERM)
         elif time.monotonic() > end_s:
             _send(running, signal.SIGKILL)
         heard = signal.sigtimedwait((*_SIGNALS, signal.SIGCHLD), 1.0)
+        was_told |= heard is not None and heard.si_signo in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # A code above SI_USER is the kernel's: the terminal sends Ctrl-C to all ranks already. Do not send the signal twice.
         if heard is not None and heard.si_signo != signal.SIGCHLD and heard.si_code <= _SI_USER:
             _send(running, signal.Signals(heard.si_signo))
     failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
     return status or (failed if failed >= 0 else 128 - failed)
+
+
+def _tell_of_first(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Say which rank has failed, because a rank that was killed cannot say so itself."""
+    number, rank = next((number, rank) for number, rank in enumerate(ranks) if rank.returncode)
+    how = f"exited with status {rank.returncode}"
+    if rank.returncode < 0:
+        how = f"was ended by signal {-rank.returncode} ({signal.Signals(-rank.returncode).name})"
+    print(f"syncline run: rank {number} (pid {rank.pid}) {how}; the other ranks are ended", file=sys.stderr, flush=True)
 
 
 def _send(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:

@@ -36,7 +36,11 @@ def tag_lines(rank: int) -> None:
 
 
 def _filter(tag: bytes, sources: dict[int, int]) -> None:
-    """Copy lines from each source to its target (both file descriptors), each with the tag in front, until all sources end."""
+    """Copy lines from each source to its target (both file descriptors), each with the tag in front, until all sources end.
+
+    If a target breaks (its reader has ended, or the disk is full), close its source: the rank then gets the error when it
+    writes. The other source goes on.
+    """
     import selectors
 
     begun = dict.fromkeys(sources, b"")
@@ -50,8 +54,12 @@ def _filter(tag: bytes, sources: dict[int, int]) -> None:
                 if not found:
                     selector.unregister(key.fd)
                     lines = [begun[key.fd]] if begun[key.fd] else []
-                if lines:
+                try:
                     _write_all(sources[key.fd], b"".join(tag + line + b"\n" for line in lines))
+                except OSError:
+                    if found:
+                        selector.unregister(key.fd)
+                    os.close(key.fd)
 
 
 def _write_all(target: int, text: bytes) -> None:

@@ -27,7 +27,7 @@ from ...startup.addresses import (
     try_doors,
 )
 from ...startup.launch import RUN_ID_PREFIX, Launch, detect_launch, parent_rank
-from ...startup.mpi_library import conflict_with_launcher, missing_library, other_mpi, start
+from ...startup.mpi_library import conflict_with_launcher, little_shared_memory, missing_library, other_mpi, start
 from ...startup.settings import load_settings
 
 if TYPE_CHECKING:
@@ -277,6 +277,10 @@ def _start_mpi(launch: Launch) -> str | None:
     if conflict is None:
         from mpi4py import MPI
 
+        # Say this before MPI starts, because MPI may end the process. Say it once on each node.
+        warning = little_shared_memory(MPI.get_vendor()[0], launch.local_world_size or 1) if launch.local_rank == 0 else None
+        if warning is not None:
+            print(f"syncline run: {warning}", file=sys.stderr, flush=True)
         with Connecting(_START_S, 0) as connecting:
             connecting.set_place(launch.rank, launch.world_size)
             start(connecting)

@@ -114,7 +114,8 @@ def _listen(host: str, port: int, secret: bytes, limit_bytes: int, proof_timeout
 def _cannot_listen(host: str, port: int, error: zmq.ZMQError) -> StoreUnavailableError:
     if error.errno == errno.EADDRINUSE:
         return StoreUnavailableError(
-            f"TCP store: port {port} of {host} is in use by another socket; give port 0 to take a free one, or end the other"
+            f"TCP store: port {port} of {host} is in use; give another port (in MASTER_PORT, for example), or end the process "
+            "that uses it. If that process is of this job, two processes have rank 0"
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return StoreUnavailableError(f"TCP store: {host} is not an address of this machine; give one that is")
