@@ -426,6 +426,21 @@ def test_the_users_faulthandler_is_left_alone(run_on: RunOn) -> None:
     assert job.output.splitlines() == ["fired: True"] * 2
 
 
+def test_the_users_handler_of_sighup_is_left_alone(run_on: RunOn) -> None:
+    job = run_on(
+        "mpich",
+        2,
+        """
+        import os, signal
+        from syncline.collectives import init_process_group
+        signal.signal(signal.SIGHUP, lambda number, frame: print("heard\\n", end=""))
+        init_process_group(timeout=60)
+        os.kill(os.getpid(), signal.SIGHUP)
+        """,
+    )
+    assert job.output.splitlines() == ["heard"] * 2
+
+
 def test_a_library_that_the_launcher_cannot_start_is_told_before_it_ends_the_process(run_on: RunOn) -> None:
     script = "from syncline.collectives import init_process_group; init_process_group('mpi', timeout=60)"
     libraries = {}

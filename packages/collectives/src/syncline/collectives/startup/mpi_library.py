@@ -12,10 +12,13 @@ import ctypes
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,7 +117,7 @@ def start(connecting: Connecting) -> None:
         return
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
     init = _function(MPI, "MPI_Init_thread")
-    with connecting.step("MPI_Init: a process of the job has not started MPI"):
+    with connecting.step("MPI_Init: a process of the job has not started MPI"), _sighup_kept():
         # If there is no such function, or the user wants other error handlers than those set below, mpi4py starts MPI.
         if init is None or mpi4py.rc.errors != "exception":
             MPI.Init_thread(level)
@@ -125,6 +128,20 @@ def start(connecting: Connecting) -> None:
         raise BackendUnavailableError(f"backend 'mpi': MPI_Init_thread failed with the error code {status}")
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+@contextmanager
+def _sighup_kept() -> Iterator[None]:
+    """A context in which a library may take SIGHUP. Afterwards the signal ends the process again, or calls Python's handler.
+
+    UCX, which carries the messages of many MPI libraries, takes it for its own debugging.
+    """
+    yield
+    # Only the main thread can set handlers. A user who has named a signal for UCX wants its debugging.
+    if threading.current_thread() is threading.main_thread() and "UCX_DEBUG_SIGNO" not in os.environ:
+        handler = signal.getsignal(signal.SIGHUP)
+        if handler is not None:
+            signal.signal(signal.SIGHUP, handler)
 
 
 def _function(MPI: Any, name: str) -> Any:  # noqa: N803 - the module's name
