@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -246,6 +248,28 @@ def test_resumed_it_goes_on_bitwise(compressor: Any) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("copied", [lambda state: pickle.loads(pickle.dumps(state)), copy.deepcopy], ids=["pickle", "deepcopy"])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_copy_goes_on_bitwise_with_the_models_own_names(copied: Any, is_given: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        known = parameters()
+
+        def step(state: CompressionState, number: int) -> torch.Tensor:
+            given = gradients(group.rank, number)
+            bucket = FakeBucket(given, group, parameters=list(known.values()), names=list(SHAPES))
+            return compression_hook(state, bucket).wait()
+
+        state = CompressionState(TopK(0.1), group, named_parameters=known.items() if is_given else None)
+        for number in range(3):
+            step(state, number)
+        again = copied(state)
+        assert again.process_group is None
+        for number in range(3, 6):
+            assert torch.equal(step(again, number), step(state, number))
+
+    run_ranks(2, body)
+
+
 def test_merged_states_fit_another_number_of_ranks() -> None:
     def train(group: ProcessGroup) -> dict[str, Any]:
         known = parameters()
@@ -269,7 +293,7 @@ def test_merged_states_fit_another_number_of_ranks() -> None:
 
 def test_states_of_something_else_are_refused() -> None:
     state = CompressionState(Int8())
-    with pytest.raises(MisuseError, match="kind 'compression' in format 1, found kind 'PowerSGD'"):
+    with pytest.raises(MisuseError, match="kind 'compression' in format 2, found kind 'PowerSGD'"):
         state.load_state_dict(PowerSGDState(None).state_dict())
     with pytest.raises(MisuseError, match=r"of compressor 'top 0\.5', this one of 'int8 per tensor'"):
         state.load_state_dict(CompressionState(TopK(0.5)).state_dict())

@@ -214,6 +214,7 @@ def test_grad_bucket_shows_the_bucket_and_can_show_another_buffer() -> None:
     assert shown.buffer() is bucket.buffer
     assert shown.process_group() is group
     assert all(a is b for a, b in zip(shown.parameters(), bucket.parameters, strict=True))
+    assert shown.parameter_names() == ["p0", "p1"]
     assert [gradient.tolist() for gradient in shown.gradients()] == [[[1, 2], [3, 4]], [5, 6, 7]]
 
     replacement = numbered(7) * 10

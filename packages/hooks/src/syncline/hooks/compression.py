@@ -23,7 +23,9 @@ _KIND = "compression"
 
 
 class CompressionState:
-    """The state of `compression_hook`: a compressor, and the error feedback. Every rank passes the same arguments.
+    """The state of `compression_hook`: a compressor, and the error feedback.
+
+    Every rank passes the same arguments. One state serves one model.
 
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or your own.
@@ -32,7 +34,8 @@ class CompressionState:
             much memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
         named_parameters: pairs of name and parameter, such as `model.named_parameters()`. `state_dict` saves the error feedback
-            under these names. Without names, the parameters' numbers are the keys.
+            under these names. If you give none, Syncline's DDP knows the names, and under torch's DDP the parameters' numbers
+            are the keys.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -69,6 +72,7 @@ class CompressionState:
             "rank": self.origin.rank,
             "world_size": self.origin.world_size,
             "seeds": self.seeds.state(),
+            "names": self.names.state_dict(),
             "errors": self.error_feedback.state_dict(),
         }
 
@@ -76,18 +80,24 @@ class CompressionState:
         """Continue from a saved state.
 
         Raises:
-            MisuseError: the state belongs to another kind of hook, another compressor or another model.
+            MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
+                `named_parameters`, the first step notices another model.
         """
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
-        # Without names, parameters get their numbers with the first bucket. Before that there is nothing to compare.
+        self.names.expect(state["names"])
+        # Without given names, parameters get their names with the first bucket. Then `expect` compares them.
         if self.names.are_given:
             check_parameters(state["errors"], self.names.shapes)
         self.iter = state["iter"]
         self.seeds.restore(state["seeds"])
         self.error_feedback.load_state_dict(state["errors"])
         self.origin = Origin(state["rank"], state["world_size"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything except for the group, as in `PowerSGDState`. The copy's group is None; set `process_group` for another."""
+        return {**self.__dict__, "process_group": None}
 
 
 @communication_hook

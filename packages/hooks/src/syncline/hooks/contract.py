@@ -87,6 +87,14 @@ def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:
     return buffer
 
 
+def names_in(bucket: Bucket) -> list[str] | None:
+    """The model's names of `bucket.parameters()`, in the same order. None under torch's DDP, whose buckets know no names."""
+    if isinstance(bucket, dist.GradBucket):
+        return None
+    names: list[str] | None = bucket.parameter_names()  # type: ignore[attr-defined]  # our GradBucket has it, torch's does not
+    return names
+
+
 def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
     """The group over which a hook communicates.
 

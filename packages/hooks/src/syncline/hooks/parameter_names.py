@@ -1,42 +1,118 @@
-"""Names for the parameters in buckets: given names, or numbers."""
+"""Names for the parameters in buckets: given names, the model's own names, or numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from syncline.collectives import MisuseError
 
-from .contract import Bucket
+from .contract import Bucket, names_in
 
 
 class ParameterNames:
     """Names for the parameters of buckets. What a hook keeps under these names stays valid when the buckets change.
 
+    A parameter's name is the given name. Without given names it is the model's own name, which the buckets of Syncline's DDP
+    know. The buckets of torch's DDP know no names. There the parameters are numbered in the order in which buckets first
+    contain them. See Note [Numbers and a resumed run].
+
     Args:
-        named_parameters: as from `model.named_parameters()`. None: the parameters are numbered in the order in which
-            buckets first contain them. This order is the same in every run that builds the same model and buckets.
+        named_parameters: as from `model.named_parameters()`, or None.
+
+    Attributes:
+        are_given: whether the constructor got names.
+        shapes: the parameters' shapes, by name.
     """
+
+    # Note [Numbers and a resumed run]
+    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    # The same numbers must mean the same parameters in the run that saves and in the run that loads. This holds if both runs
+    # number all parameters in their first step: DDP orders its buckets anew after this step. So:
+    #
+    # [1] Hooks call `of` in every step, also in steps without compression.
+    # [2] A schedule numbers for states that join later.
+    # [3] A state that has given numbers in several steps cannot be loaded: the order depends on when parameters were added.
+    # [4] After loading, the first step must have exactly the parameters of the saved state, with the same shapes.
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         self.are_given = named_parameters is not None
         self.shapes: dict[str, torch.Size] = {}
         # Look parameters up by identity, because `==` compares tensors element by element.
         self._names = WeakIdKeyDictionary()
+        self._latest: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+        self._numberings = 0  # the number of steps in which parameters got numbers
+        self._is_step_numbered = False
+        self._source: ParameterNames | None = None  # has given the numbers, if another did
+        self._loaded: dict[str, torch.Size] = {}  # empty as soon as a step has shown that the loaded state fits
+        self._met: set[str] = set()
         for name, parameter in named_parameters or ():
             self._note(name, parameter)
 
-    def of(self, bucket: Bucket) -> list[str]:
+    def of(self, bucket: Bucket, numbers: ParameterNames | None = None) -> list[str]:
         """The names of `bucket.parameters()`, in the same order.
 
-        Raises:
-            MisuseError: the constructor got names, and a parameter is not among them.
-        """
-        return [self._name_of(parameter) for parameter in bucket.parameters()]
+        Args:
+            bucket: a bucket. Call `of` with every bucket of a step.
+            numbers: has numbered these parameters already. If nothing is numbered here yet, parameters get these numbers.
 
-    def _name_of(self, parameter: torch.Tensor) -> str:
+        Raises:
+            MisuseError: the constructor got names, and a parameter is not among them. Or the state that was loaded is of other
+                parameters. Or buckets of two models have the same names.
+        """
+        parameters = bucket.parameters()
+        names = None if self.are_given else names_in(bucket)
+        if names is None:
+            names = [self._name_of(parameter, numbers) for parameter in parameters]
+        else:
+            for name, parameter in zip(names, parameters, strict=True):
+                if self._latest.get(name) is not parameter:
+                    self._note_models(name, parameter)
+        if self._loaded:
+            self._compare_with_loaded(names, is_last=bucket.is_last())
+        if bucket.is_last():
+            self._is_step_numbered = False
+        return names
+
+    # ---- saving ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters' shapes by name, and the number of steps in which parameters got numbers. Only numbers and texts."""
+        return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "numberings": self._numberings}
+
+    def expect(self, state: Mapping[str, Any]) -> None:
+        """Note a loaded state. Later calls of `of` check that the buckets have the parameters of the state that was saved.
+
+        Raises:
+            MisuseError: the saved state's numbers say nothing about the parameters here. Or a parameter has another shape.
+        """
+        if state["numberings"] > 1:
+            raise MisuseError(
+                "the saved state numbered parameters in several steps, so its numbers may mean other parameters here: begin "
+                "without it, and pass named_parameters"
+            )
+        if self.are_given:
+            if state["numberings"]:
+                raise MisuseError(
+                    "the saved state has numbers for its parameters, this one names: load it into a state without "
+                    "named_parameters, or begin without it"
+                )
+            return
+        self._loaded = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
+        self._met = set()
+        self._check_shapes(self.shapes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the parameters. A copy gets names from its first buckets, and checks that they fit."""
+        return _copy_that_expects, (self.state_dict(),)
+
+    # ---- new parameters ----
+
+    def _name_of(self, parameter: torch.Tensor, numbers: ParameterNames | None) -> str:
         if parameter in self._names:
             return str(self._names[parameter])
         if self.are_given:
@@ -44,9 +120,70 @@ class ParameterNames:
                 f"a bucket holds a parameter of shape {list(parameter.shape)} that is not among the {len(self.shapes)} "
                 "named_parameters given to the hook's state; give those of the model that is trained"
             )
-        return self._note(f"parameter {len(self.shapes)}", parameter)
+        if not self._is_step_numbered:
+            self._is_step_numbered = True
+            self._numberings += 1
+        # Own numbers and another's must not mix, because equal numbers would mean two parameters.
+        if not self.shapes:
+            self._source = numbers
+        if self._source is None or parameter not in self._source._names:
+            return self._note(f"parameter {len(self.shapes)}", parameter)
+        self._numberings = max(self._numberings, self._source._numberings)
+        return self._note(str(self._source._names[parameter]), parameter)
+
+    def _note_models(self, name: str, parameter: torch.Tensor) -> None:
+        """Note the model's own name of a parameter that is new, or takes another parameter's place."""
+        # Another parameter has taken the name, and now the former parameter is back.
+        if parameter in self._names and self._names[parameter] == name:
+            raise MisuseError(
+                f"the hook's state gets buckets of two models that have a parameter '{name}'; make a state for each model"
+            )
+        if name in self.shapes and self.shapes[name] != parameter.shape:
+            raise MisuseError(
+                f"parameter '{name}' is {list(parameter.shape)} now, and was {list(self.shapes[name])} before: register the "
+                "hook with a new state for a changed or second model"
+            )
+        self._note(name, parameter)
 
     def _note(self, name: str, parameter: torch.Tensor) -> str:
         self._names[parameter] = name
+        self._latest[name] = parameter
         self.shapes[name] = parameter.shape
         return name
+
+    # ---- after loading ----
+
+    def _compare_with_loaded(self, names: Sequence[str], *, is_last: bool) -> None:
+        self._check_shapes({name: self.shapes[name] for name in names})
+        self._met.update(names)
+        if not is_last:
+            return
+        unknown, missing = sorted(self._met - self._loaded.keys()), sorted(self._loaded.keys() - self._met)
+        # A name stays the same if other parameters are frozen or thawed, so some parameters may be new, or some may be missing.
+        # Both at once means other names. A number may mean another parameter as soon as one parameter is missing or new.
+        if (unknown and missing) or (self._numberings and (unknown or missing)):
+            raise MisuseError(
+                f"the loaded state is of other parameters: {_some(missing)} only there, {_some(unknown)} only here; pass "
+                "named_parameters in both runs, or begin without it"
+            )
+        self._loaded = {}
+
+    def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
+        for name, shape in shapes.items():
+            if self._loaded.get(name, shape) != shape:
+                raise MisuseError(
+                    f"the loaded state is of another model: parameter '{name}' is {list(self._loaded[name])} there and "
+                    f"{list(shape)} here; load this model's state, or pass named_parameters in both runs"
+                )
+
+
+def _copy_that_expects(state: Mapping[str, Any]) -> ParameterNames:
+    copy = ParameterNames()
+    copy.expect(state)
+    return copy
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

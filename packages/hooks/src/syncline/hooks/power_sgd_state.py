@@ -56,8 +56,8 @@ class PowerSGDState:
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
         batch_tensors_with_same_shape: multiply all gradients of one shape in one batched call, which costs a copy. Each
             gradient still has its own factors.
-        named_parameters: as from `model.named_parameters()`. `state_dict` saves errors and factors under these names. Without
-            names, the parameters' numbers are the keys.
+        named_parameters: as from `model.named_parameters()`. `state_dict` saves errors and factors under these names. If you
+            give none, Syncline's DDP knows the names, and under torch's DDP the parameters' numbers are the keys.
 
     Raises:
         InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
@@ -175,6 +175,7 @@ class PowerSGDState:
             "world_size": self.origin.world_size,
             "settings": {name: getattr(self, name) for name in (*_SHAPING, *_OTHERS)},
             "seeds": self.seeds.state(),
+            "names": self.names.state_dict(),
             "errors": self.error_feedback.state_dict(),
             "factors": {name: factor.detach().clone() for name, factor in self.factors.items()},
             "numel": [self.total_numel_before_compression, self.total_numel_after_compression],
@@ -185,8 +186,7 @@ class PowerSGDState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, another model is noticed only at the first
-                gradient of another size.
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, the first step notices another model.
         """
         check_kind(state, _KIND)
         for name in _SHAPING:
@@ -195,12 +195,13 @@ class PowerSGDState:
                     f"the saved PowerSGD state has {name}={state['settings'][name]}, this one {getattr(self, name)}; construct "
                     "it with the saved value"
                 )
-        # Without names, parameters get their numbers with the first bucket. Before that there is nothing to compare.
+        # Without given names, parameters get their names with the first bucket. Then `expect` in `_take` compares them.
         if self.names.are_given:
             check_parameters(_of_parameters(state["errors"]), self.names.shapes)
         self._take(state)
 
     def _take(self, state: Mapping[str, Any]) -> None:
+        self.names.expect(state["names"])
         self.iter = state["iter"]
         self.origin = Origin(state["rank"], state["world_size"])
         self.seeds.restore(state["seeds"])
@@ -213,7 +214,10 @@ class PowerSGDState:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle. The group becomes None; set `process_group` for another group. Parameters are numbered anew."""
+        """Restore a pickle. The group becomes None; set `process_group` for another group.
+
+        The first buckets name or number the parameters. If these are other parameters, the hook raises a MisuseError.
+        """
         self.process_group = None
         for name, value in state["settings"].items():
             setattr(self, name, value)

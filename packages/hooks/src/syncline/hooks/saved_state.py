@@ -18,7 +18,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 
 from .error_feedback import ErrorFeedback
 
-FORMAT = 1
+FORMAT = 2
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

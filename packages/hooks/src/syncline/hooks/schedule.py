@@ -9,7 +9,7 @@ from typing import Any
 
 from syncline.collectives import InvalidArgumentError, MisuseError
 
-from .contract import Bucket, TensorFuture, communication_hook
+from .contract import Bucket, TensorFuture, communication_hook, names_in
 from .parameter_names import ParameterNames
 from .saved_state import FORMAT, check_kind
 
@@ -58,6 +58,7 @@ class ScheduleState:
         self.phases = list(phases)
         self.iter = 0
         self._is_between_steps = True
+        self._numbers = ParameterNames()
 
     @property
     def current(self) -> Phase:
@@ -70,12 +71,15 @@ class ScheduleState:
         `schedule_hook` calls `enter` with every bucket.
         """
         phase = self.current
-        for other in self.phases:
-            # Parameters without names get numbers in the first step of a run. So every phase's state numbers them now, even
-            # if the phase begins later: a resumed run must find the same numbers.
-            names = getattr(other.state, "names", None)
-            if isinstance(names, ParameterNames):
-                names.of(bucket)
+        # Under torch's DDP, parameters get numbers in the first step of a run. The schedule numbers them for the states of all
+        # phases, also of those that begin later or come by `switch`. See Note [Numbers and a resumed run] in
+        # `syncline.hooks.parameter_names`.
+        if names_in(bucket) is None:
+            self._numbers.of(bucket)
+            for other in self.phases:
+                names = getattr(other.state, "names", None)
+                if isinstance(names, ParameterNames):
+                    names.of(bucket, self._numbers)
         self._is_between_steps = bucket.is_last()
         if bucket.is_last():
             self.iter += 1

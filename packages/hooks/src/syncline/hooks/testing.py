@@ -16,6 +16,7 @@ class FakeBucket:
         gradients: tensors of any shapes and one dtype. They are copied into a flat buffer in this order.
         group: the result of `process_group()`.
         parameters: the result of `parameters()`. None: zeros with the gradients' shapes.
+        names: the result of `parameter_names()`. None: the bucket knows no names, like a bucket of torch.
         index: the bucket's number.
         is_last: whether this bucket is the last one of the backward.
     """
@@ -26,12 +27,14 @@ class FakeBucket:
         group: ProcessGroup,
         *,
         parameters: Sequence[torch.Tensor] | None = None,
+        names: Sequence[str] | None = None,
         index: int = 0,
         is_last: bool = True,
     ) -> None:
         self._shapes = [gradient.shape for gradient in gradients]
         self._parameters = [torch.zeros_like(gradient) for gradient in gradients] if parameters is None else list(parameters)
         self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]) if gradients else torch.empty(0)
+        self._names = names
         self._group = group
         self._index = index
         self._is_last = is_last
@@ -56,6 +59,10 @@ class FakeBucket:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients()`."""
         return list(self._parameters)
+
+    def parameter_names(self) -> list[str] | None:
+        """The names that the test gave, in the order of `gradients()`."""
+        return None if self._names is None else list(self._names)
 
     def is_last(self) -> bool:
         """Whether no further bucket follows."""

@@ -10,7 +10,10 @@ from .sparse_bucket import AnyBucket
 
 
 class GradBucket:
-    """The argument of a communication hook. It has the methods of `torch.distributed.GradBucket`, and `process_group`."""
+    """The argument of a communication hook.
+
+    It has the methods of `torch.distributed.GradBucket`, and `parameter_names` and `process_group`.
+    """
 
     def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
         self._bucket = bucket
@@ -47,6 +50,10 @@ class GradBucket:
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of `gradients()`."""
         return list(self._bucket.parameters)
+
+    def parameter_names(self) -> list[str]:
+        """Return the model's names of the parameters, in the order of `gradients()` (torch's GradBucket has no such method)."""
+        return list(self._bucket.names)
 
     def is_last(self) -> bool:
         """Whether this is the last bucket that is reduced in this iteration."""
