@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import (
+    DiLoCoOptimizer,
     HierarchicalModelAverager,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
@@ -132,6 +135,76 @@ def test_averagers_refuse_what_cannot_be() -> None:
     run_ranks(1, body)
     with pytest.raises(MisuseError, match=r"process group .* or None, found str"):
         PeriodicModelAverager(2, 0, "world")
+
+
+WRAPPERS: dict[str, Callable[[torch.optim.Optimizer, torch.nn.Parameter, ProcessGroup], torch.optim.Optimizer]] = {
+    "post-local": lambda optim, _, group: PostLocalSGDOptimizer(optim, PeriodicModelAverager(1, 0, group)),
+    "diloco": lambda optim, parameter, group: DiLoCoOptimizer(optim, [("p", parameter)], group, sync_every=1, outer_lr=1.0),
+}
+
+
+@pytest.fixture(params=WRAPPERS.values(), ids=WRAPPERS.keys())
+def wrap(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def test_a_schedule_changes_the_rate_that_is_used_also_after_the_wrapped_optimizer_was_loaded(wrap: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        local = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
+        optimizer = wrap(local, parameter, group)
+        local.load_state_dict(local.state_dict())  # torch's optimizers make new groups
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+        optimizer.step()
+        schedule.step()
+        assert local.param_groups[0]["lr"] == pytest.approx(0.05)
+        assert optimizer.param_groups is local.param_groups
+
+    run_ranks(1, body)
+
+
+def test_a_schedule_that_reads_the_defaults_works(wrap: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        local = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
+        torch.optim.lr_scheduler.OneCycleLR(wrap(local, parameter, group), 1.0, total_steps=10)
+        assert local.param_groups[0]["lr"] == pytest.approx(1 / 25)
+
+    run_ranks(1, body)
+
+
+def test_hooks_of_a_step_run_around_the_average_and_hooks_of_a_state_get_the_wrapped_optimizers(wrap: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        local = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = wrap(local, parameter, group)
+        seen: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(parameter.item()))
+        optimizer.register_step_post_hook(lambda *_: seen.append(parameter.item()))
+        parameter.grad = torch.tensor([-1.0 - group.rank])
+        optimizer.step()
+        assert seen == [0.0, pytest.approx(1.5 if isinstance(optimizer, PostLocalSGDOptimizer) else 1.5 * 1.9)]
+
+        calls: list[str] = []
+        optimizer.register_state_dict_pre_hook(lambda of: calls.append(f"before saving {of is local}"))
+        optimizer.register_state_dict_post_hook(lambda of, _: calls.append(f"saved {of is local}"))
+        optimizer.register_load_state_dict_pre_hook(lambda of, _: calls.append(f"before loading {of is local}"))
+        optimizer.register_load_state_dict_post_hook(lambda of: calls.append(f"loaded {of is local}"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert calls == ["before saving True", "saved True", "before loading True", "loaded True"]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_a_copy_is_refused_with_the_remedy(wrap: Any, copied: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = wrap(torch.optim.SGD([parameter], lr=1.0), parameter, group)
+        with pytest.raises(MisuseError, match="cannot be copied or pickled: make one like this, and load its state_dict"):
+            copied(optimizer)
+
+    run_ranks(1, body)
 
 
 def test_the_optimizer_steps_then_averages_and_resumes() -> None:

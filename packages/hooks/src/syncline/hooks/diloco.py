@@ -18,11 +18,12 @@ from .saved_state import FORMAT, Origin, check_kind, check_parameters
 from .seeds import check_seed
 from .sites import Sites
 from .statistics import HookStatistics
+from .wrapping_optimizer import WrappingOptimizer
 
 _KIND = "DiLoCo"
 
 
-class DiLoCoOptimizer(torch.optim.Optimizer):
+class DiLoCoOptimizer(WrappingOptimizer):
     """Steps an inner optimizer on this replica alone. Every `sync_every` steps an outer optimizer moves all replicas together.
 
         inner steps 1 .. H      each replica alone, on its own data: nothing is communicated
@@ -41,8 +42,8 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
 
     Args:
-        optim: the inner optimizer, AdamW in the papers. The new optimizer shares the inner optimizer's parameter groups and
-            state.
+        optim: the inner optimizer, AdamW in the papers. The new optimizer shows the inner optimizer's parameter groups, state
+            and defaults.
         named_parameters: the parameters to synchronise, with names, as from `model.named_parameters()`. They have
             floating-point dtypes. Pass the same names on all ranks. The constructor is a collective: it gives all ranks the
             first rank's values.
@@ -95,9 +96,7 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         compressor: Compressor | None = None,
         seed: int = 0,
     ) -> None:
-        # Do not call super().__init__, which would make new groups. This optimizer shares the groups of `optim`.
-        self.optim = optim
-        self.param_groups = optim.param_groups
+        super().__init__(optim)
         _check(sync_every, outer_lr, outer_momentum, overlap_steps, mixing)
         if compressor is not None:
             check_compressor(compressor)
@@ -121,11 +120,6 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
                 broadcast_coalesced([parameter.detach() for parameter in parameters.values()], group=ranks)
         outer = _OuterSGD(outer_lr, outer_momentum, mixing)
         self._fragments = [_Fragment(part, outer, self._exchange) for part in _divided(parameters, fragments)]
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
-        """The inner optimizer's state."""
-        return self.optim.state
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -212,17 +206,12 @@ class DiLoCoOptimizer(torch.optim.Optimizer):
         if under_way.keys() - {tuple(fragment.parameters) for fragment in self._fragments}:
             raise MisuseError("the state was saved while a fragment was under way, and this optimizer has other fragments")
         self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "outer"})
-        self.param_groups = self.optim.param_groups  # torch's optimizers make a new list when they load
         self.steps = outer["iter"]
         self._exchange.seeds.restore(outer["seeds"])
         self._exchange.error_feedback.load_state_dict(outer["errors"])
         self._exchange.origin = Origin(outer["rank"], outer["world_size"])
         for fragment in self._fragments:
             fragment.load(saved, under_way.get(tuple(fragment.parameters)))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """The inner optimizer's `zero_grad`."""
-        self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - always refused
         """Raise an error, because all ranks would have to begin to synchronise the new parameters at the same step.

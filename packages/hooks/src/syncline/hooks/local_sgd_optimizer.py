@@ -9,30 +9,24 @@ import torch
 from syncline.collectives import MisuseError
 
 from .model_averaging import ModelAverager
+from .wrapping_optimizer import WrappingOptimizer
 
 
-class PostLocalSGDOptimizer(torch.optim.Optimizer):
+class PostLocalSGDOptimizer(WrappingOptimizer):
     """Steps a local optimizer, which changes only this rank's replica. Then averages the replicas, if an average is due.
 
     The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer. The new optimizer shares the local optimizer's parameter groups and state.
+        optim: the local optimizer. The new optimizer shows the local optimizer's parameter groups, state and defaults.
         averager: the averager, which is called after every step.
 
     Cost: the cost of `ModelAverager.average_parameters`.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
-        # Do not call super().__init__, which would make new groups. This optimizer shares the groups of `optim`.
-        self.optim = optim
+        super().__init__(optim)
         self.averager = averager
-        self.param_groups = optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
-        """The local optimizer's state."""
-        return self.optim.state
 
     def __repr__(self) -> str:
         return repr(self.optim)
@@ -54,18 +48,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             )
         self.optim.load_state_dict({name: value for name, value in state_dict.items() if name != "step"})
         self.averager.step = state_dict["step"]
-        # torch's optimizers make a new list when they load.
-        self.param_groups = self.optim.param_groups
 
     def step(self, closure: Any = None) -> Any:
         """Step the local optimizer, then average if an average is due. Every rank must call `step`."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call the local optimizer's `zero_grad`."""
-        self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Call the local optimizer's `add_param_group`."""
