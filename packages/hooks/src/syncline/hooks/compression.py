@@ -106,6 +106,10 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
     All ranks get the same bits. What NaN and infinity become depends on the compressor. The error feedback never contains them.
 
+    With `find_unused_parameters`, DDP (ours and torch's) drops the result for a parameter that no rank used. The hook cannot
+    know this, so the part of the parameter's error that was sent in this step is lost. In Syncline's DDP,
+    `skip_all_reduce_unused_params=True` keeps the errors of buckets of which no rank used any parameter.
+
     Args:
         state: the compressor, and the error feedback.
         bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32.

@@ -39,6 +39,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     The first `start_powerSGD_iter` steps average without compression. A gradient with NaN or infinity becomes NaN on every
     rank. Then the state drops the errors and factors of this gradient's bucket, so that NaN does not reach the next step.
 
+    With `find_unused_parameters`, a part of the error of a parameter that no rank used is lost. See `compression_hook`.
+
     Args:
         state: the settings, and the errors and factors of earlier steps.
         bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16
