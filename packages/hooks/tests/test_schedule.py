@@ -66,6 +66,41 @@ def test_it_can_be_switched_between_steps_only() -> None:
         state.switch(noop_hook)
 
 
+def failing_at(index: int) -> Any:
+    def hook(state: Any, bucket: Any) -> Any:
+        if bucket.index() == index:
+            raise ValueError("the hook fails")
+        return noop_hook(state, bucket)
+
+    return hook
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_it_can_be_switched_after_a_step_whose_hook_failed_and_the_step_is_done_again(failing: int) -> None:
+    log: list[tuple[str, Any]] = []
+    state = ScheduleState([Phase(0, failing_at(failing))])
+    with pytest.raises(ValueError, match="the hook fails"):
+        step(state, buckets=3)
+    state.switch(recording("b", log))
+    step(state)
+
+    assert state.iter == 1
+    assert log == [("b", None)] * 2
+
+
+def test_it_can_be_switched_after_a_backward_that_failed_once_its_state_is_loaded() -> None:
+    log: list[tuple[str, Any]] = []
+    state = ScheduleState([Phase(0, noop_hook)])
+    schedule_hook(state, FakeBucket([torch.ones(1)], None, is_last=False)).wait()  # type: ignore[arg-type]  # unused
+    with pytest.raises(MisuseError, match=r"call load_state_dict\(state_dict\(\)\) first"):
+        state.switch(noop_hook)
+    state.load_state_dict(state.state_dict())
+    state.switch(recording("b", log))
+    step(state)
+
+    assert log == [("b", None)] * 2
+
+
 def plain_then_half_then_low(parameter: torch.Tensor) -> ScheduleState:
     named = [("weight", parameter)]
     low = PowerSGDState(None, 2, 2, named_parameters=named)

@@ -85,16 +85,25 @@ class ScheduleState:
             self.iter += 1
         return phase
 
+    def abandon_step(self) -> None:
+        """Note that the present step has failed, so that no further bucket of this step comes. `schedule_hook` calls it."""
+        self._is_between_steps = True
+
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
         """Use another hook from the next step on, and drop all later phases.
 
-        Every rank must call `switch` between the same two steps.
+        Every rank must call `switch` between the same two steps. A step that failed before its last bucket does not
+        count: the next step has its number. If something else than a hook fails in backward, the schedule doesn't know that the
+        step has ended. Then call `load_state_dict(state_dict())` first.
 
         Raises:
             MisuseError: a step is under way.
         """
         if not self._is_between_steps:
-            raise MisuseError(f"expected switch() between steps, found step {self.iter} under way: call it after backward")
+            raise MisuseError(
+                f"expected switch() between steps, found step {self.iter} under way: call it after backward. "
+                "If backward failed, call load_state_dict(state_dict()) first"
+            )
         # A phase that begins at the next step is dropped, too: the new hook takes its place.
         self.phases = [phase for phase in self.phases if phase.first_step < self.iter]
         self.phases.append(Phase(self.iter, hook, state))
@@ -123,6 +132,8 @@ class ScheduleState:
                 raise MisuseError(f"the saved schedule holds a state for phase {number}, whose state here cannot be loaded")
             phase.state.load_state_dict(saved)
         self.iter = state["iter"]
+        # A saved state is one between steps, also if it is loaded because a step has failed.
+        self._is_between_steps = True
 
     def _first_steps(self) -> list[int]:
         return [phase.first_step for phase in self.phases]
@@ -147,7 +158,11 @@ def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
     if not isinstance(state, ScheduleState):
         raise MisuseError(f"expected a ScheduleState as the hook's state, found {type(state).__name__}")
     phase = state.enter(bucket)
-    return phase.hook(phase.state, bucket)
+    try:
+        return phase.hook(phase.state, bucket)
+    except BaseException:
+        state.abandon_step()
+        raise
 
 
 def _can_be_saved(phase: Phase) -> bool:
