@@ -10,7 +10,7 @@ import torch
 
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, exchange_objects
 from syncline.collectives.testing import run_ranks
-from syncline.hooks import DiLoCoOptimizer, Int4, Int8, Sites, merge_states
+from syncline.hooks import DiLoCoOptimizer, Int4, Int8, OneBit, RandomK, Sites, TopK, merge_states
 
 pytestmark = pytest.mark.ranks
 
@@ -221,6 +221,34 @@ def test_sites_average_between_their_first_ranks_only() -> None:
     for rank, (found, sent) in enumerate(run_ranks(4, four)):
         assert equal(found, expected[rank // 2])
         assert (sent > 0) == (rank % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [None, Int8(), Int8(per_channel=True), Int4(), OneBit(), TopK(0.5), RandomK(1.0)],
+    ids=lambda compressor: "none" if compressor is None else compressor.name,
+)
+@pytest.mark.parametrize("fragments", [1, [["empty"], ["weight"]]])
+def test_a_parameter_without_elements_changes_nothing(compressor: Any, fragments: Any) -> None:
+    def body(group: ProcessGroup, shapes: dict[str, tuple[int, ...]], fragments: Any) -> torch.Tensor:
+        known = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+        optimizer = DiLoCoOptimizer(
+            torch.optim.SGD(known.values(), lr=1.0),
+            known.items(),
+            group,
+            sync_every=2,
+            fragments=fragments,
+            compressor=compressor,
+        )
+        for step in range(4):
+            known["weight"].grad = torch.arange(6.0).view(2, 3) * (group.rank + 1) + step
+            optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return known["weight"].detach()
+
+    expected = run_ranks(2, body, {"weight": (2, 3)}, 1)
+    for found, wanted in zip(run_ranks(2, body, {"empty": (0, 3), "weight": (2, 3)}, fragments), expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 # ---- bytes ----

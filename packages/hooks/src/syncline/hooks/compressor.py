@@ -29,7 +29,7 @@ class Compressor(ABC):
         """Make the message that stands for this rank's gradients.
 
         Args:
-            gradients: tensors of one dtype and any shapes. They are not changed.
+            gradients: tensors of one dtype and any shapes, each with at least one element. They are not changed.
             seed: a number for random choices, the same on every rank, different in every call.
 
         Returns:

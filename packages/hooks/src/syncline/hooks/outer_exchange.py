@@ -107,8 +107,15 @@ class OuterExchange:
         anchors: Sequence[torch.Tensor],
         seed: int,
     ) -> PendingAverage:
+        copies = [anchor.clone() for anchor in anchors]
+        members = zip(names, parameters, anchors, strict=True)
+        # Leave out parameters without elements: compressors need not know of them, and there is nothing to average.
+        filled = [member for member in members if member[2].numel() > 0]
+        if not filled:
+            return KnownAverage(copies)
         with torch.no_grad():
-            differences = [anchor - parameter for anchor, parameter in zip(anchors, parameters, strict=True)]
+            names = [name for name, _, _ in filled]
+            differences = [anchor - parameter for _, parameter, anchor in filled]
             self.error_feedback.add_to(names, differences)
             message = compressor.compress(differences, seed)
             sent = compressor.decompress(message, differences, seed)
@@ -117,7 +124,7 @@ class OuterExchange:
             self.error_feedback.remember(names, errors)
         self.statistics.sends(sum(parameter.nbytes for parameter in parameters), message.nbytes)
         work, messages = compressor.exchange(group, message)
-        return _CompressedAverage(work, messages, compressor, [anchor.clone() for anchor in anchors], seed)
+        return _CompressedAverage(work, messages, compressor, copies, seed)
 
 
 class _WholeAverage(PendingAverage):
@@ -166,8 +173,9 @@ class _CompressedAverage(PendingAverage):
     def _receive(self) -> list[torch.Tensor]:
         self._work.wait()
         with torch.no_grad():
-            means = self._compressor.mean(self._messages, self._anchors, self._seed)
-            return [anchor - mean for anchor, mean in zip(self._anchors, means, strict=True)]
+            filled = [anchor for anchor in self._anchors if anchor.numel() > 0]
+            means = iter(self._compressor.mean(self._messages, filled, self._seed))
+            return [anchor - next(means) if anchor.numel() > 0 else anchor for anchor in self._anchors]
 
 
 class _SharedAverage(PendingAverage):
