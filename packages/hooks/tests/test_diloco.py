@@ -321,6 +321,36 @@ def test_it_resumes_with_the_same_bits(compressor: Any, stop: int) -> None:
         assert equal(found, wanted)
 
 
+def test_states_of_all_ranks_of_sites_merge_to_the_mean_of_the_first_ranks_errors() -> None:
+    def make(group: ProcessGroup) -> tuple[torch.nn.Module, DiLoCoOptimizer]:
+        model = small_model()
+        sites = Sites(group, "ab"[group.rank // 2])
+        return model, DiLoCoOptimizer(inner(model), model.named_parameters(), sites=sites, sync_every=2, compressor=Int4())
+
+    def first(group: ProcessGroup) -> Any:
+        model, optimizer = make(group)
+        train(model, optimizer, group.rank // 2, range(2))
+        return model.state_dict(), optimizer.state_dict()
+
+    def second(group: ProcessGroup, saved: list[Any]) -> Any:
+        model, optimizer = make(group)
+        model.load_state_dict(saved[0][0])
+        # Ranks 0 and 2 load their own states; ranks 1 and 3 load these, too.
+        optimizer.load_state_dict(saved[group.rank // 2 * 2][1])
+        train(model, optimizer, group.rank // 2, range(2, 4))
+        return model.state_dict(), optimizer.state_dict()
+
+    saved = run_ranks(4, first)
+    for _ in range(2):
+        outer = [copy.deepcopy(state["outer"]) for _, state in saved]
+        merged = merge_states(outer)
+        assert merged["rank"] is None
+        for name, error in merged["errors"].items():
+            assert error.abs().max() > 0
+            assert torch.equal(error, (outer[0]["errors"][name] + outer[2]["errors"][name]) / 2)
+        saved = run_ranks(4, second, saved)
+
+
 def test_it_resumes_on_another_number_of_ranks() -> None:
     """From a state that was saved after an outer step: all replicas are equal then."""
     saved: dict[int, Any] = {}

@@ -90,6 +90,9 @@ class OuterExchange:
         own: PendingAverage
         if self._group is None:
             own = KnownAverage(shaped)  # the broadcast from the site's first rank fills it
+            # This rank compresses nothing, so errors that it has loaded from a first rank's state are not its own.
+            self.error_feedback.clear()
+            self.origin = Origin()
         elif self.compressor is None:
             own = _WholeAverage(self._group, parameters, shaped, self.statistics)
         else:

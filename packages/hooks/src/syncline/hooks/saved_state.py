@@ -26,7 +26,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Args:
         states: results of `state_dict()`, one for each rank. If there is a single state, its errors are used as the
-            mean.
+            mean. With `Sites`, ranks that do not communicate with other sites don't count in the mean.
 
     Returns:
         The first rank's state, but with the mean of all ranks' errors (in float32 for 16-bit gradients). "rank" and
@@ -37,15 +37,17 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not states:
         raise InvalidArgumentError("expected the saved state of at least one rank, found none")
-    for state in states:
-        if _place(state) != _place(states[0]):
-            raise InvalidArgumentError(
-                f"expected states of one kind, step and model, found {_in_words(states[0])} and {_in_words(state)}"
-            )
+    for alike, place in ((states, _place), (_holders(states), _errors)):
+        for state in alike:
+            if place(state) != place(alike[0]):
+                raise InvalidArgumentError(
+                    f"expected states of one kind, step and model, found {_in_words(alike[0])} and {_in_words(state)}"
+                )
     merged = dict(states[0])
     # Some hooks keep no errors.
     if "errors" in merged:
-        errors = {name: torch.stack([state["errors"][name] for state in states]).mean(0) for name in merged["errors"]}
+        holders = _holders(states)
+        errors = {name: torch.stack([state["errors"][name] for state in holders]).mean(0) for name in holders[0]["errors"]}
         # Without a rank, `Origin.settle` accepts the errors on every rank.
         merged.update(errors=errors, rank=None, world_size=None)
     if "states" in merged:  # the state of a schedule
@@ -53,8 +55,20 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The states whose errors count. With sites, only the first rank of each site communicates, so only this rank has errors.
+
+    A rank that has never communicated has saved no rank. (It may still hold errors that it loaded and never used.)
+    """
+    return [state for state in states if state.get("rank") is not None] or states
+
+
 def _place(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    return state["kind"], state["iter"], state.get("errors", {}).keys(), state.get("states", {}).keys()
+    return state["kind"], state["iter"], state.get("states", {}).keys()
+
+
+def _errors(state: Mapping[str, Any]) -> Any:
+    return state.get("errors", {}).keys()
 
 
 def _in_words(state: Mapping[str, Any]) -> str:
