@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from syncline import hooks
+from syncline.collectives import as_process_group
 
 STEPS = 10
 SHARE = 4
@@ -74,6 +75,19 @@ def diloco_parameters(group: Any, rank: int, sync_every: int) -> list[list[torch
     return [[parameter.detach().clone() for parameter in model.parameters()]]
 
 
+def averaged_parameters(group: Any, rank: int) -> list[list[torch.Tensor]]:
+    """A parameter after each of five steps. Every rank sets it to its own number, and two steps average over all ranks."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    averager = hooks.HierarchicalModelAverager({1: 1, 4: dist.get_world_size()}, 0, group)
+    history = []
+    for step in range(5):
+        parameter.data.fill_(10.0 * step + rank)
+        averager.average_parameters([parameter])
+        history.append([parameter.detach().clone()])
+    return history
+
+
 def all_gradients(rank: int) -> dict[str, list[list[torch.Tensor]]]:
     """By the hook's name; ours also with the group as the state."""
     found = {name: gradients(hook, None, rank) for name, hook in HOOKS.items()}
@@ -89,6 +103,9 @@ def all_gradients(rank: int) -> dict[str, list[list[torch.Tensor]]]:
     found["diloco"] = diloco_parameters(None, rank, 4)
     found["diloco-group"] = diloco_parameters(dist.group.WORLD, rank, 4)
     found["diloco-not-synchronised"] = diloco_parameters(None, rank, 9)
+    found["averaged"] = averaged_parameters(None, rank)
+    found["averaged-group"] = averaged_parameters(dist.group.WORLD, rank)
+    found["averaged-wrapped"] = averaged_parameters(as_process_group(dist.group.WORLD), rank)
     return found
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, RoundRobinGroup, TorchGroup
 from syncline.collectives.testing import run_ranks
 from syncline.hooks import (
     DiLoCoOptimizer,
@@ -121,6 +122,15 @@ def test_hierarchies_that_cannot_be_are_refused(periods: dict[int, int], message
             HierarchicalModelAverager(periods, 0, group)
 
     run_ranks(4, body)
+
+
+def test_a_group_that_nobody_can_divide_is_refused() -> None:
+    around_a_bare_backend = TorchGroup(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+    in_turn = RoundRobinGroup([around_a_bare_backend])
+    for group in (around_a_bare_backend, in_turn):
+        group.size = 2  # a group of one rank is divided by no one
+        with pytest.raises(MisuseError, match=r"expected a group that can be divided.*pass a group of torch\.distributed"):
+            HierarchicalModelAverager({1: 1, 2: 2}, 0, group)
 
 
 def test_averagers_refuse_what_cannot_be() -> None:

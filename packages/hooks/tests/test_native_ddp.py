@@ -105,3 +105,10 @@ def test_diloco_takes_torchs_groups(by_rank: list[Gradients]) -> None:
         assert not differ(found["diloco"], by_rank[0]["diloco"])
         assert not differ(found["diloco-group"], by_rank[0]["diloco"])
         assert differ(found["diloco"], found["diloco-not-synchronised"])
+
+
+@pytest.mark.parametrize("name", ["averaged", "averaged-group", "averaged-wrapped"])
+def test_a_hierarchy_divides_torchs_groups_also_as_groups_of_ours(by_rank: list[Gradients], name: str) -> None:
+    mean = (len(by_rank) - 1) / 2
+    for rank, found in enumerate(by_rank):
+        assert [parameter.item() for (parameter,) in found[name]] == [mean, 10 + rank, 20 + rank, 30 + rank, 40 + mean]

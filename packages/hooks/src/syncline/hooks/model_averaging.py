@@ -9,7 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import InvalidArgumentError, MisuseError, NonMember, ProcessGroup, ReduceOp, as_process_group
+from syncline.collectives import (
+    InvalidArgumentError,
+    MisuseError,
+    NonMember,
+    ProcessGroup,
+    ReduceOp,
+    TorchGroup,
+    as_process_group,
+)
 
 
 class ModelAverager(ABC):
@@ -94,6 +102,7 @@ class HierarchicalModelAverager(ModelAverager):
     Raises:
         InvalidArgumentError: there is no period, a period is below 1, periods do not rise, or sizes fall or do not fit the
             group.
+        MisuseError: the group cannot be divided, such as a `RoundRobinGroup` of torch's groups.
     """
 
     def __init__(self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, process_group: Any = None) -> None:
@@ -101,9 +110,7 @@ class HierarchicalModelAverager(ModelAverager):
         periods, sizes = list(period_group_size_dict), list(period_group_size_dict.values())
         _check_hierarchy(periods, sizes, self.group.size)
         # All ranks make all groups in the same order, because making a group is a collective.
-        self._groups = {
-            period: _consecutive(process_group, self.group, size) for period, size in period_group_size_dict.items()
-        }
+        self._groups = {period: _consecutive(self.group, size) for period, size in period_group_size_dict.items()}
 
     def _group_of_step(self) -> ProcessGroup | None:
         if self.step < self.warmup_steps:
@@ -124,12 +131,19 @@ def _check_hierarchy(periods: list[int], sizes: list[int], world_size: int) -> N
         )
 
 
-def _consecutive(given: Any, group: ProcessGroup, size: int) -> ProcessGroup:
+def _consecutive(group: ProcessGroup, size: int) -> ProcessGroup:
     """Divide the group into groups of `size` consecutive ranks. Returns the group of this rank."""
     if size == group.size:
         return group
-    if not group.can_split:  # the group wraps a group of torch, which only torch can divide
-        made, _ = dist.new_subgroups(group_size=size, group=given)  # type: ignore[no-untyped-call]
+    if not group.can_split:
+        # Only torch can divide a group of torch, and it can divide no group that it does not know, such as a bare backend.
+        divided = group.torch_group if isinstance(group, TorchGroup) else None
+        if not isinstance(divided, dist.ProcessGroup):
+            raise MisuseError(
+                f"expected a group that can be divided, found {group.describe()}; pass a group of torch.distributed, or one of "
+                "Syncline's own"
+            )
+        made, _ = dist.new_subgroups(group_size=size, group=divided)  # type: ignore[no-untyped-call]
         return as_process_group(made)
     part = group.split(group.rank // size)
     assert part is not None
