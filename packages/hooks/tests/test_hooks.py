@@ -7,9 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.collectives import DisagreementError, ProcessGroup
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
 from syncline.collectives.testing import run_ranks
-from syncline.hooks import allreduce_hook, contract, fp16_compress_hook, noop_hook
+from syncline.hooks import (
+    CompressionState,
+    Int8,
+    PowerSGDState,
+    RandomK,
+    Sites,
+    TopK,
+    adasum_hook,
+    allreduce_hook,
+    batched_powerSGD_hook,
+    bf16_between_sites_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    compression_hook,
+    contract,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+    powerSGD_hook,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -29,6 +48,9 @@ class FakeBucket:
 
     def buffer(self) -> torch.Tensor:
         return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
         return [self._buffer]
@@ -195,3 +217,50 @@ def test_torchs_ddp_gets_an_error_that_cpp_sees(hook: Hook, monkeypatch: pytest.
             torch._C._distributed_c10d._create_work_from_future(future).get_future().wait()  # type: ignore[attr-defined]
 
     run_ranks(2, body)
+
+
+def embedding_gradient(rank: int) -> torch.Tensor:
+    """Each rank has one row of its own, and row 0."""
+    values = torch.tensor([[1.0, 2.0], [4.0, 8.0]]) * (rank + 1)
+    indices = torch.tensor([[0, rank + 1]])
+    return torch.sparse_coo_tensor(indices, values, (5, 2), check_invariants=True).coalesce()
+
+
+NEED_DENSE: dict[str, tuple[Any, Callable[[ProcessGroup], Any]]] = {
+    "PowerSGD": (powerSGD_hook, lambda _: PowerSGDState(None)),
+    "batched PowerSGD": (batched_powerSGD_hook, lambda _: PowerSGDState(None)),
+    "int8": (compression_hook, lambda _: CompressionState(Int8())),
+    "top": (compression_hook, lambda _: CompressionState(TopK(0.5))),
+    "random": (compression_hook, lambda _: CompressionState(RandomK(0.5), use_error_feedback=False)),
+    "Adasum": (adasum_hook, lambda _: None),
+    "between sites": (bf16_between_sites_hook, lambda group: Sites(group, "a")),
+    "PowerSGD of halves": (fp16_compress_wrapper(powerSGD_hook), lambda _: PowerSGDState(None)),
+}
+
+
+@pytest.mark.parametrize(("hook", "make_state"), NEED_DENSE.values(), ids=NEED_DENSE.keys())
+def test_hooks_that_need_dense_gradients_refuse_sparse_ones_with_the_remedy(hook: Any, make_state: Any) -> None:
+    def body(group: ProcessGroup) -> None:
+        state = make_state(group)
+        bucket = FakeBucket(embedding_gradient(group.rank), group)
+        message = r"expected a dense gradient .*, found a sparse one of shape \[5, 2\]; use allreduce_hook, or .* sparse=False"
+        with pytest.raises(MisuseError, match=message):
+            hook(state, bucket)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        allreduce_hook,
+        fp16_compress_hook,
+        bf16_compress_hook,
+        fp16_compress_wrapper(allreduce_hook),
+        bf16_compress_wrapper(allreduce_hook),
+    ],
+)
+def test_the_other_hooks_average_sparse_gradients(hook: Hook) -> None:
+    expected = sum(embedding_gradient(rank).to_dense() for rank in range(2)) / 2
+    for result in run_hook(2, hook, embedding_gradient):
+        assert torch.equal(result.to_dense(), expected)

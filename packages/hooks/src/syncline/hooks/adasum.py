@@ -20,7 +20,7 @@ def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
-        bucket: the gradients, of a floating-point dtype.
+        bucket: the gradients, dense and of a floating-point dtype.
 
     Returns:
         A future of the bucket's buffer. The future is finished when the hook returns, so nothing overlaps with backward.

@@ -21,7 +21,7 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
 
     Args:
         sites: the group of all ranks that train together, divided into sites.
-        bucket: the gradients, of a floating-point dtype.
+        bucket: the gradients, dense and of a floating-point dtype.
 
     Returns:
         A future of the bucket's buffer, which has the same bits on all ranks.

@@ -81,7 +81,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
     @communication_hook
     def casting_hook(state: Any, bucket: Bucket) -> TensorFuture:
-        buffer = floating_buffer(bucket, f"to cast to {dtype}")
+        buffer = floating_buffer(bucket, f"to cast to {dtype}", may_be_sparse=True)
         # The wrapped hook reads this buffer instead of the bucket's own.
         bucket.set_buffer(buffer.to(dtype))
 
@@ -105,7 +105,7 @@ def _tensor_of(value: Any) -> torch.Tensor:
 
 def _average_as(dtype: torch.dtype, process_group: Any, bucket: Bucket) -> TensorFuture:
     group = group_of(process_group, bucket)
-    buffer = floating_buffer(bucket, f"to cast to {dtype}")
+    buffer = floating_buffer(bucket, f"to cast to {dtype}", may_be_sparse=True)
     compressed = buffer.to(dtype)
 
     def decompress(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -112,7 +112,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
     Args:
         state: the compressor, and the error feedback.
-        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32.
+        bucket: the gradients, dense and of a floating-point dtype. For 16-bit gradients the hook computes in float32.
 
     Returns:
         A future of the bucket's buffer.
@@ -121,8 +121,8 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
         ranks.
 
     Raises:
-        MisuseError: the state is not a CompressionState, the bucket holds integers, or the loaded state belongs to another
-            model or to another number of ranks.
+        MisuseError: the state is not a CompressionState, the bucket holds integers or a sparse gradient, or the loaded state
+            belongs to another model or to another number of ranks.
     """
     if not isinstance(state, CompressionState):
         raise MisuseError(f"expected a CompressionState as the hook's state, found {type(state).__name__}")

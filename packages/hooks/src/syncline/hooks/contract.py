@@ -73,17 +73,26 @@ def communication_hook(hook: Hook) -> Hook:
     return call  # type: ignore[return-value]  # the hook's own signature
 
 
-def floating_buffer(bucket: Bucket, purpose: str) -> torch.Tensor:
-    """The bucket's buffer, which must have a floating-point dtype.
+def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False) -> torch.Tensor:
+    """The bucket's buffer, which must be dense and have a floating-point dtype.
 
-    `purpose` says in the error's text what the dtype is needed for, for example "to compress".
+    Args:
+        bucket: the bucket.
+        purpose: what the buffer is needed for, for the error's text. An example is "to compress".
+        may_be_sparse: also accept the buffer of a sparse gradient, which is a sparse tensor.
 
     Raises:
-        MisuseError: the dtype is integer or complex. (A cast would drop the imaginary part of a complex number.)
+        MisuseError: the dtype is integer or complex. (A cast would drop the imaginary part of a complex number.) Or the buffer
+            is sparse.
     """
     buffer = bucket.buffer()
     if not buffer.is_floating_point():
         raise MisuseError(f"expected a bucket of a floating-point dtype {purpose}, found {buffer.dtype}")
+    if buffer.layout != torch.strided and not may_be_sparse:
+        raise MisuseError(
+            f"expected a dense gradient {purpose}, found a sparse one of shape {list(buffer.shape)}; use allreduce_hook, or "
+            "make the layer with sparse=False"
+        )
     return buffer
 
 

@@ -53,8 +53,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     gradient, and all elements of the other gradients.
 
     Raises:
-        MisuseError: the state is not a PowerSGDState, the bucket holds integers, or the loaded state belongs to another model
-            or to another number of ranks.
+        MisuseError: the state is not a PowerSGDState, the bucket holds integers or a sparse gradient, or the loaded state
+            belongs to another model or to another number of ranks.
     """
     return run(state, bucket, _layerwise)
 
