@@ -241,6 +241,12 @@ def test_arguments_of_another_type_are_refused_and_do_no_harm(call, found: str) 
     collectives.all_reduce(tensor)  # the group still works
 
 
+@pytest.mark.parametrize("arguments", [{"rank": "0", "world_size": 1}, {"rank": 0, "world_size": "1"}])
+def test_ranks_and_sizes_as_text_are_refused(arguments) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"expected an int as (rank|world_size), found str '\d'"):
+        init_process_group(**arguments)
+
+
 @pytest.mark.parametrize("timeout", [float("inf"), timedelta.max])
 def test_a_group_without_a_time_limit(timeout: timedelta | float, tmp_path: Path) -> None:
     init_process_group("gloo", f"file://{tmp_path}/meeting", timeout=timeout, world_size=1, rank=0)

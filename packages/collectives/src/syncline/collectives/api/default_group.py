@@ -210,6 +210,9 @@ def _learn_hosts(group: ProcessGroup) -> None:
 
 
 def _check_arguments(world_size: int, rank: int, init_method: str | None, store: object) -> None:
+    for name, number in (("world_size", world_size), ("rank", rank)):
+        if not hasattr(number, "__index__"):  # a text of os.environ, for example
+            raise InvalidArgumentError(f"expected an int as {name}, found {type(number).__name__} {number!r}")
     if world_size != -1 and world_size < 1:
         raise InvalidArgumentError(f"expected a world_size of at least 1 (or -1 for the launcher's), found {world_size}")
     if rank < -1:
