@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
@@ -457,3 +458,103 @@ def test_a_lazy_layer_is_refused_by_name() -> None:
             step_of(ddp, group.rank, 0)
 
     run_ranks(1, body)
+
+
+# ---- tensors that functional_call puts in the places of parameters for one call ----
+
+
+def leaves(module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(p, rank + 1.0).requires_grad_() for name, p in module.named_parameters()}
+
+
+def scaled(module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    return {name: p * (rank + 1.5) for name, p in module.named_parameters()}
+
+
+def one_plain_tensor(module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    return {"module.0.weight": inner(module)[0].weight.detach() * (rank + 0.5)}
+
+
+def parameters_of_another_module(module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    return {f"module.{name}": nn.Parameter(p * (rank + 2)) for name, p in inner(module).named_parameters()}
+
+
+def its_own_in_another_place(module: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    return {"module.2.weight": inner(module)[0].weight}
+
+
+def square() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+
+
+@pytest.mark.parametrize("given", [leaves, scaled, one_plain_tensor, parameters_of_another_module, its_own_in_another_place])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_tensors_of_functional_call_are_the_callers_and_no_change_of_the_module(given: Any, after: int) -> None:
+    first = square()
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group)
+        for step in range(after):
+            step_of(ddp, group.rank, step)
+        tensors = given(ddp, group.rank)
+        before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        functional_call(ddp, tensors, (batch(group.rank, 0),))
+        torch.testing.assert_close({name: tensor.detach() for name, tensor in tensors.items()}, before, rtol=0, atol=0)
+        for step in range(after, after + 3):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(copy.deepcopy(first), 2, step))
+
+    run_ranks(2, body)
+
+
+def test_gradients_through_tensors_that_are_computed_from_the_parameters_are_averaged() -> None:
+    first = square()
+
+    def body(group: ProcessGroup) -> None:
+        ddp, whole = DistributedDataParallel(copy.deepcopy(first), process_group=group), copy.deepcopy(first)
+        for step in range(3):
+            ddp.zero_grad()
+            tensors = {name: p * 1.5 for name, p in ddp.named_parameters()}
+            functional_call(ddp, tensors, (batch(group.rank, step),)).square().sum().backward()
+            whole.zero_grad()
+            for rank in range(2):
+                tensors = {name: p * 1.5 for name, p in whole.named_parameters()}
+                (functional_call(whole, tensors, (batch(rank, step),)).square().sum() / 2).backward()
+            torch.testing.assert_close(gradients(ddp), gradients(whole))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("change", [one_parameter, one_layer_more, there_and_back_anew])
+def test_a_change_before_a_functional_call_is_followed_by_the_next_forward_of_its_own(change: Change) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        whole = copy.deepcopy(first)
+        change(whole, 0)
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group)
+        step_of(ddp, group.rank, 0)
+        change(ddp, group.rank)
+        tensors = parameters_of_another_module(ddp, group.rank)
+        functional_call(ddp, tensors, (batch(group.rank, 0),))
+        for step in range(1, 4):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)
+
+
+def test_buffers_of_functional_call_are_the_callers_and_those_of_the_module_are_synchronised_later() -> None:
+    def body(group: ProcessGroup) -> None:
+        norm = nn.BatchNorm1d(3).double()
+        ddp = DistributedDataParallel(norm, process_group=group)
+        step_of(ddp, group.rank, 0)
+        theirs = {"module.running_mean": torch.full((3,), float(group.rank), dtype=torch.float64)}
+        ddp.eval()
+        with torch.no_grad():
+            functional_call(ddp, theirs, (batch(group.rank, 0),))
+        assert theirs["module.running_mean"].tolist() == [group.rank] * 3
+        ddp(batch(group.rank, 1))
+        mean = batch(0, 0).mean(0) * 0.1  # rank 0's
+        torch.testing.assert_close(norm.running_mean, mean)
+
+    run_ranks(2, body)

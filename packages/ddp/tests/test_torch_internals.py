@@ -104,3 +104,18 @@ def test_inputs_are_moved_unless_this_torch_cannot(monkeypatch: pytest.MonkeyPat
     assert moved_kwargs["mask"].is_meta
     monkeypatch.setattr(torch_internals, "_to_kwargs", None)
     assert torch_internals.moved_to(torch.device("meta"), inputs, kwargs) == (inputs, kwargs)
+
+
+def test_tensors_of_functional_call_are_found_unless_this_torch_has_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asking(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            found.append(torch_internals.given_to_functional_call())
+            return super().forward(inputs)
+
+    found: list[set[int]] = []
+    layer, bias = Asking(2, 1), torch.zeros(1)
+    torch.func.functional_call(layer, {"bias": bias}, (torch.ones(2),))
+    layer(torch.ones(2))
+    monkeypatch.setattr(torch_internals, "_functional_call", None)
+    torch.func.functional_call(layer, {"bias": bias}, (torch.ones(2),))
+    assert found == [{id(bias)}, set(), set()]

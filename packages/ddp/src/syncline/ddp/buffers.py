@@ -69,7 +69,15 @@ class Buffers:
     @property
     def are_due(self) -> bool:
         """Whether the next forward synchronises the buffers."""
-        return self.are_stale and self.enabled and self._exist
+        return self.are_stale and self.enabled and self._exist and not self.are_out_of_reach
+
+    @property
+    def are_out_of_reach(self) -> bool:
+        """Whether `torch.func.functional_call` has put other tensors, which are the caller's, in the places of buffers."""
+        if not self._exist:
+            return False
+        given = torch_internals.given_to_functional_call()
+        return bool(given) and any(id(buffer) in given for _, buffer in self._state.buffers())
 
     def broadcast(self, group: ProcessGroup, root: int) -> None:
         """Give every rank the root's buffers, in place. A collective."""

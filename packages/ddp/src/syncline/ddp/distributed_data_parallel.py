@@ -279,6 +279,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Prepare a forward. Return the inputs on the module's device, and the futures for which the end of backward waits."""
+        # The script may have assigned another module to this attribute.
+        self._state.module = self.module
         # A forward without gradients averages nothing, so a change of the module can wait.
         if has_backward and self._watch.is_due(self._reducer.reductions):
             self._follow_module()
@@ -312,8 +314,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         A collective, if the module has changed: the ranks compare the module. With `init_sync` they also get rank 0's values of
         the new parameters.
         """
-        # The script may have assigned another module to this attribute.
-        self._state.module = self.module
         watch = self._watch
         if not watch.has_changed():
             if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
@@ -382,7 +382,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
         # As in torch, only a forward whose backward averages gradients counts as a change of the buffers.
-        self._buffer_sync.are_stale = will_reduce
+        # Buffers that were out of reach in this forward may still differ.
+        self._buffer_sync.are_stale = will_reduce or self._buffer_sync.are_out_of_reach
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
@@ -454,7 +455,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         This happens at the first forward, because the script may attach optimizers after construction.
         """
         if not self._has_adopted_optimizers:
-            self.fused_optimizer.adopt(parameter for _, parameter in self._state.parameters())
+            self.fused_optimizer.adopt(self._reducer.parameters)
             self._has_adopted_optimizers = True
 
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:

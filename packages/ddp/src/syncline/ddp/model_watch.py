@@ -19,7 +19,7 @@ from syncline.collectives.internal import disable_dynamo
 from syncline.reducer import is_worth_a_look
 
 from .module_state import ModuleState
-from .torch_internals import own_parameters
+from .torch_internals import given_to_functional_call, own_parameters
 
 _requires_grad_of = operator.attrgetter("requires_grad")
 
@@ -43,6 +43,12 @@ class ModelWatch:
     Deleting or freezing a parameter gives no sign, because freezing for a while (the two players of a GAN) must cost nothing.
     If the whole module is frozen, no gradient comes, and nothing is averaged. If only some parameters are deleted or frozen,
     the end of backward raises an error that names them, unless unused parameters are allowed.
+
+    Note [Tensors that stand in for parameters]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    For the time of one call, `torch.func.functional_call` puts other tensors into the places of parameters. These tensors are
+    the caller's: plain tensors, results of a computation, or parameters of another module. The module itself has not changed,
+    and its own parameters are out of reach. So no look is due in such a forward, and the next forward without them looks.
 
     Args:
         state: lists the parameters and buffers of the watched module.
@@ -75,20 +81,33 @@ class ModelWatch:
             for place in places
             if isinstance(place, dict)  # a ScriptModule has another type of object here
             for name, parameter in place.items()
-            if id(parameter) in self._known
         ]
         self._buffers = {id(buffer) for _, buffer in self._state.buffers()}
 
     def is_due(self, reductions: int) -> bool:
         """Whether a look for changes is due before a forward. `reductions` counts the backwards that averaged gradients."""
         if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
-            return True
+            return not self._has_stand_ins()
         # Several forwards may come between two backwards that average gradients; one look is enough.
         if reductions == self._looked_after or not is_worth_a_look(reductions):
             return False
+        differs = not all(place.get(name) is parameter for place, name, parameter in self._places)
+        if differs and self._has_stand_ins():  # they hide the module's own parameters, so look in the next forward
+            return False
         self._looked_after = reductions
-        self.has_sign = not all(place.get(name) is parameter for place, name, parameter in self._places)
-        return self.has_sign
+        self.has_sign = differs
+        return differs
+
+    def _has_stand_ins(self) -> bool:
+        """Whether a tensor is in the place of a parameter only for a while. See Note [Tensors that stand in for parameters]."""
+        noted = {(id(place), name): parameter for place, name, parameter in self._places}
+        given = given_to_functional_call()
+        return any(
+            noted.get((id(place), name)) is not tensor and (id(tensor) in given or not _is_own(tensor))
+            for place in map(own_parameters, self._state.module.modules())
+            for name, tensor in place.items()
+            if tensor is not None
+        )
 
     def has_changed(self) -> bool:
         """Whether the module has other parameters than at the last `take_note`, or a parameter has changed since then.
@@ -124,6 +143,11 @@ def _kind(name: str, parameter: Any) -> Sequence[object]:
     if is_lazy(parameter):  # a lazy parameter has no shape yet
         return name, id(parameter)
     return name, id(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be a module's own parameter, which an optimizer trains."""
+    return isinstance(tensor, torch.nn.Parameter) and tensor.is_leaf
 
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run while the lock is held, and may call into this module
