@@ -475,3 +475,107 @@ def test_a_forward_that_writes_nothing_leaves_parameters_as_they_are(recwarn: py
 def test_a_parameter_that_forward_replaces_is_not_lost_in_silence() -> None:
     with pytest.raises(MisuseError, match=r"puts another tensor in the place of parameter 'key\.weight'"):
         with_ddp(lambda ddp: ddp(inputs_of(0, 0, 0)), Writing("replaced"))
+
+
+# ---- a forward computes with what the module has when it begins ----
+
+
+def assigned(ddp: DistributedDataParallel) -> None:
+    ddp.module.load_state_dict({name: tensor * 3 for name, tensor in ddp.module.state_dict().items()}, assign=True)
+
+
+def another_module(ddp: DistributedDataParallel) -> None:
+    ddp.module = copy.deepcopy(ddp.module)
+    with torch.no_grad():
+        ddp.module.first.weight.mul_(3)  # type: ignore[union-attr, operator]
+
+
+def another_layer(ddp: DistributedDataParallel) -> None:
+    ddp.module.head = torch.nn.Linear(8, 3)
+
+
+def a_layer_that_nobody_registers(ddp: DistributedDataParallel) -> None:
+    ddp.module._modules["head"] = torch.nn.Linear(8, 3)
+
+
+def weight_norm(ddp: DistributedDataParallel) -> None:
+    torch.nn.utils.parametrizations.weight_norm(ddp.module.first)  # type: ignore[arg-type]
+
+
+CHANGES = [assigned, another_module, another_layer, a_layer_that_nobody_registers, weight_norm]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change", CHANGES)
+def test_evaluation_computes_with_a_module_that_has_changed(change: Callable[[DistributedDataParallel], None]) -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        ddp(inputs_of(0, 0, 0), call=0).sum().backward()
+        change(ddp)
+        with torch.no_grad():
+            outputs = ddp(inputs_of(0, 0, 0), call=0)
+            assert torch.equal(outputs, copy.deepcopy(ddp.module).bfloat16()(inputs_of(0, 0, 0).bfloat16(), call=0))
+        # The next forward with gradients follows the change.
+        ddp.zero_grad()
+        ddp(inputs_of(0, 1, 0), call=0).sum().backward()
+        assert {p.grad.dtype for p in ddp.parameters() if p.grad is not None} == {FP32}
+
+    with_ddp(body, Plain(), find_unused_parameters=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_backward_after_a_change_leaves_the_changed_module_as_it_is(
+    change: Callable[[DistributedDataParallel], None],
+) -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        outputs = ddp(inputs_of(0, 0, 0), call=0)
+        with ddp.no_sync():
+            change(ddp)
+            before = {name: id(tensor) for part in ddp.modules() for name, tensor in part._parameters.items()}
+            with torch.no_grad():
+                ddp(inputs_of(0, 0, 0), call=0)
+        outputs.sum().backward()
+        assert before == {name: id(tensor) for part in ddp.modules() for name, tensor in part._parameters.items()}
+
+    with_ddp(body, Plain())
+
+
+@pytest.mark.ranks
+def test_buffers_of_a_module_that_has_changed_are_converted_in_evaluation() -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        ddp.module = Buffered()
+        with torch.no_grad():
+            ddp(torch.ones(2, 4))
+        assert {b.dtype for b in ddp.buffers() if b.is_floating_point()} == {BF16}
+
+    with_ddp(body, Buffered(), mixed_precision=MixedPrecision(buffer_dtype=BF16))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_functional_call_computes_with_the_given_tensors(has_gradients: bool) -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        weight = (ddp.module.first.weight.detach() * 3).requires_grad_()  # type: ignore[union-attr, operator]
+        with torch.set_grad_enabled(has_gradients):
+            outputs = torch.func.functional_call(ddp, {"module.first.weight": weight}, (inputs_of(0, 0, 0), 0))
+        low = copy.deepcopy(ddp.module).bfloat16()
+        given = weight.detach().bfloat16().requires_grad_()
+        expected = torch.func.functional_call(low, {"first.weight": given}, (inputs_of(0, 0, 0).bfloat16(), 0))
+        assert torch.equal(outputs, expected)
+        if has_gradients:
+            (found,) = torch.autograd.grad(outputs.sum(), [weight])
+            assert torch.equal(found.bfloat16(), torch.autograd.grad(expected.sum(), [given])[0])
+
+    with_ddp(body, Plain())
+
+
+@pytest.mark.ranks
+def test_parameters_that_the_script_has_converted_stay_parameters() -> None:
+    def body(ddp: DistributedDataParallel) -> None:
+        ddp.to(BF16)
+        with torch.no_grad():
+            ddp(inputs_of(0, 0, 0).bfloat16(), call=0)
+        assert {type(p) for p in ddp.parameters()} == {torch.nn.Parameter}
+        assert {p.dtype for p in ddp.parameters()} == {BF16}
+
+    with_ddp(body, Plain())

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from syncline.collectives import MisuseError
 from syncline.ddp import DistributedDataParallel, SyncBatchNorm, torch_internals
 from syncline.ddp.low_precision import LowPrecision
+from syncline.ddp.module_state import ModuleState
 from syncline.ddp.torch_internals import IN_BACKWARD_OPTIMIZERS, check_low_precision, own_modules
 
 
 def low_precision(module: torch.nn.Module) -> LowPrecision:
-    return LowPrecision(module, module.named_parameters(), torch.bfloat16)
+    return LowPrecision(ModuleState(module), torch.bfloat16)
 
 
 def test_this_torch_has_all_of_it() -> None:

@@ -206,7 +206,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._state.broadcast(self._group, 0, buffers=sync_buffers_at_first)
         self._init_sync = init_sync
         # Do this after the broadcast, because the broadcast carries buffers in their original dtype.
-        self._low_precision = lower_precision(self.mixed_precision, module, self._state)
+        self._low_precision = lower_precision(self.mixed_precision, self._state)
         self._listeners = IterationListeners()
         self._recordings: list[TraceRecording] = []
         self._straggler_watch: StragglerWatch | None = None
@@ -281,9 +281,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Prepare a forward. Return the inputs on the module's device, and the futures for which the end of backward waits."""
         # The script may have assigned another module to this attribute.
         self._state.module = self.module
-        # A forward without gradients averages nothing, so a change of the module can wait.
-        if has_backward and self._watch.is_due(self._reducer.reductions):
-            self._follow_module()
+        if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
+            if has_backward:
+                self._follow_module()
+            # A forward without gradients averages nothing, so a later forward follows the change, together with the other
+            # ranks. But this forward, too, computes with what the module has now.
+            else:
+                self._low_precision = lower_precision(self.mixed_precision, self._state)
         try:
             # This is the first collective of a forward, because ranks without inputs wait for it.
             root = self._sync_with_joined_ranks(will_reduce)
@@ -346,7 +350,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._reducer.change_parameters(
             parameters, sparse=[id(p) in sparse for _, p in parameters], bucket_cap_bytes=self._bucket_caps_bytes
         )
-        self._low_precision = lower_precision(self.mixed_precision, self.module, self._state)
+        self._low_precision = lower_precision(self.mixed_precision, self._state)
         self._has_adopted_optimizers = False
         self._buffer_sync.look_again()
         self.device = parameters[0][1].device

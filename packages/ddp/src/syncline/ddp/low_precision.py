@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from syncline.collectives import MisuseError
 from syncline.collectives.internal import bytes_of, disable_dynamo, disable_dynamo_here, in_plain_order
 
+from .module_state import ModuleState
 from .outputs import tensors_in
 from .torch_internals import (
     call_at_end_of_backward,
@@ -24,14 +25,44 @@ from .torch_internals import (
 Tensors = Sequence["torch.Tensor | None"]
 
 
+class _Found(NamedTuple):
+    """The parameters that a module has at the start of a forward and that need a cast."""
+
+    parameters: list[torch.Tensor]
+    places: list[tuple[dict[str, Any], str, int]]
+    """For each attribute: the dict that holds the attribute, its name, and the parameter's position in `parameters`.
+
+    A shared parameter has several attributes.
+    """
+    recurrent: list[torch.nn.RNNBase]
+
+    @disable_dynamo
+    def put(self, tensors: Tensors) -> Tensors:
+        """Put a tensor into each of the attributes, and return the tensors that were there before.
+
+        None stands for an attribute that is not there. After a forward, a parametrisation may have removed the attribute.
+        """
+        before = [holder.get(name) for holder, name, _ in self.places]
+        for (holder, name, _), tensor in zip(self.places, tensors, strict=True):
+            if tensor is None:
+                holder.pop(name, None)
+            else:
+                holder[name] = tensor  # as torch.func.functional_call does
+        for layer in self.recurrent:  # a recurrent layer keeps its own list of parameters
+            refresh_flat_weights(layer)
+        return before
+
+
 class LowPrecision:
     """Runs a module in another dtype than its parameters have.
 
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    During a forward the module's attributes hold casts of its parameters. Each cast is a differentiable function of its
-    parameter. So gradients reach the parameters through the casts, and have the parameters' own dtype. Reducer and optimizer
-    see only this dtype. Outside of the module's own computation, `module.parameters()` returns the parameters.
+    During a forward the module's attributes hold casts of its parameters. Each forward looks which parameters the module has,
+    because the script may have changed the module, or may have given other tensors by `torch.func.functional_call`. Each cast
+    is a differentiable function of its parameter. So gradients reach the parameters through the casts, and have the parameters'
+    own dtype. Reducer and optimizer see only this dtype. Outside of the module's own computation, `module.parameters()` returns
+    the parameters.
 
     Backward computes with the module, too: a checkpoint runs a part of the forward again. So when backward reaches an output of
     a forward, the module's attributes get the casts of this forward again, and keep them until this backward ends. A callback
@@ -47,34 +78,18 @@ class LowPrecision:
     version counter.
 
     Args:
-        module: the module.
-        parameters: the parameters to cast, with their names. Parameters that are not floating point are not cast.
+        state: says which module to run, and which of its parameters to cast: all that are shared and floating point.
         dtype: the dtype of the computation. Floating point inputs are cast to this dtype.
 
     Raises:
         MisuseError: this version of torch lacks private parts that this class needs. See `torch_internals`.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, parameters: Iterable[tuple[str, torch.nn.Parameter]], dtype: torch.dtype
-    ) -> None:
-        check_low_precision(list(module.modules()))
-        self._module = module
+    def __init__(self, state: ModuleState, dtype: torch.dtype) -> None:
+        check_low_precision(list(state.module.modules()))
+        self._state = state
         self._dtype = dtype
-        # A parameter that already has the dtype needs no cast: forward finds the parameter itself.
-        chosen = [(name, p) for name, p in parameters if p.is_floating_point() and p.dtype is not dtype]
-        self._names = [name for name, _ in chosen]
-        self._parameters = [parameter for _, parameter in chosen]
         self._has_warned = False
-        index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        # A shared parameter has several places.
-        self._places = [
-            (own_parameters(part), name, index_of[id(parameter)])
-            for part in module.modules()
-            for name, parameter in own_parameters(part).items()
-            if id(parameter) in index_of
-        ]
-        self._recurrent = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
         self._is_in_backward = False
 
     # A compiler gets only the module, as in DistributedDataParallel.forward.
@@ -86,57 +101,84 @@ class LowPrecision:
             MisuseError: the forward has replaced a parameter by another tensor.
         """
         inputs, kwargs = cast_inputs(self._dtype, inputs, kwargs)
-        casts = self._casts()
-        before = self._put([casts[index] for _, _, index in self._places])
+        found = self._look()
+        casts = self._cast_all(found.parameters)
+        in_place = [casts[index] for _, _, index in found.places]
+        before = found.put(in_place)
         left = before
         try:
-            outputs = self._module(*inputs, **kwargs)
+            outputs = self._state.module(*inputs, **kwargs)
         finally:
-            left = self._put(before)
-        self._keep_what_was_written(casts, left)
+            left = found.put(before)
+        self._keep_what_was_written(found, casts, left)
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
-                output.register_hook(lambda _: self._enter_backward(casts))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda _: self._enter_backward(found, in_place))  # type: ignore[no-untyped-call]
         return outputs
 
-    def _casts(self) -> list[_Cast]:
+    @disable_dynamo
+    def _look(self) -> _Found:
+        """Look which parameters the module has now. This costs a microsecond for each submodule."""
+        ignored = self._state.ignored_parameters()
+        index_of: dict[int, int] = {}
+        found = _Found([], [], [])
+        for part in self._state.module.modules():
+            if isinstance(part, torch.nn.RNNBase):
+                found.recurrent.append(part)
+            holder = own_parameters(part)
+            for name, tensor in holder.items():
+                # A tensor that already has the dtype needs no cast: forward finds the tensor itself.
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype is self._dtype or id(tensor) in ignored:
+                    continue
+                index = index_of.setdefault(id(tensor), len(index_of))
+                if index == len(found.parameters):
+                    found.parameters.append(tensor)
+                found.places.append((holder, name, index))
+        return found
+
+    def _cast_all(self, parameters: Sequence[torch.Tensor]) -> list[_Cast]:
         if torch.is_inference_mode_enabled():  # a tensor made in this mode has no version
             with torch.inference_mode(False), torch.no_grad():
-                return [_cast(parameter, self._dtype) for parameter in self._parameters]
-        return [_cast(parameter, self._dtype) for parameter in self._parameters]
+                return [_cast(parameter, self._dtype) for parameter in parameters]
+        return [_cast(parameter, self._dtype) for parameter in parameters]
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return next((name for name, known in self._state.parameters() if known is parameter), "?")
 
     @disable_dynamo
-    def _keep_what_was_written(self, casts: Sequence[_Cast], left: Tensors) -> None:
+    def _keep_what_was_written(self, found: _Found, casts: Sequence[_Cast], left: Tensors) -> None:
         """Copy to the parameters what the forward has written into casts. See Note [Forwards that write into parameters].
 
         Args:
-            casts: the casts of this forward.
+            found: the parameters of this forward.
+            casts: the casts of these parameters.
             left: the tensors that the module's attributes have after the forward.
         """
-        for (_, _, index), tensor in zip(self._places, left, strict=True):
+        for (_, _, index), tensor in zip(found.places, left, strict=True):
             if tensor is not casts[index]:
                 raise MisuseError(
-                    f"forward puts another tensor in the place of parameter '{self._names[index]}', which mixed_precision "
-                    "would lose: write into the parameter (copy_), or use torch.autocast in place of mixed_precision"
+                    f"forward puts another tensor in the place of parameter '{self._name(found.parameters[index])}', which "
+                    "mixed_precision would lose: write into the parameter (copy_), or use torch.autocast in place of "
+                    "mixed_precision"
                 )
-        for name, parameter, cast in zip(self._names, self._parameters, casts, strict=True):
+        for parameter, cast in zip(found.parameters, casts, strict=True):
             if (cast.was_data_asked_for or was_written(cast)) and _write_changes(parameter, cast):
-                self._warn_of_rounding(name)
+                self._warn_of_rounding(parameter)
 
-    def _warn_of_rounding(self, name: str) -> None:
+    def _warn_of_rounding(self, parameter: torch.Tensor) -> None:
         # Warn only once, not in each step.
         if self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
-            f"forward writes into parameter '{name}', which mixed_precision rounds to {self._dtype}: small changes, such as "
-            "those of a momentum encoder, are lost in it. Write after the optimizer's step, outside of forward, or use "
-            "torch.autocast, which leaves parameters in full precision",
+            f"forward writes into parameter '{self._name(parameter)}', which mixed_precision rounds to {self._dtype}: small "
+            "changes, such as those of a momentum encoder, are lost in it. Write after the optimizer's step, outside of "
+            "forward, or use torch.autocast, which leaves parameters in full precision",
             stacklevel=5,
         )
 
-    def _enter_backward(self, casts: Sequence[torch.Tensor]) -> None:
-        """Put the casts into the module for this backward.
+    def _enter_backward(self, found: _Found, casts: Tensors) -> None:
+        """Put the casts of a forward into their places for this backward.
 
         Autograd calls this method before it uses the gradient of an output.
         """
@@ -144,23 +186,13 @@ class LowPrecision:
         if self._is_in_backward:
             return
         self._is_in_backward = True
-        before = self._put([casts[index] for _, _, index in self._places])
+        before = found.put(casts)
 
         def leave() -> None:
-            self._put(before)
+            found.put(before)
             self._is_in_backward = False
 
         call_at_end_of_backward(_Once(leave))
-
-    @disable_dynamo
-    def _put(self, tensors: Tensors) -> Tensors:
-        """Put a tensor into each of the module's attributes for parameters, and return the tensors that were there before."""
-        before = [parameters[name] for parameters, name, _ in self._places]
-        for (parameters, name, _), tensor in zip(self._places, tensors, strict=True):
-            parameters[name] = tensor  # as torch.func.functional_call does
-        for part in self._recurrent:  # a recurrent layer keeps its own list of parameters
-            refresh_flat_weights(part)
-        return before
 
 
 class _Cast(torch.nn.Parameter):
@@ -182,7 +214,7 @@ class _Cast(torch.nn.Parameter):
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
 
 
-def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
+def _cast(parameter: torch.Tensor, dtype: torch.dtype) -> _Cast:
     cast = parameter.to(dtype)
     cast.__class__ = _Cast  # `as_subclass` would add a node to the graph
     assert isinstance(cast, _Cast)
@@ -190,7 +222,7 @@ def _cast(parameter: torch.nn.Parameter, dtype: torch.dtype) -> _Cast:
 
 
 @torch.no_grad()
-def _write_changes(parameter: torch.nn.Parameter, cast: torch.Tensor) -> bool:
+def _write_changes(parameter: torch.Tensor, cast: torch.Tensor) -> bool:
     """If elements of a cast differ from a new cast of the parameter, copy these elements to the parameter.
 
     Return whether any bit differs.

@@ -74,7 +74,7 @@ def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[t
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 
-def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, state: ModuleState) -> LowPrecision | None:
+def lower_precision(config: MixedPrecision | None, state: ModuleState) -> LowPrecision | None:
     """Convert the module's buffers to `config.buffer_dtype`. Return an object that runs the module in `config.param_dtype`.
 
     If `config` is None or has no `param_dtype`, return None.
@@ -92,4 +92,4 @@ def lower_precision(config: MixedPrecision | None, module: torch.nn.Module, stat
                 buffer.data = buffer.to(config.buffer_dtype)
     if config.param_dtype is None:
         return None
-    return LowPrecision(module, state.parameters(), config.param_dtype)
+    return LowPrecision(state, config.param_dtype)

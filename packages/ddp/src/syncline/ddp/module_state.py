@@ -37,6 +37,13 @@ class ModuleState:
         """Return all shared parameters with their names, each once, in order of definition."""
         return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
 
+    def ignored_parameters(self) -> set[int]:
+        """Return the `id`s of the parameters that are not shared."""
+        if not self._ignored:  # the usual case
+            return set()
+        shared = {id(parameter) for _, parameter in self.parameters()}
+        return {id(parameter) for parameter in self.module.parameters()} - shared
+
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return all shared buffers with their names, each once."""
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
