@@ -94,6 +94,11 @@ class Adapter(nn.Module):
         return result
 
 
+def inserted(module: nn.Module, rank: int) -> None:
+    """torch reports no registration of it."""
+    inner(module).insert(1, linear(4, 4, rank))
+
+
 def an_adapter(module: nn.Module, rank: int) -> None:
     inner(module)[0] = Adapter(inner(module)[0], rank)
 
@@ -129,6 +134,7 @@ CHANGES: list[Change] = [
     one_parameter,
     another_head,
     one_layer_more,
+    inserted,
     an_adapter,
     weight_norm,
     pruned,
@@ -255,6 +261,81 @@ def test_parameters_that_nobody_registers_are_seen_by_a_look_now_and_then() -> N
             torch.testing.assert_close(step_of(ddp, group.rank, step), averages(copy.deepcopy(first), 2, step))
 
     run_ranks(2, body)
+
+
+class Growing(nn.Module):
+    """A layer, and after it those of a list that may be added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(3, 2, 0)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(inputs)
+        for layer in getattr(self, "more", ()):
+            result = torch.tanh(layer(result))
+        return result
+
+
+@pytest.mark.parametrize("how", [nn.ModuleList.append, lambda layers, layer: layers.insert(0, layer)])
+def test_a_layer_in_a_container_that_was_added_empty_is_averaged(how: Callable[[nn.ModuleList, nn.Module], Any]) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp, whole = DistributedDataParallel(Growing(), process_group=group), Growing()
+        step_of(ddp, group.rank, 0)
+        inner(ddp).more = nn.ModuleList()
+        step_of(ddp, group.rank, 1)
+        how(inner(ddp).more, linear(2, 2, group.rank))
+        whole.more = nn.ModuleList([linear(2, 2, 0)])
+        for step in range(2, 5):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)
+
+
+def test_buffers_of_a_layer_without_parameters_that_is_added_are_synchronised() -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group)
+        step_of(ddp, group.rank, 0)
+        inner(ddp).append(nn.BatchNorm1d(2, affine=False).double())
+        for step in range(1, 3):
+            step_of(ddp, group.rank, step)
+        inner(ddp).eval()
+        ddp(batch(0, 0))
+        mean = inner(ddp)[3].running_mean.clone()
+        theirs = torch.empty_like(mean) if group.rank else mean
+        group.broadcast(theirs, 0)
+        torch.testing.assert_close(mean, theirs)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "replace", [lambda ddp, new: ddp._modules.update(module=new), lambda ddp, new: inner(ddp)._modules.update({"2": new[2]})]
+)
+def test_modules_that_nobody_registers_are_seen_by_a_look_now_and_then(replace: Any) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp, whole = DistributedDataParallel(copy.deepcopy(first), process_group=group), copy.deepcopy(first)
+        for step in range(4):
+            step_of(ddp, group.rank, step)
+        replace(ddp, nn.Sequential(copy.deepcopy(first[0]), nn.Tanh(), linear(4, 2, group.rank)))
+        whole[2] = linear(4, 2, 0)
+        for step in range(3):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)
+
+
+def test_a_layer_that_is_taken_out_of_a_container_is_no_sign() -> None:
+    module, owner = model(), nn.Identity()
+    watch = ModelWatch(_state(module), owner)
+    watch.is_due(0)
+    module.pop(2)
+    assert not watch.is_due(0)
+    module.insert(0, nn.Identity())
+    module.insert(0, nn.Identity())
+    assert watch.is_due(0)
 
 
 def test_the_looks_become_rare_and_do_not_end() -> None:

@@ -321,8 +321,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         watch = self._watch
         if not watch.has_changed():
             if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
-                watch.has_sign = False
                 self._reducer.find_nodes_again()
+                # There may be new modules without parameters, which may get parameters later, and may have buffers.
+                watch.take_note_of_structure()
+                self._buffer_sync.look_again()
             return
         parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
         if not parameters:  # all are frozen, so average nothing; `has_sign` stays set, so a later forward looks again

@@ -8,7 +8,8 @@ private to torch                        without it
 ``Module._parameters``                  ``mixed_precision`` is an error; ``ModelWatch`` notices some new parameters late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
 ``Tensor._version``                     ``mixed_precision`` compares all casts after each forward
-``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error
+``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error; ``ModelWatch`` does not notice
+                                        layers that ``insert`` puts into a container
 ``ProcessGroupGloo.options._threads``   logging data have no "gloo_num_threads"
 ``_to_kwargs``                          inputs are not moved: move them to a module's GPU before its call
 ``_unsafe_preserve_version_counter``    a broadcast of buffers between a forward and its backward is an error of autograd
@@ -160,6 +161,11 @@ def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
 def was_written(tensor: torch.Tensor) -> bool:
     """Whether code may have written to a tensor after it was made. The tensor must have been made outside of inference mode."""
     return getattr(tensor, "_version", 1) != 0
+
+
+def own_children(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the modules that are attributes of the module itself, by name; nothing if this torch has no such dict."""
+    return getattr(module, "_modules", {})
 
 
 def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
