@@ -75,6 +75,52 @@ def test_it_adds_zeros_and_keeps_its_gradients(world_size: int, as_view: bool, o
             torch.testing.assert_close(gradient, total / world_size, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("as_view", VIEWS)
+def test_gradients_that_are_there_are_reduced_without_a_backward(as_view: bool) -> None:
+    """Rank 0 has gradients of p0 and p1, and the others run a backward to p0 and p3. Nobody uses p2."""
+
+    def body(group: ProcessGroup) -> list[torch.Tensor | None]:
+        parameters = make_parameters()
+        reducer = Reducer(parameters, group, bucket_cap_bytes=0, gradient_as_bucket_view=as_view, find_unused_parameters=True)
+        calls: list[int] = []
+        for step in range(2):
+            for _, parameter in parameters:
+                parameter.grad = None
+            if group.rank == 0:
+                for index in (0, 1):
+                    parameters[index][1].register_hook(lambda _: calls.append(0))  # type: ignore[no-untyped-call]
+                    parameters[index][1].grad = coefficient(0, index, step)
+                parameters[2][1].grad = torch.full((3,), OWN, dtype=torch.float64)
+                reducer.reduce_gradients([0, 1])
+            else:
+                (parameters[0][1] * coefficient(group.rank, 0, step)).sum().add(
+                    (parameters[3][1] * coefficient(group.rank, 3, step)).sum()
+                ).backward()
+        assert calls == []
+        assert reducer.reductions == 2
+        return [parameter.grad for _, parameter in parameters]
+
+    results = run_ranks(3, body)
+    there = {0: (0, 1, 2), 1: (0,), 3: (1, 2)}
+    for rank, found in enumerate(results):
+        for index, ranks in there.items():
+            expected = torch.stack([coefficient(each, index, 1) for each in ranks]).sum(0) / 3
+            torch.testing.assert_close(found[index], expected, rtol=1e-14, atol=0)
+        assert (found[2] is None) == (rank != 0)
+    assert results[0][2] is not None
+    assert results[0][2].tolist() == [OWN] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"skip_all_reduce_unused_params": True}], ids=str)
+def test_reducing_without_a_backward_needs_parameters_that_may_be_unused(options: dict[str, bool]) -> None:
+    def body(group: ProcessGroup) -> None:
+        reducer = Reducer(make_parameters(), group, find_unused_parameters=bool(options), **options)
+        with pytest.raises(MisuseError, match="find_unused_parameters=True"):
+            reducer.reduce_gradients([])
+
+    run_ranks(1, body)
+
+
 def test_views_keep_their_values() -> None:
     """Gradients that lie in the buckets, through which those of the others travel."""
 

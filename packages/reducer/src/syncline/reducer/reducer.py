@@ -501,6 +501,40 @@ class Reducer(Inherited):
             self._arrival_order.learned = [index for bucket in self.buckets for index in bucket.indices]
         self._reset()
 
+    def reduce_gradients(self, indices: Collection[int]) -> None:
+        """Take part in one backward of the other ranks with the gradients that this rank has already.
+
+        Issues the collectives of a backward without a forward, and delivers the reduced gradients. Autograd does not run, so
+        hooks of the user do not run either. `on_begin` and `on_iteration` are not called.
+
+        Args:
+            indices: the parameters whose gradients this rank adds.
+
+        Raises:
+            MisuseError: the previous backward never ended; or the reducer has other options than `find_unused_parameters`, so
+                that it would learn from a backward.
+        """
+        self._check_idle("reduce_gradients")
+        if not self._find_unused or self._is_static or self._skip_unused:
+            raise MisuseError("reduce_gradients needs find_unused_parameters=True, without static_graph and without skipping")
+        self._count_unsynchronized()
+        self._build_if_due()
+        with self._lock, torch.inference_mode(False):
+            self.statistics = IterationStatistics(time.perf_counter())
+            self.statistics.backward_started = self.statistics.forward_started
+            # Earlier backwards need not be counted: `indices` says which gradients there are.
+            self._usage.reset()
+            self._usage.shadow_backward()
+            self._usage.accumulated(list(indices), ())
+            self._running = self._make_running()
+            self._running.start(range(len(self.buckets)), is_last=True)
+        with torch.inference_mode(False):
+            self._running.finish(self._on_delivery, self._extra_futures)
+        self._sync_policy.reduced()
+        self.reductions += 1
+        self._extra_futures = []
+        self._reset()
+
     def check_finalized(self) -> None:
         """Raise a MisuseError if a backward has begun to reduce and has not ended."""
         self._check_idle("check_finalized")
