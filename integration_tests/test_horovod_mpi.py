@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import syncline.horovod as hvd
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
@@ -710,6 +712,286 @@ def test_too_many_backwards_before_a_step_are_an_error(passes: int) -> None:
     if hvd.size() > 1:
         with pytest.raises(MisuseError, match="backward_passes_per_step"):
             loss_of(model, hvd.rank(), 3).backward()
+
+
+# What each rank does in a step: for each backward, the part of the model (0 or 1) whose loss it is. Rank 0, and the others.
+PLANS: dict[str, tuple[int, Callable[[bool, int], list[int]]]] = {
+    "two-losses": (1, lambda _first, _step: [0, 1]),
+    "one-rank-has-fewer": (1, lambda first, step: [0, 1] if first or step % 2 else [0]),
+    "ranks-take-turns": (1, lambda first, step: [0] if step % 4 == (1 if first else 3) else [0, 1]),
+    "in-different-orders": (1, lambda first, _step: [0, 1] if first else [1, 0]),
+    "other-parts": (1, lambda first, _step: [0] if first else [1]),
+    "each-loss-twice": (2, lambda _first, _step: [0, 1, 0, 1]),
+    "one-loss-after-the-other": (2, lambda first, _step: [0, 0, 1, 1] if first else [1, 1, 0]),
+    "a-loss-is-added-later": (1, lambda first, step: [0, 1] if step > 1 and first else [0]),
+}
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_ranks_may_run_other_backwards_in_the_same_step(plan: tuple[int, Callable[[bool, int], list[int]]], op: Any) -> None:
+    passes, parts_of = plan
+    model, expected = (torch.nn.ModuleList([net(1), net(2)]) for _ in range(2))
+    optimizer, local = wrapped(model, op=op, backward_passes_per_step=passes), sgd(expected)
+
+    def losses(trained: Any, rank: int, step: int) -> list[torch.Tensor]:
+        parts = parts_of(rank == 0, step)
+        return [loss_of(trained[part], rank, 100 * step + 10 * part + number) for number, part in enumerate(parts)]
+
+    for step in range(6):
+        optimizer.zero_grad()
+        for loss in losses(model, hvd.rank(), step):
+            loss.backward()
+        optimizer.step()
+        local.zero_grad()
+        total = torch.stack([loss for rank in range(hvd.size()) for loss in losses(expected, rank, step)]).sum()
+        (total if op is hvd.Sum else total / hvd.size()).backward()
+        for parameter in expected.parameters():  # a parameter that no rank reached gets zeros
+            if parameter.grad is None and hvd.size() > 1:
+                parameter.grad = torch.zeros_like(parameter)
+        local.step()
+        assert_same(model, expected)
+
+
+def test_the_sum_of_a_gradient_that_was_summed_before_is_an_error_on_every_rank() -> None:
+    if hvd.size() == 1:
+        return
+    model = torch.nn.ModuleList([net(1), net(2)])
+    optimizer = wrapped(model, op=hvd.Sum)
+    for step in range(4):
+        optimizer.zero_grad()
+        # So far, a step had one backward. So the first backward of the last step is reduced, with both parts.
+        for part in [0, 1] if step == 3 and hvd.rank() == 0 else [1, 0] if step == 3 else [step % 2]:
+            loss_of(model[part], hvd.rank(), step).backward()
+        if step < 3:
+            optimizer.step()
+    with pytest.raises(MisuseError, match="sum of the losses"):
+        optimizer.step()
+
+
+def test_gradients_are_combined_when_backward_returns() -> None:
+    """From the second step on. So communication overlaps with backward, also if backward leaves out parameters."""
+    model = torch.nn.ModuleList([net(1), net(2)])
+    optimizer = wrapped(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model[0], hvd.rank(), step).backward()
+        if step > 0:
+            mean = torch.stack(hvd.allgather_object(model[0][0].weight.grad)).mean(0)
+            assert torch.equal(mean, model[0][0].weight.grad)
+        optimizer.step()
+
+
+def test_users_hooks_run_once_in_a_step() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    calls: list[str] = []
+
+    def halve(parameter: torch.Tensor) -> None:
+        calls.append("after")
+        parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    def add_one(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append("before")
+        return gradient + 1
+
+    weight.register_hook(add_one)  # type: ignore[no-untyped-call]
+    weight.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad()
+        if step != 1:  # a step without a backward
+            (weight * (hvd.rank() + 1.0)).sum().backward()
+        optimizer.synchronize()
+        mean = 0.0 if step == 1 else ((hvd.size() + 1) / 2 + 1) / 2
+        if hvd.size() > 1 or step != 1:
+            torch.testing.assert_close(weight.grad, torch.full((3,), mean))
+    assert calls == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=str)
+def test_parameters_that_are_unfrozen_are_combined(op: Any) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = wrapped(model, op=op)
+    start = model[0].weight.detach().clone()
+    for step in range(4):
+        if step == 2:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        assert torch.equal(model[0].weight, start) == (step < 2)
+        copies = hvd.allgather_object([parameter.detach() for parameter in model.parameters()])
+        assert all(torch.equal(one, other) for each in copies for one, other in zip(each, copies[0], strict=True))
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=str)
+def test_an_optimizer_may_have_only_frozen_parameters(op: Any) -> None:
+    model = net().requires_grad_(False)
+    start = copy.deepcopy(model)
+    optimizer = wrapped(model, op=op)
+    optimizer.zero_grad()
+    optimizer.step()
+    for parameter, other in zip(model.parameters(), start.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_gradients_that_the_script_sets_are_combined_in_every_step() -> None:
+    model = net()
+    extra = torch.nn.Parameter(torch.zeros(2))
+    named = [*model.named_parameters(), ("extra", extra)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([each for _, each in named], lr=0.1), named)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 2:
+            extra.grad = torch.full((2,), hvd.rank() + step + 1.0)
+        loss_of(model, hvd.rank(), step).backward()
+        extra.grad = torch.full((2,), hvd.rank() + step + 1.0)
+        optimizer.synchronize()
+        assert extra.grad.tolist() == [(hvd.size() + 1) / 2 + step] * 2
+
+
+def test_a_step_that_is_left_out_after_synchronize_does_not_change_the_next_step() -> None:
+    for passes in (1, 2):
+        model, expected = net(), net()
+        optimizer, local = wrapped(model, backward_passes_per_step=passes), sgd(expected)
+        for step in range(4):
+            optimizer.zero_grad()
+            for number in range(passes if step != 2 else passes - 1):
+                loss_of(model, hvd.rank(), passes * step + number).backward()
+            if step == 1:
+                optimizer.synchronize()
+                continue
+            optimizer.step()
+            local.zero_grad()
+            losses = [
+                loss_of(expected, rank, passes * step + number)
+                for rank in range(hvd.size())
+                for number in range(passes if step != 2 else passes - 1)
+            ]
+            if losses:
+                (torch.stack(losses).sum() / hvd.size()).backward()
+            elif hvd.size() > 1:
+                for parameter in expected.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            local.step()
+            assert_same(model, expected)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_reentrant_checkpoints(passes: int) -> None:
+    def loss(layers: Any, rank: int, step: int) -> torch.Tensor:
+        inner = checkpoint(
+            layers[2], checkpoint(layers[1], layers[0](batch(rank, step)[0]), use_reentrant=True), use_reentrant=True
+        )
+        return layers[4](layers[3](inner)).square().mean()
+
+    model, expected = net(), net()
+    optimizer, local = wrapped(model, backward_passes_per_step=passes), sgd(expected)
+    for step in range(3):
+        optimizer.zero_grad()
+        local.zero_grad()
+        for number in range(passes):
+            loss(model, hvd.rank(), passes * step + number).backward()
+            for rank in range(hvd.size()):
+                (loss(expected, rank, passes * step + number) / hvd.size()).backward()
+        optimizer.step()
+        local.step()
+    assert_same(model, expected)
+
+
+def test_a_closure_runs_before_its_gradients_are_combined() -> None:
+    model = net()
+    optimizer = wrapped(model)
+
+    def closure(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        optimizer.step(lambda step=step: closure(step))
+    assert_same(model, train_locally(net(), 3))
+
+
+def test_an_optimizer_goes_on_after_shutdown_and_init() -> None:
+    hvd.shutdown()
+    with as_default(None):  # groups of its own, which `shutdown` closes
+        hvd.init()
+        model = net()
+        optimizer = wrapped(model)
+        for step in range(4):
+            if step == 2:
+                hvd.shutdown()
+                hvd.init()
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+        assert_same(model, train_locally(net(), 4))
+        hvd.shutdown()
+
+
+def test_an_optimizer_that_the_script_drops_is_gone_at_once() -> None:
+    gc.disable()
+    try:
+        model = net()
+        for _ in range(2):
+            optimizer = wrapped(model)
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of(model, hvd.rank(), step).backward()
+                optimizer.step()
+            del optimizer
+    finally:
+        gc.enable()
+    assert_same(model, train_locally(train_locally(net(), 2), 2))
+
+
+def test_optimizers_are_numbered_alike_where_some_are_gone() -> None:
+    kept = wrapped(net(5))
+    if hvd.rank() == 0:
+        del kept
+    model, expected = net(), net()
+    optimizer, local = wrapped(model), sgd(expected)
+    hvd.shutdown()
+    hvd.init()
+    there = range(1 if hvd.size() > 1 else 0, hvd.size())
+    for step in range(3 if hvd.rank() in there else 0):  # rank 0 joins at once
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join())
+    for step in range(3):
+        local.zero_grad()
+        (torch.stack([loss_of(expected, rank, step) for rank in there]).sum() / hvd.size()).backward()
+        local.step()
+    assert_same(model, expected)
+
+
+def test_sparse_gradients_may_come_late() -> None:
+    def table() -> torch.nn.Module:
+        torch.manual_seed(3)
+        return torch.nn.ModuleDict({"table": torch.nn.Embedding(8, 3, sparse=True), "head": torch.nn.Linear(3, 1)}).double()
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        rows = torch.ones(3, 3).double() if step == 0 else model["table"](torch.tensor([rank, (rank + step) % 8, 7]))
+        return model["head"](rows).square().mean()
+
+    model, expected = table(), table()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    local = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, hvd.rank(), step).backward()
+        optimizer.synchronize()
+        assert step == 0 or model["table"].weight.grad.is_sparse
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        local.zero_grad()
+        (torch.stack([loss(expected, rank, step) for rank in range(hvd.size())]).sum() / hvd.size()).backward()
+        local.step()
+    assert_same(model, expected)
 
 
 @pytest.mark.parametrize("as_dense", [False, True])

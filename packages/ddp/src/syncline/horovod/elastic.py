@@ -28,7 +28,6 @@ from torch.utils.data import Sampler
 from syncline.collectives import ProcessGroup, RankGivenUpError, StoreError, TransportError
 from syncline.collectives.internal import replace_default_group
 
-from .optimizer import regroup
 from .state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .world import rank, replace_world, size, world
 
@@ -107,7 +106,6 @@ def _recover(error: TransportError) -> None:
 def _go_on(group: ProcessGroup) -> None:
     replace_default_group(world().group, group)
     replace_world(group)
-    regroup()
 
 
 class State:

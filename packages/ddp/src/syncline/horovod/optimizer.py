@@ -1,11 +1,20 @@
 """DistributedOptimizer averages gradients during backward for the optimizer that it wraps.
 
-::
+Note [The reductions of a step]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A step has the same reductions on every rank, however many backwards the rank runs, and whatever these backwards reach::
 
-    step 1         backward adds to this rank's gradients; `synchronize` finds sparse gradients, makes a `Reducer`, reduces
-    later steps    backward ──► Reducer: buckets are reduced while backward goes on
-    a rank without a backward (or with too few)     `synchronize` runs a backward that adds zeros, so the rank takes part
-    a rank that has called `join`                   takes part with zeros when the other ranks reduce
+    1. one reduction of all gradients       in the step's last backward, or in `synchronize`
+    2. an agreement                         in `synchronize`: each rank says which gradients reduction 1 has left out
+    3. one reduction of the rest            in `synchronize`, only if some rank has a rest
+
+The last backward of a step is the one whose number in the step no rank has exceeded so far. So reduction 1 overlaps with
+this backward, and a rank with fewer backwards reduces the gradients that it has in `synchronize`. A rest comes from a backward
+after the expected last one, from a gradient that the script has set, or from a parameter that gets its first gradient. The
+first step of an optimizer consists of the agreement and the rest: the reducer is made when the ranks know which gradients there
+are, and which of these gradients are sparse.
+
+A rank that has called `join` takes part in all three with zeros.
 
 The reducer asks autograd which parameters a backward will not reach. So different ranks may reach different parameters. See
 `DynamicUsage`.
@@ -18,8 +27,9 @@ import os
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -34,14 +44,30 @@ from syncline.collectives import (
 )
 from syncline.collectives.internal import message_device
 from syncline.reducer import GradBucket, Reducer
-from syncline.reducer.torch_internals import current_backward
+from syncline.reducer.gradient_hooks import GradientHooks
+from syncline.reducer.torch_internals import call_at_backward_end, current_backward, hookable
 
 from .collectives import REDUCTIONS, Adasum, Average, Compression, Compressor, Op, Sum, _announce_complete
-from .world import ProcessSet, World, global_process_set, world
+from .world import ProcessSet, World, call_with_each_world, global_process_set, is_initialized, world
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
 _DEFAULT_CAPS_BYTES = [1 << 20, 25 << 20]
+
+# The largest number of a backward in the agreement, which has a byte for it. No backward has this number.
+_NEVER = 255
+
+
+class _Rest(IntEnum):
+    """What a rank has left to reduce of a parameter. The ranks agree on the largest value."""
+
+    NOTHING = 0
+    DENSE = 1
+    SPARSE = 2
+    DENSIFIED = 3
+    """The gradient was sparse, and was made dense."""
+    TWICE = 4
+    """A gradient that came after another one was combined, so that both cannot be told apart any more."""
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -58,8 +84,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make an optimizer that steps with the gradients of all ranks. Its class derives from the class of `optimizer`.
 
-    Gradients are combined while backward runs. If a rank did not reach a parameter, the rank's gradient of this parameter
-    counts as zeros. Parameters that no rank reached get zeros. To read or clip gradients before the step, call
+    Gradients are combined while a step's last backward runs, or in `synchronize`; see Note [The reductions of a step]. If a
+    rank did not reach a parameter, the rank's gradient of this parameter counts as zeros. Parameters that no rank reached get
+    zeros. To read or clip gradients before the step, call
     `optimizer.synchronize()`, then step within `with optimizer.skip_synchronize():`. The new optimizer shares options and state
     with the given optimizer, which must not step any more.
 
@@ -68,8 +95,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named_parameters: names for error messages, usually `model.named_parameters()`. All parameters of the optimizer must
             have names here.
         compression: the compressor for the gradients that are sent.
-        backward_passes_per_step: the number of backwards before a step. Every backward adds to this rank's gradients. Only the
-            last backward reduces the gradients over the ranks.
+        backward_passes_per_step: how many gradients a parameter may get before a step. Every backward adds to this rank's
+            gradients. Only the last backward reduces the gradients over the ranks.
         op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum` each rank first steps with its own
             gradients, and then the changes of the parameters are combined.
         gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum over the ranks, and
@@ -118,12 +145,11 @@ class _Distributed:
 
     _combining: _GradientCombining | _StepCombining
     _should_synchronize = True
-    _is_synchronized = False
 
     def synchronize(self) -> None:
         """Combine the gradients in place, and wait for the result. Every rank calls this method, or `step`."""
         self._combining.synchronize()
-        self._is_synchronized = True
+        self._combining.is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -136,9 +162,14 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `synchronize`, unless the script has called it in this step. Then step the optimizer."""
+        """Call `synchronize`, unless the script has called it in this step. Then step the optimizer.
+
+        With a closure, call `synchronize` after each call of the closure.
+        """
         if self._should_synchronize:
-            if self._is_synchronized:
+            if closure is not None:
+                closure = self._synchronizing(closure)
+            elif self._combining.is_synchronized:
                 warnings.warn(
                     "optimizer.step() was called after optimizer.synchronize() outside of optimizer.skip_synchronize(): the "
                     "gradients are not combined again",
@@ -146,8 +177,18 @@ class _Distributed:
                 )
             else:
                 self.synchronize()
-        self._is_synchronized = False
+        self._combining.is_synchronized = False
         return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            loss = closure()
+            # The closure itself may call `synchronize`, to clip gradients.
+            if not self._combining.is_synchronized:
+                self.synchronize()
+            return loss
+
+        return call
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Call the optimizer's `zero_grad`, and count the backwards of a step from 0 again."""
@@ -167,7 +208,6 @@ class _Distributed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Call the optimizer's `load_state_dict`, and count the backwards of a step from 0 again."""
         self._combining.forget()
-        self._is_synchronized = False
         super().load_state_dict(state_dict)  # type: ignore[misc]  # the optimizer's
 
     @property
@@ -183,27 +223,30 @@ class _Distributed:
 # ---- gradients, during backward ----
 
 
-_living: list[weakref.ref[_GradientCombining]] = []
+# All optimizers that were made, also those that are gone: the place in this list numbers an optimizer on all ranks alike.
+_made: list[weakref.ref[_GradientCombining]] = []
 
 
-def regroup() -> None:
-    """Let all `DistributedOptimizer`s use the new group. `elastic` calls this after `replace_world`.
-
-    Optimizers change over in the order in which they were made, which must be the same on all ranks.
-    """
-    for reference in list(_living):
+@call_with_each_world
+def _enter_world() -> None:
+    """Let all `DistributedOptimizer`s use the present world, in the order in which they were made."""
+    for reference in _made:
         combining = reference()
-        if combining is None:
-            _living.remove(reference)
-        else:
+        if combining is not None:
             combining.enter_world()
+        elif is_initialized():
+            # Another rank may still have this optimizer, so its numbers stay taken.
+            _add_steps(world(), _Gone())
 
 
 class _GradientCombining:
-    """Combines gradients through a `Reducer`, which the first `synchronize` makes.
+    """Combines gradients through a `Reducer`. See Note [The reductions of a step].
+
+    Parameters have numbers, in the order of the optimizer. The reducer has those parameters that have ever got a gradient.
 
     Attributes:
-        passes: the number of backwards in a step.
+        passes: the number of gradients that a parameter may get in a step.
+        is_synchronized: whether `synchronize` was called after the latest backward.
     """
 
     def __init__(
@@ -218,55 +261,72 @@ class _GradientCombining:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        self._named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self._named: NamedParameters = []
+        self._number_of: dict[int, int] = {}  # by the parameter's id
         self._compression, self._op, self._predivide, self._groups = compression, op, predivide, groups
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self.passes = passes
+        self._world: World | None = world()
         self._reducer: Reducer | None = None
-        self._world: World | None = None
-        self._roll: PendingResult[None] | None = None
+        self._latest_backward: Callable[[], _Backward | None] = lambda: None
         self._handles: list[Any] = []
-        self._hook_parameters()
-        self.forget()
-        _living.append(weakref.ref(self))
+        weakref.finalize(self, _remove, self._handles)
         self.enter_world()
+        self.add(named)
+        _made.append(weakref.ref(self))
 
     def enter_world(self) -> None:
-        """Use the ranks of the present `world()`. Drop gradients that may be in memory of an old group."""
-        if self._reducer is not None:
+        """Use the ranks of the present `world()`. If there is none, only leave the world of before."""
+        before, self._world = self._world, world() if is_initialized() else None
+        # The group may be broken, with gradients in its memory, and `elastic` goes back to an earlier step anyway.
+        if self._reducer is not None and before is not None and self._world is not None:
             for _, parameter in self._named:
                 parameter.grad = None
         self._drop_reducer()
-        self._world = world()
-        # A joined rank takes part only in collectives of all ranks, so it has no steps of a process set to shadow.
-        if self._process_set.process_set_id == 0:
-            self._first_step = self._world.calls.add_step(self._shadow_first)
-            self._backward_step = self._world.calls.add_step(self._shadow_backward)
+        self._members: list[int] = []  # the numbers of the reducer's parameters, in the reducer's order
+        self._sparse: set[int] = set()
+        self._densified: set[int] = set()
+        # The number of a step's last backward. 0: not known yet, so `synchronize` reduces.
+        self._last = 0
         self.forget()
+        if self._world is not None:
+            self._reduction_step, self._end_step = _add_steps(self._world, self)
 
     def forget(self) -> None:
         """Start a new step, in which no gradient has come yet."""
+        self._backwards = 0
+        self._is_reentrant = False
         self._counts: Counter[int] = Counter()  # how many gradients each parameter has got
-        self._reduced: set[int] = set()
-        self._uncombined: set[int] = set()  # parameters with gradients that are not reduced yet
-        self._reductions = 0
-        self._backward: int | None = None
+        self._is_reduced = False  # whether reduction 1 is over
+        self._combined: set[int] = set()  # parameters whose gradients a reduction of this step has combined
+        self._late: set[int] = set()  # parameters with gradients that came after that
+        self._roll: PendingResult[None] | None = None
+        self.is_synchronized = False
         if self._reducer is not None:
-            self._reducer.keep_local(self.passes > 1)
+            self._reducer.keep_local(True)
 
     def add(self, named: NamedParameters) -> None:
-        """Combine the gradients of these parameters, too, from the next step on."""
-        self._named += [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self._drop_reducer()
-        self._hook_parameters()
+        """Combine the gradients of these parameters, too."""
+        for pair in named:
+            parameter = pair[1]
+            # Integers have no gradients.
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            number = len(self._named)
+            self._named.append(pair)
+            self._number_of[id(parameter)] = number
+            # A frozen parameter has a hook, too, because it may be unfrozen later.
+            with hookable(parameter):
+                hook = _weakly(self._came, number)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of backwards in a step."""
+        """Set the number of gradients that a parameter may get in a step."""
         if passes < 1:
             raise InvalidArgumentError(f"expected at least 1 backward in a step, found {passes}")
         self.passes = passes
-        self._hook_parameters()
+        self._last = 0
         self.forget()
 
     def check_can_skip(self) -> None:
@@ -279,94 +339,164 @@ class _GradientCombining:
     def synchronize(self) -> None:
         """Combine the gradients; see `_Distributed.synchronize`."""
         # On a rank outside of the set the optimizer steps alone.
-        if not self._process_set.included():
-            return
-        if self._world is not world():  # the script has called shutdown() and init() again
-            self.enter_world()
-        group = self._process_set.group()
-        if group.size > 1:
-            if self._reducer is None:
-                if self._process_set.process_set_id == 0:
-                    # Making a reducer is a collective, so joined ranks must make a reducer, too.
-                    world().calls.announce_step(self._first_step).wait()
-                self._make_reducer(self._layouts_here())
-            # The other ranks reduce, so a rank without a reduced backward has to take part, too.
-            if self._reductions == 0 or self._uncombined:
-                self._reduce_what_is_there()
+        if self._process_set.included() and self._process_set.group().size > 1 and self._named:
+            # No backward of this rank was the last one, or it reached none of the reducer's parameters.
+            if self._reducer is not None and not self._is_reduced:
+                self._announce(self._reduction_step)
+                self._reduce([number for number in self._members if self._named[number][1].grad is not None])
+            rest = [self._rest(number) for number in range(len(self._named))]
+            self._announce(self._end_step)
+            self._end(rest, self._backwards_seen(rest))
+            self._hear()
             self._fill()
         self.forget()
 
     # ---- during backward ----
 
-    def _hook_parameters(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for index, (_, parameter) in enumerate(self._named):
-            if self.passes > 1:
-                self._handles.append(parameter.register_hook(_weakly(self._came, index)))  # type: ignore[no-untyped-call]
-            if self._sparse_as_dense:
-                hook = _weakly(self._accumulated, index)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    def _came(self, number: int, parameter: torch.Tensor) -> None:
+        """Count a gradient. Autograd calls this method after it has added the gradient to `parameter.grad`.
 
-    def _came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient that has come. Autograd calls this method before it adds the gradient to `parameter.grad`."""
-        # Do not count the zeros of `_reduce_what_is_there`, which are not gradients of the script.
-        if not self._is_filling:
-            self._count(index)
-
-    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        """Make a sparse `parameter.grad` dense, before the reducer reads it. Autograd calls this method after each addition."""
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            self._densified.add(index)
+        This hook runs before the reducer's, which was registered later.
+        """
+        if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
+            self._densified.add(number)
             parameter.grad = parameter.grad.to_dense()
+        backward = self._latest_backward()
+        if backward is None or backward.is_over:
+            self._begin_backward()
+        elif backward.number != current_backward():
+            self._is_reentrant = True
+        self._counts[number] += 1
+        if self._counts[number] > self.passes:
+            raise MisuseError(
+                f"parameter '{self._named[number][0]}' got more gradients before step() than "
+                f"backward_passes_per_step={self.passes} allows: increase it, or call step() after each backward"
+            )
+        self._late.add(number)
 
-    _is_filling = False
-
-    def _count(self, index: int) -> None:
-        self._counts[index] += 1
-        # An average may be averaged again without harm. Any other reduction would count its result twice.
-        if self._counts[index] > self.passes or (index in self._reduced and self._op is not Average):
-            raise self._too_many(index)
-        self._uncombined.add(index)
-        backward = current_backward()
-        if backward != self._backward:
-            # The first gradient of a backward decides whether this backward is reduced while it runs. `synchronize` reduces the
-            # gradients that no backward has reduced.
-            self._backward = backward
-            if self._reducer is not None:
-                self._reducer.keep_local(self._counts[index] < self.passes)
+    def _begin_backward(self) -> None:
+        """Decide at the first gradient of a backward whether the gradients are reduced while this backward runs."""
+        backward = _Backward(current_backward())
+        # Autograd alone holds the object, so it is also gone when the backward fails.
+        self._latest_backward = weakref.ref(backward)
+        call_at_backward_end(backward.end)
+        self._backwards += 1
+        self.is_synchronized = False
+        if self._reducer is not None:
+            self._reducer.keep_local(self._is_reduced or self._backwards != self._last)
 
     def _began(self) -> None:
-        """Tell joined ranks that gradients will be reduced. The reducer calls this method when such a backward begins."""
+        """Announce reduction 1. The reducer calls this method when a backward begins to reduce."""
+        self._announce(self._reduction_step)
+
+    def _ended(self, _: object = None) -> None:
+        """Note that a reduction is over. The reducer calls this method when it has reduced all gradients of a backward."""
+        self._hear()
+        self._is_reduced = True
+        self._late.difference_update(self._members)
+
+    def _delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note whose gradients are combined. The reducer calls this method for each bucket."""
+        self._combined.update(self._number_of[id(parameter)] for parameter in parameters)
+
+    # ---- joined ranks ----
+
+    def _announce(self, step: int) -> None:
+        """Tell joined ranks which collectives follow."""
+        # A joined rank takes part only in collectives of all ranks, so it has no steps of a process set to shadow.
         if self._process_set.process_set_id == 0:
-            self._roll = world().calls.announce_step(self._backward_step)
+            self._roll = world().calls.announce_step(step)
 
-    def _ended(self, _: object) -> None:
-        """Note whose gradients are combined. The reducer calls this method when it has reduced all gradients of a backward."""
-        # `_began` told the joined ranks in the background. If this failed, raise the error now.
-        if self._roll is not None:
-            self._roll.wait()
-            self._roll = None
+    def _hear(self) -> None:
+        """Wait until the ranks have compared the latest announcement. If it was not the same on all ranks, raise the error."""
+        roll, self._roll = self._roll, None
+        if roll is not None:
+            roll.wait()
+
+    def shadow_reduction(self) -> None:
+        """Take part in reduction 1 of the other ranks, on a rank that has joined."""
+        if self._reducer is None:
+            raise MisuseError(
+                "this rank has joined, and the others step an optimizer that has not stepped here in this world; create the "
+                "same optimizers on every rank, in the same order"
+            )
+        self._reducer.shadow_backward(has_forward=False)
+
+    def shadow_end(self) -> None:
+        """Take part in the end of the other ranks' step, on a rank that has joined."""
+        self._end(None, 0)
+
+    # ---- the end of a step ----
+
+    def _backwards_seen(self, rest: Sequence[int]) -> int:
+        """The number of this step's last backward, as this rank has seen it. `_NEVER`: no backward may reduce."""
+        # The reducer cannot see into a re-entrant checkpoint. And if the script itself sets a gradient after the last backward,
+        # it will do so again.
+        sets_later = self._is_reduced and self._backwards <= self._last and any(rest[number] for number in self._members)
+        return _NEVER if self._is_reentrant or sets_later else min(self._backwards, _NEVER - 1)
+
+    def _rest(self, number: int) -> _Rest:
+        """What this rank has left to reduce of a parameter."""
+        gradient = self._named[number][1].grad
+        if gradient is None:
+            return _Rest.NOTHING
+        if number in self._combined:
+            if number not in self._late:
+                return _Rest.NOTHING
+            # An average may be averaged again without harm. Any other reduction would count its result twice.
+            if self._op is not Average:
+                return _Rest.TWICE
+        # Zeros that no backward has brought are those of `zero_grad`, or of an earlier step that did not reach the parameter.
+        elif number not in self._late and not (gradient.coalesce().values() if gradient.is_sparse else gradient).any():
+            return _Rest.NOTHING
+        if number in self._densified:
+            return _Rest.DENSIFIED
+        return _Rest.SPARSE if gradient.is_sparse else _Rest.DENSE
+
+    def _end(self, rest: Sequence[int] | None, backwards: int) -> None:
+        """Agree on what is left to reduce, and reduce it. This is a collective.
+
+        Args:
+            rest: this rank's code for each parameter. None on a rank that has joined.
+            backwards: see `_backwards_seen`.
+
+        Raises:
+            MisuseError: on all ranks, if a gradient would be combined twice.
+        """
+        group = self._process_set.group()
+        device = message_device(group, self._named[0][1].device)
+        codes = torch.tensor([*(rest or [_Rest.NOTHING] * len(self._named)), backwards], dtype=torch.uint8, device=device)
+        group.all_reduce(codes, ReduceOp.MAX)
+        *together, seen = codes.tolist()
+        self._last = max(self._last, self.passes, seen)
+        if _Rest.TWICE in together:
+            name = self._named[together.index(_Rest.TWICE)][0]
+            raise MisuseError(
+                f"parameter '{name}' got a gradient after op=hvd.{self._op.name.title()} had combined it; run one backward for "
+                "the sum of the losses, or use op=hvd.Average"
+            )
+        if not any(together):
+            return
+        self._include({number: code for number, code in enumerate(together) if code != _Rest.NOTHING})
+        self._reduce(None if rest is None else [number for number, code in enumerate(rest) if code != _Rest.NOTHING])
+
+    def _reduce(self, numbers: Sequence[int] | None) -> None:
+        """Reduce gradients that are there already. None: take part with zeros. This is a collective."""
         assert self._reducer is not None
-        self._reductions += 1
-        # With one backward in a step, no hook counts gradients. But the reducer knows which parameters the backward reached.
-        if self.passes == 1 and not self._is_filling:
-            absent = self._reducer.absent
-            reached = set(range(len(self._named))).difference(absent)
-            again = reached & self._reduced
-            # A second backward before the step has added gradients to combined gradients.
-            if again:
-                raise self._too_many(min(again))
-            self._reduced |= reached
-        self._reduced |= self._uncombined
-        self._uncombined = set()
+        if numbers is None:
+            self._reducer.shadow_backward(has_forward=False)
+            return
+        position_of = {number: position for position, number in enumerate(self._members)}
+        self._reducer.reduce_gradients([position_of[number] for number in numbers])
+        self._ended()
 
-    def _too_many(self, index: int) -> MisuseError:
-        return MisuseError(
-            f"parameter '{self._named[index][0]}' got more gradients before step() than backward_passes_per_step={self.passes} "
-            "allows; they are combined already. Increase backward_passes_per_step, or call step() after each backward"
-        )
+    def _fill(self) -> None:
+        """Give zeros to parameters that no rank reached. Make gradients sparse again if they were made dense."""
+        for number, (_, parameter) in enumerate(self._named):
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = _zeros_like(parameter, is_sparse=number in self._sparse)
+            if number in self._densified and parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_sparse(1)
 
     # ---- the reducer ----
 
@@ -374,45 +504,37 @@ class _GradientCombining:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        self._densified: set[int] = set()
 
-    def _layouts_here(self) -> list[int]:
-        """For each parameter, 1 if its gradient on this rank is sparse, 2 if the gradient was made dense, else 0."""
-        sparse = [parameter.grad is not None and parameter.grad.is_sparse for _, parameter in self._named]
-        return [2 if index in self._densified else int(is_sparse) for index, is_sparse in enumerate(sparse)]
-
-    def _make_reducer(self, layouts: Sequence[int]) -> None:
-        """Make the reducer. A gradient counts as sparse if it is sparse on any rank. This is a collective."""
-        group = self._process_set.group()
-        device = message_device(group, self._named[0][1].device)
-        agreed = torch.tensor(layouts, dtype=torch.uint8, device=device)
-        group.all_reduce(agreed, ReduceOp.MAX)
-        self._layouts = agreed.tolist()
-        self._densified = {index for index, layout in enumerate(self._layouts) if layout == 2}
-        order, caps_bytes = _bucket_order(self._named, self._groups)
-        self._named = [self._named[index] for index in order]
-        self._layouts = [self._layouts[index] for index in order]
-        self._densified = {position for position, index in enumerate(order) if index in self._densified}
-        self._groups = None if order == list(range(len(order))) and caps_bytes is None else self._groups
-        self._hook_parameters()
-        frozen = [parameter for _, parameter in self._named if not parameter.requires_grad]
-        try:
-            for parameter in frozen:  # only during construction: the reducer requires it
-                parameter.requires_grad_(True)
-            self._reducer = Reducer(
-                self._named,
-                group,
+    def _include(self, layouts: Mapping[int, int]) -> None:
+        """Let the reducer have these parameters. A gradient counts as sparse if it is sparse on any rank."""
+        new = layouts.keys() - set(self._members)
+        if not new:
+            return
+        self._sparse |= {number for number in new if layouts[number] == _Rest.SPARSE}
+        self._densified |= {number for number in new if layouts[number] == _Rest.DENSIFIED}
+        self._drop_reducer()
+        numbers = sorted(new.union(self._members))
+        order, caps_bytes = _bucket_order([self._named[number] for number in numbers], self._groups)
+        self._members = [numbers[position] for position in order]
+        named = [self._named[number] for number in self._members]
+        with ExitStack() as unfrozen:
+            # Only during construction: the reducer requires it.
+            for _, parameter in named:
+                unfrozen.enter_context(hookable(parameter))
+            reducer = Reducer(
+                named,
+                self._process_set.group(),
                 bucket_cap_bytes=caps_bytes or _caps_bytes(),
-                sparse=[layout == 1 for layout in self._layouts],
+                sparse=[number in self._sparse for number in self._members],
                 find_unused_parameters=True,
             )
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-        self._choose_reduction(self._reducer)
-        self._reducer.on_begin(self._began)
-        self._reducer.on_iteration(self._ended)
-        self._reducer.keep_local(self.passes > 1)
+        self._choose_reduction(reducer)
+        # Weakly, so that an optimizer that the script drops takes its hooks off the parameters at once.
+        reducer.on_begin(_weak(self._began))
+        reducer.on_delivery(_weak(self._delivered))
+        reducer.on_iteration(_weak(self._ended))
+        reducer.keep_local(True)
+        self._reducer = reducer
 
     def _choose_reduction(self, reducer: Reducer) -> None:
         """Use a communication hook only if a plain all_reduce is not enough, because the hook needs one more copy."""
@@ -425,54 +547,64 @@ class _GradientCombining:
         else:
             reducer.set_hook(_reduce_bucket, (self._compression, self._op, self._predivide))
 
-    def _reduce_what_is_there(self) -> None:
-        """Reduce the gradients that no backward has reduced: run a backward that adds zeros to all gradients, and reduce it."""
-        assert self._reducer is not None
-        self._is_filling = True
-        self._reducer.keep_local(False)
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                roots = [
-                    _nothing_of(parameter, is_sparse=layout == 1)
-                    for (_, parameter), layout in zip(self._named, self._layouts, strict=True)
-                    if parameter.requires_grad
-                ]
-                torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-        finally:
-            self._is_filling = False
 
-    def _fill(self) -> None:
-        """Give zeros to parameters that no rank reached. Make gradients sparse again if they were made dense."""
-        for index, (_, parameter) in enumerate(self._named):
-            if parameter.grad is None:
-                parameter.grad = _zeros_like(parameter, is_sparse=self._layouts[index] == 1)
-            if index in self._densified and not parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_sparse(1)
-
-    # ---- on a rank that has joined ----
-
-    def _shadow_first(self) -> None:
-        self._make_reducer([0] * len(self._named))
-
-    def _shadow_backward(self) -> None:
-        if self._reducer is None:
-            raise MisuseError(
-                "this rank has joined, and the others step an optimizer that has not stepped here in this world; create the "
-                "same optimizers on every rank, in the same order"
-            )
-        self._reducer.shadow_backward(has_forward=False)
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
-def _weakly(method: Callable[[int, torch.Tensor], None], index: int) -> Callable[[torch.Tensor], None]:
-    """A hook of a parameter that calls `method(index, tensor)`. The hook does not keep the method's object alive."""
+class _Backward:
+    """A backward of this rank, until autograd has computed everything.
+
+    Attributes:
+        number: autograd's number of the backward. An inner backward, of a re-entrant checkpoint, has another number.
+        is_over: whether the backward has ended.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_over = False
+
+    def end(self) -> None:
+        self.is_over = True
+
+
+class _Gone:
+    """In place of an optimizer that is gone."""
+
+    def shadow_reduction(self) -> None:
+        """Never called, because nothing holds this object."""
+
+    def shadow_end(self) -> None:
+        """Never called, because nothing holds this object."""
+
+
+def _add_steps(entered: World, owner: _GradientCombining | _Gone) -> tuple[int, int]:
+    return entered.calls.add_step(owner.shadow_reduction), entered.calls.add_step(owner.shadow_end)
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls the method. The function does not keep the method's object alive."""
     weak = weakref.WeakMethod(method)
 
-    def hook(tensor: torch.Tensor) -> None:
+    def call(*arguments: Any) -> None:
         called = weak()
         # The optimizer may be gone, while its parameters still have the hook.
         if called is not None:
-            called(index, tensor)
+            called(*arguments)
 
+    return call
+
+
+def _weakly(method: Callable[[int, torch.Tensor], None], number: int) -> Callable[[torch.Tensor], None]:
+    """A hook of a parameter that calls `method(number, parameter)`. The hook does not keep the method's object alive."""
+    call = _weak(method)
+
+    def hook(parameter: torch.Tensor) -> None:
+        call(number, parameter)
+
+    # The reducer looks for hooks of the user, by the hooks' module.
+    hook.__module__ = GradientHooks.__module__
     return hook
 
 
@@ -516,9 +648,10 @@ class _StepCombining:
     """Each rank steps with its own gradients. Then Adasum combines the changes of the parameters."""
 
     passes = 1
+    is_synchronized = False
 
     def __init__(self, named: NamedParameters, compression: type[Compressor], process_set: ProcessSet) -> None:
-        self._parameters = [parameter for _, parameter in named if parameter.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
         self._compression = compression
         self._process_set = process_set
 
@@ -526,11 +659,12 @@ class _StepCombining:
         """Do nothing, because gradients are not combined."""
 
     def forget(self) -> None:
-        """Do nothing, because this class counts no backwards."""
+        """Start a new step."""
+        self.is_synchronized = False
 
     def add(self, named: NamedParameters) -> None:
         """Combine the changes of these parameters, too."""
-        self._parameters += [parameter for _, parameter in named if parameter.requires_grad]
+        self._parameters += [parameter for _, parameter in named]
 
     def set_passes(self, passes: int) -> None:
         """Note the number. It has no effect here: before a step, any number of backwards may add to this rank's gradients."""
@@ -557,17 +691,21 @@ class _StepCombining:
             # This rank is outside of the set, or alone in it: there is nothing to combine.
             own_step()
             return loss
-        before = [parameter.detach().clone() for parameter in self._parameters]
+        # Choose in each step, because a script may freeze and unfreeze parameters.
+        stepping = [each for each in self._parameters if each.requires_grad or each.grad is not None]
+        before = [parameter.detach().clone() for parameter in stepping]
         own_step()
+        if not stepping:
+            return loss
         _announce_complete(self._process_set, "Adasum")
-        changes = [parameter - start for parameter, start in zip(self._parameters, before, strict=True)]
+        changes = [parameter - start for parameter, start in zip(stepping, before, strict=True)]
         compressed, contexts = map(list, zip(*map(self._compression.compress, changes), strict=True))
         # Adasum takes tensors of one dtype and device at a time.
         for kind in dict.fromkeys((change.dtype, change.device) for change in compressed):
             adasum_coalesced(
                 [change for change in compressed if (change.dtype, change.device) == kind], self._process_set.group()
             )
-        for parameter, start, change, context in zip(self._parameters, before, compressed, contexts, strict=True):
+        for parameter, start, change, context in zip(stepping, before, compressed, contexts, strict=True):
             parameter.copy_(start + self._compression.decompress(change, context))
         return loss
 
@@ -647,14 +785,6 @@ def _caps_bytes() -> list[int]:
     if not text.isdecimal():
         raise InvalidArgumentError(f"expected HOROVOD_FUSION_THRESHOLD to be a number of bytes, found {text!r}")
     return [int(text)]
-
-
-def _nothing_of(parameter: torch.Tensor, *, is_sparse: bool) -> torch.Tensor:
-    """The sum of no elements of a parameter. The gradient of this sum is zeros, whatever the parameter's values are."""
-    if is_sparse:
-        nowhere = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        return torch.nn.functional.embedding(nowhere, parameter, sparse=True).sum()
-    return parameter.reshape(-1)[:0].sum()
 
 
 def _zeros_like(parameter: torch.Tensor, *, is_sparse: bool) -> torch.Tensor:

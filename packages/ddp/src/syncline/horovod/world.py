@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -53,6 +53,16 @@ class World:
 
 
 _world: World | None = None
+_callbacks: list[Callable[[], None]] = []
+
+
+def call_with_each_world(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call the function whenever `world()` is another one: in `init`, in `replace_world`, and in `shutdown`.
+
+    In `shutdown` there is no world any more, and the old group is still open.
+    """
+    _callbacks.append(callback)
+    return callback
 
 
 def world() -> World:
@@ -106,11 +116,10 @@ def shutdown() -> None:
 
     All process sets are removed, too. Without `init` this function does nothing.
     """
-    global _world
-    if _world is None:
+    old = _world
+    if old is None:
         return
-    old, _world = _world, None
-    global_process_set.ranks = []
+    _set_world(None)
     # If a set cannot be closed, close the other sets anyway, and raise the error at the end.
     with ExitStack() as closing:
         if old.is_ours:
@@ -131,10 +140,12 @@ def replace_world(group: ProcessGroup) -> None:
     _set_world(World(group, is_ours=old.is_ours))
 
 
-def _set_world(made: World) -> None:
+def _set_world(made: World | None) -> None:
     global _world
     _world = made
-    global_process_set.ranks = list(range(made.group.size))
+    global_process_set.ranks = [] if made is None else list(range(made.group.size))
+    for callback in _callbacks:
+        callback()
 
 
 def is_initialized() -> bool:
