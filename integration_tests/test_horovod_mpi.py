@@ -1131,6 +1131,31 @@ def test_learning_rates_that_a_scheduler_changes_are_the_optimizers() -> None:
     assert_same(model, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # it knows only the inner optimizer's `step`
+@pytest.mark.parametrize("loads", ["broadcast", "outer", "inner"])
+def test_a_scheduler_made_before_the_optimizer_was_wrapped_goes_on_after_a_load(loads: str) -> None:
+    model = net()
+    inner = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    for step in range(2):
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        scheduler.step()
+    if loads == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    else:
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.4
+        (optimizer if loads == "outer" else inner).load_state_dict(saved)
+    scheduler.step()
+    expected = 0.1 / 8 if loads == "broadcast" else 0.2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert all("momentum_buffer" in optimizer.state[parameter] for parameter in model.parameters())
+
+
 # ---- state ----
 
 

@@ -137,7 +137,30 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     # Take over all attributes: state, options, hooks. Leave out `step`: a scheduler's replacement would bypass our `step`.
     made.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     made._combining = combining
+    _keep_shared(optimizer)
     return made
+
+
+def _keep_shared(optimizer: torch.optim.Optimizer) -> None:
+    """Let `load_state_dict` change the optimizer's options and state in place.
+
+    torch's `load_state_dict` replaces both, so the optimizer would no longer share them with the `DistributedOptimizer` (or
+    with a scheduler that was made before it).
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+
+    def keep(loaded: torch.optim.Optimizer) -> None:
+        new_groups, new_state = loaded.param_groups, dict(loaded.state)
+        for group, new_group in zip(groups, new_groups, strict=True):
+            options = dict(new_group)
+            group.clear()
+            group.update(options)
+        state.clear()
+        state.update(new_state)
+        loaded.param_groups, loaded.state = groups, state
+
+    # The hooks are shared, too.
+    optimizer.register_load_state_dict_post_hook(keep)
 
 
 class _Distributed:
