@@ -969,6 +969,30 @@ def test_optimizers_are_numbered_alike_where_some_are_gone() -> None:
     assert_same(model, expected)
 
 
+class ToBfloat16:
+    """A compressor that does not derive from `hvd.Compressor`."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.bfloat16(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+def test_a_compressor_needs_only_two_methods() -> None:
+    compression: Any = ToBfloat16
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum, compression=compression).tolist() == [hvd.size()] * 3
+    model = net()
+    optimizer = wrapped(model, compression=compression)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    assert_same(model, train_locally(net(), 2), rtol=5e-2, atol=5e-3)
+
+
 def test_sparse_gradients_may_come_late() -> None:
     def table() -> torch.nn.Module:
         torch.manual_seed(3)

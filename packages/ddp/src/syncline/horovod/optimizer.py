@@ -639,7 +639,8 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
     if buffer.layout is torch.sparse_coo:
         return group.all_reduce(buffer, REDUCTIONS[op], async_op=True).get_future().then(lambda done: done.value()[0])
     # An elementwise compressor takes the whole bucket at once. Any other compressor takes each gradient separately.
-    pieces = [buffer] if compression.is_elementwise else bucket.gradients()
+    # The compressor need not derive from `Compressor`, so it may not say.
+    pieces = [buffer] if getattr(compression, "is_elementwise", False) else bucket.gradients()
     is_split = predivide != 1.0
     if is_split:
         buffer.div_(predivide)
