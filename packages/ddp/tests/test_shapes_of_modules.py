@@ -126,6 +126,30 @@ def test_shared_frozen_and_ignored_parameters(graph: str) -> None:
                 torch.testing.assert_close(gradient, expected)
 
 
+def test_a_shared_parameter_is_averaged_if_one_of_its_names_is_not_ignored() -> None:
+    """As torch does."""
+    torch.manual_seed(0)
+    initial = Tied().double()
+
+    def body(group: ProcessGroup) -> list[torch.Tensor | None]:
+        module = copy.deepcopy(initial)
+        with torch.no_grad():
+            module.encode.weight.add_(group.rank)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["encode.weight", "own.weight", "own.bias"])
+        model = DistributedDataParallel(module, process_group=group)
+        assert list(model._reducer.names) == ["encode.bias", "decode.weight", "decode.bias"]
+        torch.testing.assert_close(module.encode.weight, initial.encode.weight)
+        model(batch(group.rank)).square().sum().backward()
+        return [module.encode.weight.grad, module.own.weight.grad]
+
+    whole = copy.deepcopy(initial)
+    whole(torch.cat([batch(0), batch(1)])).square().sum().div(2).backward()
+    (shared, own), (shared_1, own_1) = run_ranks(2, body)
+    torch.testing.assert_close(shared, whole.encode.weight.grad)
+    torch.testing.assert_close(shared_1, whole.encode.weight.grad)
+    assert not torch.equal(own, own_1)
+
+
 def test_a_module_of_which_everything_is_ignored_has_nothing_to_average() -> None:
     def body(group: ProcessGroup) -> None:
         module = torch.nn.Linear(2, 2)

@@ -34,8 +34,18 @@ class ModuleState:
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
-        """Return all shared parameters with their names, each once, in order of definition."""
-        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
+        """Return all shared parameters with their names, each once, in order of definition.
+
+        A parameter of several layers is shared if one of its names is not ignored.
+        """
+        if not self._ignored:  # the usual case
+            return list(self.module.named_parameters())
+        shared: dict[int, tuple[str, torch.nn.Parameter]] = {}
+        for prefix, part in self.module.named_modules():
+            for name, parameter in part.named_parameters(prefix, recurse=False):
+                if name not in self._ignored:
+                    shared.setdefault(id(parameter), (name, parameter))
+        return list(shared.values())
 
     def ignored_parameters(self) -> set[int]:
         """Return the `id`s of the parameters that are not shared."""
