@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -318,6 +319,22 @@ def test_a_parameter_that_was_converted_is_named(converted_after: int, static: b
         total = forward(reducer, parameters, group, 3, REVERSED)
         with pytest.raises(MisuseError, match=r"expected a gradient of torch.float64 for parameter 'p\d'.*found torch.float32"):
             total.backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_gradient_of_another_dtype_than_its_parameter_is_refused_and_names_grad_dtype() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        parameter.grad_dtype = torch.float32
+        reducer = Reducer([("w", parameter)], group)
+        reducer.prepare_for_backward()
+        with pytest.raises(MisuseError) as caught:
+            (parameter * (group.rank + 1)).sum().backward()
+        headline = str(caught.value).splitlines()[0]
+        assert re.search(r"bfloat16 for parameter 'w' on .*, found torch.float32: leave its `grad_dtype` unset", headline)
+        assert len(headline) <= 200
 
     run_ranks(2, body)
 

@@ -215,7 +215,7 @@ class Bucket:
         for parameter, name, view in zip(self.parameters, self.names, self.views, strict=True):
             gradient = parameter.grad
             if gradient is not None:
-                error_messages.check_gradient(name, gradient, self.buffer.dtype, self._place)
+                error_messages.check_gradient(name, parameter, gradient, self.buffer.dtype, self._place)
                 error_messages.check_shape(name, gradient, view.shape, self._place)
 
     # ---- after the reduction ----

@@ -99,18 +99,34 @@ def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
     )
 
 
-def wrong_dtype(name: str, gradient: torch.Tensor, expected: torch.dtype, place: str) -> MisuseError:
-    """Make the error for a gradient whose dtype differs from the dtype that its parameter had at construction."""
+def wrong_dtype(name: str, gradient: torch.Tensor, dtype: torch.dtype, expected: torch.dtype, place: str) -> MisuseError:
+    """Make the error for a gradient whose dtype differs from the dtype that its parameter had at construction.
+
+    `dtype` is the dtype that the parameter has now.
+    """
+    found = f"expected a gradient of {expected} for parameter '{name}' on {place}, found {gradient.dtype}"
+    if dtype is expected:  # only `grad_dtype` lets a gradient have another dtype than its parameter
+        return MisuseError(
+            f"{found}: leave its `grad_dtype` unset.\n"
+            "  A gradient is averaged in the dtype of its parameter. To add up gradients in a higher precision, give the "
+            "parameter this precision, and compute in a lower one: mixed_precision or torch.autocast"
+        )
     return MisuseError(
-        f"expected a gradient of {expected} for parameter '{name}' on {place}, found {gradient.dtype}: its bucket was made "
-        "for the dtype that the parameter had at construction. Convert the module before it is wrapped, or wrap it anew"
+        f"{found}: convert the module before it is wrapped, or wrap it anew.\n"
+        "  The bucket was made for the dtype that the parameter had at construction."
     )
 
 
 def check_gradient(
-    name: str, gradient: torch.Tensor, expected: torch.dtype, place: str, *, layout: torch.layout = torch.strided
+    name: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    expected: torch.dtype,
+    place: str,
+    *,
+    layout: torch.layout = torch.strided,
 ) -> None:
-    """Check that a gradient fits a bucket of this dtype and layout.
+    """Check that the gradient of a parameter fits a bucket of this dtype and layout.
 
     Raises:
         MisuseError: the gradient has another dtype or layout.
@@ -118,7 +134,7 @@ def check_gradient(
     if gradient.layout is not layout:
         raise wrong_layout(name, gradient, place)
     if gradient.dtype is not expected:
-        raise wrong_dtype(name, gradient, expected, place)
+        raise wrong_dtype(name, gradient, parameter.dtype, expected, place)
 
 
 def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: str) -> None:

@@ -52,7 +52,8 @@ class SparseBucket:
         if gradient is None:
             self.buffer = self._nothing()
             return
-        error_messages.check_gradient(self.names[0], gradient, self.parameters[0].dtype, self._place, layout=torch.sparse_coo)
+        parameter = self.parameters[0]
+        error_messages.check_gradient(self.names[0], parameter, gradient, parameter.dtype, self._place, layout=torch.sparse_coo)
         if gradient.requires_grad:
             raise error_messages.differentiable(self.names[0])
         coalesced = gradient.detach().coalesce()
