@@ -631,3 +631,64 @@ def test_a_reducer_that_is_garbage_disturbs_no_other() -> None:
         run_ranks(2, body)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("first", [(5,), (0, 3), ALL])
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_backward_in_a_hook_of_another_one_is_averaged_with_it(
+    as_view: bool, depth: int, first: Sequence[int], delays: bool
+) -> None:
+    """The hook of an auxiliary loss runs before any gradient of the outer backward is there."""
+
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, gradient_as_bucket_view=as_view, delayed=[f"p{first[0]}"] if delays else [])
+        for _ in range(3):
+            heads.zero_grad()
+            heads.reducer.prepare_for_backward()
+            rest = heads.compute([index for index in ALL if index not in first])
+            total = heads.compute(first)
+            for _ in range(depth):  # autograd begins with the nodes that were made last
+                outer = torch.ones((), dtype=torch.float64, requires_grad=True) * 1
+                outer.register_hook(lambda _, inner=total: inner.backward())
+                total = outer
+            (total + rest).backward()
+            for parameter in heads.parameters:
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == [1.5, 1.5]
+
+    run_ranks(2, body)
+
+
+def test_a_backward_in_a_hook_of_another_models_backward_has_averages_when_it_returns(graph: dict[str, bool]) -> None:
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group, **graph)
+        found: list[list[float]] = []
+
+        def train(_: torch.Tensor) -> None:
+            heads.zero_grad()
+            with torch.enable_grad():
+                heads.forward(ALL).backward()
+            found.extend(parameter.grad.tolist() for parameter in heads.parameters if parameter.grad is not None)
+
+        for _ in range(3):
+            other = torch.ones(2, requires_grad=True) * 2
+            other.register_hook(train)
+            other.sum().backward()  # type: ignore[no-untyped-call]
+        assert found == [[1.5, 1.5]] * 3 * COUNT
+
+    run_ranks(2, body)
+
+
+def test_gradients_that_are_missing_after_a_backward_in_a_hook_are_named() -> None:
+    def body(group: ProcessGroup) -> None:
+        heads = Heads(group)
+        heads.reducer.prepare_for_backward()
+        rest, inner, outer = heads.compute([0, 2]), heads.compute([1]), torch.ones(2, requires_grad=True) * 2
+        outer.register_hook(lambda _: inner.backward())  # type: ignore[no-untyped-call]
+        with pytest.raises(MisuseError, match=r"got no gradient in it: 'p3', 'p4', 'p5'"):
+            (outer.sum() + rest).backward()
+        group.abort()
+
+    run_ranks(2, body)

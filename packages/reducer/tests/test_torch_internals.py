@@ -20,6 +20,7 @@ from syncline.reducer import Reducer, dynamic_usage, gradient_aliasing, torch_in
 from syncline.reducer.torch_internals import (
     accumulation_node,
     call_at_backward_end,
+    call_at_outer_end,
     current_backward,
     enclosing_function,
     hookable,
@@ -244,6 +245,23 @@ def test_the_end_of_the_outermost_backward_is_seen_once(depth: int) -> None:
     assert is_nested == [depth > 0]
     assert ends == [True]
     assert enclosing_function() is None
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_end_of_a_backward_in_a_hook_tells_of_the_one_around_it(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not tells:
+        monkeypatch.setattr(torch_internals, "_current_node", lambda: None)
+    first, inner = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    ends: list[tuple[bool, bool]] = []
+
+    def end() -> None:
+        ends.append((first.grad is not None, call_at_outer_end(end)))
+
+    inner.register_post_accumulate_grad_hook(lambda _: call_at_backward_end(end))  # type: ignore[arg-type]
+    outputs, auxiliary = first * 2, (inner * 3).sum()
+    outputs.register_hook(lambda _: auxiliary.backward())  # type: ignore[no-untyped-call]
+    outputs.sum().backward()  # type: ignore[no-untyped-call]
+    assert ends == ([(False, True), (True, False)] if tells else [(False, False)])
 
 
 class Given(torch.autograd.Function):

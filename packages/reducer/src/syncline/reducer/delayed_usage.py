@@ -74,7 +74,10 @@ class DelayedUsage(UsageModel):
     def ended(self) -> Sequence[int]:
         """Return what the wrapped usage model returns, without delayed parameters. If these still wait, add them at the end."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
-        return final if self._released else [*final, *sorted(self._delayed)]
+        if self._released:
+            return final
+        self._released = True  # a backward around this one may call again
+        return [*final, *sorted(self._delayed)]
 
     def may_skip(self, indices: Collection[int]) -> bool:
         return self._usage.may_skip(indices)

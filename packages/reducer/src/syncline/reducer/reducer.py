@@ -34,7 +34,7 @@ from .sparse_bucket import AnyBucket
 from .static_usage import StaticUsage
 from .statistics import IterationStatistics
 from .sync_policy import GradSyncPolicy
-from .torch_internals import call_at_backward_end, current_backward, in_compiled_autograd
+from .torch_internals import call_at_backward_end, call_at_outer_end, current_backward, in_compiled_autograd
 from .usage import CompleteUsage, UnexpectedGradientError, UsageModel
 from .users_hooks import UsersHooks, is_worth_a_look
 
@@ -72,7 +72,10 @@ class _BackwardEnd:
 
     def end(self) -> None:
         if not self._reducer.is_in_fork:  # the fork may have been made within this backward
-            self._reducer._end()
+            # A user's hook may run the backward of an auxiliary loss. The other gradients come in the backward around it.
+            if not self._reducer._has_all_gradients() and call_at_outer_end(self.end):
+                return
+            self._reducer._check_all_gradients()
             # Queued only now, so that it runs after `_end` of all reducers.
             call_at_backward_end(self.finish)
 
@@ -686,17 +689,24 @@ class Reducer(Inherited):
             self._running.start(startable, is_last=self._readiness.is_complete)
 
     @_noting_errors
-    def _end(self) -> None:
-        """Mark the last gradients as ready. Autograd calls this on the thread of backward, when it has computed all gradients.
+    def _has_all_gradients(self) -> bool:
+        """Mark the last gradients as ready, and return whether none is missing.
 
-        See Note [The outermost backward] in `torch_internals`.
-
-        Raises:
-            MisuseError: gradients are missing.
+        Autograd calls this on the thread of backward, when it has computed all gradients. See Note [The outermost backward] in
+        `torch_internals`.
         """
         with self._lock:
             self._look_at(self._pending.take_all())
             self._mark_ready(self._usage.ended())
+        return self._readiness.is_complete
+
+    @_noting_errors
+    def _check_all_gradients(self) -> None:
+        """Check at the end of the outermost backward that no gradient is missing.
+
+        Raises:
+            MisuseError: gradients are missing.
+        """
         if not self._readiness.is_complete:
             names = [self._named.names[index] for index in self._readiness.missing()]
             raise error_messages.never_ready(names, self._group.place(), self._usage.hint_missing)

@@ -10,6 +10,7 @@ private to torch                        without it
 ``torch._C.Future``                     importing the package is an error (``Future.then()`` returns such an object)
 ``_current_graph_task_id``              if another gradient than the expected one completes a bucket, the bucket waits for the
                                         end of backward
+``_current_autograd_node``              a backward inside a hook of another backward must reach all parameters by itself
 ``_will_engine_execute_node``           ``find_unused_parameters=True`` is an error
 ``_storage_Use_Count``                  no gradient is aliased: all are copied back
 ``_post_accumulate_grad_hooks``         hooks of the user that use a gradient before it is averaged are not found
@@ -50,6 +51,7 @@ except AttributeError as error:
 TELLS_OF_UNDEFINED_GRADIENTS = TorchVersion(torch.__version__) >= "2.8"
 CAN_COUNT_STORAGE_USERS = hasattr(torch._C, "_storage_Use_Count")
 CAN_FORESEE_NODES = hasattr(torch._C, "_will_engine_execute_node")
+_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _current_graph_task_id: Callable[[], int] = getattr(
     torch._C, "_current_graph_task_id", itertools.count(start=-2, step=-1).__next__
 )
@@ -179,6 +181,27 @@ def call_at_backward_end(callback: Callable[[], None]) -> None:
             if not in_compiled_autograd():  # compiled autograd drops the callback; in torch 2.6 it raises instead
                 raise
         return
+
+    _call_at_end_around(node, callback)
+
+
+def call_at_outer_end(callback: Callable[[], None]) -> bool:
+    """If a hook of another backward runs the backward that ends now, call `callback` at the end of the other backward.
+
+    Call this function in a callback of `call_at_backward_end`.
+
+    Returns:
+        Whether there is another backward.
+    """
+    # Autograd has left the nodes of the backward that ends, so this is the node whose hook runs.
+    node = _current_node()
+    if node is not None:
+        _call_at_end_around(node, callback)
+    return node is not None
+
+
+def _call_at_end_around(node: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward that is executing this node."""
 
     def after_node(*_: Any) -> None:
         handle.remove()
