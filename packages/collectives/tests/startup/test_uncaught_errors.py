@@ -21,6 +21,7 @@ import torch
 from syncline.collectives import LaunchError, RankLostError, SynclineError, TransportError
 from syncline.collectives.health import liveness
 from syncline.collectives.startup import launch, uncaught_errors
+from syncline.collectives.startup.settings import load_settings
 from syncline.collectives.startup.uncaught_errors import (
     FRESH_S,
     in_text,
@@ -109,6 +110,17 @@ def test_an_error_of_ours_ends_at_the_users_line(caplog: pytest.LogCaptureFixtur
     assert f"LaunchError: {error}\n" in said
     with caplog.at_level(logging.DEBUG, logger="syncline.collectives"):
         assert "raise LaunchError" in in_text(error, trace)
+
+
+def test_causes_that_libraries_have_raised_inside_syncline_are_left_out(tmp_path: Path) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text("this is no TOML")
+    error, trace = through(load_settings, {"SYNCLINE_SITE": str(site)})
+    said = in_text(error, trace)
+    assert type(error).__name__ == "SiteFileError"
+    assert str(site) in said
+    assert "direct cause" not in said
+    assert "TOMLDecodeError" not in said
 
 
 def test_other_errors_are_shown_as_ever() -> None:
