@@ -333,9 +333,13 @@ def test_a_layer_that_is_taken_out_of_a_container_is_no_sign() -> None:
     watch.is_due(0)
     module.pop(2)
     assert not watch.is_due(0)
-    module.insert(0, nn.Identity())
-    module.insert(0, nn.Identity())
+    module.insert(2, nn.Identity())
     assert watch.is_due(0)
+
+
+def test_a_container_with_a_layer_that_is_left_out_is_no_sign() -> None:
+    module, owner = nn.ModuleList([nn.Linear(2, 2), None]), nn.Identity()  # type: ignore[list-item]
+    assert not ModelWatch(_state(module), owner).is_due(0)
 
 
 def test_the_looks_become_rare_and_do_not_end() -> None:

@@ -149,7 +149,7 @@ def test_vectors_come_and_go_like_other_shapes(as_view: bool, missing: bool) -> 
     [
         pytest.param(
             torch.eye(2).double(),
-            r"gradient of torch\.float32 for parameter 'p1' on rank 0 of 1.*found torch\.float64.*before it is wrapped",
+            r"gradient of torch\.float32 for parameter 'p1' on rank 0 of 1.*found torch\.float64: leave its `grad_dtype` unset",
             id="dtype",
         ),
         pytest.param(torch.eye(2).to_sparse(), r"parameter 'p1' on rank 0 of 1.*found layout torch\.sparse_coo", id="sparse"),
