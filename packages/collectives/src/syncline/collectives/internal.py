@@ -11,7 +11,7 @@ from .reduce_op import Reduction
 from .startup.settings import AlgorithmThresholds
 from .tensors.checks import is_list
 from .tensors.layout import bytes_of, in_plain_order, mark_written, overlaps_itself
-from .torch_internals import disable_dynamo, disable_dynamo_here
+from .torch_internals import copy_each, disable_dynamo, disable_dynamo_here
 from .work import future_for_torch
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "are_same_on_all_ranks",
     "broadcast_object",
     "bytes_of",
+    "copy_each",
     "disable_dynamo",
     "disable_dynamo_here",
     "future_for_torch",

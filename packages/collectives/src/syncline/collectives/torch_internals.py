@@ -219,17 +219,11 @@ def _skip(function: Any) -> None:
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
-# On CUDA, `_foreach_copy_` refuses the dtypes that are not in this set, such as uint16.
-_COPIED_TOGETHER = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-}
-
-
 def copy_each(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Copy each source to the destination with the same index, in one call of torch if possible."""
-    if _foreach_copy is not None and _COPIED_TOGETHER.issuperset(tensor.dtype for tensor in destinations):
-        with suppress(RuntimeError):  # torch refuses destinations that are lazily conjugated or negated
+    if _foreach_copy is not None:
+        # torch refuses destinations that are lazily conjugated or negated, and on CUDA some dtypes, such as uint16.
+        with suppress(RuntimeError):
             _foreach_copy(destinations, sources)
             return
     for source, destination in zip(sources, destinations, strict=True):

@@ -176,4 +176,4 @@ def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """
     if not hasattr(module, "_modules"):
         raise MisuseError(f"layers cannot be replaced with torch {torch.__version__}, which lacks Module._modules")
-    return module._modules
+    return own_children(module)

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from syncline.collectives import ProcessGroup
+from syncline.collectives.internal import copy_each
 
 from . import error_messages
 from .differentiable_gradients import averaged, warn_of_graph
@@ -295,9 +296,8 @@ class Bucket:
         with torch.inference_mode():  # as in `_copy`
             # The usual case: every parameter has a gradient, and all are copied by one call.
             if not done:
-                # Raised before anything is copied: TypeError for None, RuntimeError as in `_copy_each`.
-                with suppress(TypeError, RuntimeError):
-                    foreach_copy(cast("list[torch.Tensor]", gradients), self.views)
+                with suppress(TypeError):  # raised for None, before anything is copied
+                    copy_each(self.views, cast("list[torch.Tensor]", gradients))
                     return
         targets, sources = [], []
         for position, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
@@ -307,7 +307,7 @@ class Bucket:
                 sources.append(view)
         if targets:
             with torch.inference_mode():
-                _copy_each(targets, sources)
+                copy_each(sources, targets)
 
     def _restore(self, untouched: Collection[int]) -> None:
         """Write back the kept gradients of parameters that no rank has used."""
@@ -330,14 +330,6 @@ def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
             gradient.data_ptr() if type(gradient) is torch.Tensor and gradient.layout is torch.strided else 0
             for gradient in gradients
         ]
-
-
-def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    try:
-        foreach_copy(targets, sources)
-    except RuntimeError:  # torch refuses targets that are lazily conjugated or negated, such as the gradient of `w.conj()`
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
 
 def _is_as_good_as(gradient: torch.Tensor, view: torch.Tensor) -> bool:

@@ -100,13 +100,13 @@ def _check(arguments: argparse.Namespace) -> None:
 def _redirect(arguments: argparse.Namespace, job: Job) -> None:
     # MPICH's mpiexec gives ranks above 0 an input that never ends, so reading it would block for ever. torchrun's workers read
     # an end at once.
-    if job.rank > 0 and "HYDI_CONTROL_FD" in os.environ:
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-    if not (arguments.tag_output or arguments.quiet_others):
+    has_endless_input = job.rank > 0 and "HYDI_CONTROL_FD" in os.environ
+    if not (has_endless_input or arguments.tag_output or arguments.quiet_others):
         return
     from . import output
 
+    if has_endless_input:
+        output.end_stdin()
     if arguments.tag_output:
         output.tag_lines(job.rank)
     if arguments.quiet_others and job.rank > 0:

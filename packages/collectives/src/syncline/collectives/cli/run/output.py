@@ -1,4 +1,4 @@
-"""Redirect standard output and standard error: put the rank before each line, or show only rank 0's output.
+"""Redirect the standard streams: put the rank before each line of output, show only rank 0's output, or end the input.
 
 This file is also a program, which puts the rank before each line. The program runs as its own process, so it reads everything
 that a rank and its children write, even if the rank is killed. The program writes each line in one piece.
@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+
+
+def end_stdin() -> None:
+    """Let this process and its children find the end of the input at once."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
 
 
 def silence_stdout() -> None:
