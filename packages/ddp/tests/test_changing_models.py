@@ -226,6 +226,35 @@ def test_a_frozen_part_that_is_thawed_is_averaged_from_the_next_backward_on(opti
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_part_that_is_frozen_is_left_out_until_it_is_thawed(options: dict[str, Any], after: int) -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp, whole = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options), copy.deepcopy(first)
+        for step in range(after):
+            step_of(ddp, group.rank, step)
+        for frozen in (True, False, True):
+            for module in (inner(ddp), whole):
+                module[0].requires_grad_(not frozen)
+            for step in range(3):
+                torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_other_parameters_that_are_frozen_are_named(options: dict[str, Any]) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group, **options)
+        inner(ddp)[0 if group.rank else 2].bias.requires_grad_(False)
+        with pytest.raises(DisagreementError, match=r"'0.bias' is .* on rank 0 and .*\(frozen\) on rank 1"):
+            step_of(ddp, group.rank, 1)
+
+    run_ranks(2, body)
+
+
 def test_freezing_for_a_while_builds_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The discriminator of a GAN while its generator trains; also in the steps after which all parameters are looked at."""
     first = model()
@@ -327,9 +356,36 @@ def test_modules_that_nobody_registers_are_seen_by_a_look_now_and_then(replace: 
     run_ranks(2, body)
 
 
-def test_a_layer_that_is_taken_out_of_a_container_is_no_sign() -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("take_out", [lambda parts: parts.pop("second"), lambda parts: parts["first"].pop(1)])
+def test_a_layer_that_is_taken_out_of_a_container_is_left_out(options: dict[str, Any], take_out: Any) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"first": nn.Sequential(linear(3, 3, 0), linear(3, 3, 0)), "second": linear(3, 3, 0)})
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            result = inputs
+            for part in self.parts.values():
+                result = torch.tanh(part(result))
+            return result
+
+    def body(group: ProcessGroup) -> None:
+        ddp, whole = DistributedDataParallel(Parts(), process_group=group, **options), Parts()
+        for step in range(3):
+            step_of(ddp, group.rank, step)
+        take_out(inner(ddp).parts)
+        take_out(whole.parts)
+        for step in range(3, 6):
+            torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)
+
+
+def test_a_layer_that_is_taken_out_counts_as_unused_if_that_is_allowed() -> None:
+    """So each rank may take out another layer."""
     module, owner = model(), nn.Identity()
-    watch = ModelWatch(_state(module), owner)
+    watch = ModelWatch(_state(module), owner, allows_unused=True)
     watch.is_due(0)
     module.pop(2)
     assert not watch.is_due(0)
@@ -339,13 +395,13 @@ def test_a_layer_that_is_taken_out_of_a_container_is_no_sign() -> None:
 
 def test_a_container_with_a_layer_that_is_left_out_is_no_sign() -> None:
     module, owner = nn.ModuleList([nn.Linear(2, 2), None]), nn.Identity()  # type: ignore[list-item]
-    assert not ModelWatch(_state(module), owner).is_due(0)
+    assert not ModelWatch(_state(module), owner, allows_unused=False).is_due(0)
 
 
 def test_the_looks_become_rare_and_do_not_end() -> None:
     module = model()
     owner = nn.Identity()
-    watch = ModelWatch(_state(module), owner)
+    watch = ModelWatch(_state(module), owner, allows_unused=False)
     looked = []
     place, name, parameter = watch._places[0]
     for reductions in range(4 * LOOK_EVERY):
@@ -365,7 +421,7 @@ def _state(module: nn.Module) -> Any:
 
 def test_what_happens_to_other_modules_is_no_sign() -> None:
     module, owner = model(), nn.Identity()
-    watch = ModelWatch(_state(module), owner)
+    watch = ModelWatch(_state(module), owner, allows_unused=False)
     other = nn.Sequential(nn.Linear(2, 2))
     other[0].weight = nn.Parameter(torch.ones(2, 2))
     other.append(module)
@@ -439,6 +495,37 @@ def test_a_layer_that_is_added_brings_its_buffers() -> None:
         mine = torch.cat([buffer.double().flatten() for buffer in norm.buffers()])
         step_of(ddp, group.rank, 4)
         assert mine.numel() == 5
+
+    run_ranks(2, body)
+
+
+class WithMean(nn.Module):
+    """A layer, and a buffer that a forward replaces if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(3, 2, 0)
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor, replaces: bool = True) -> torch.Tensor:
+        result: torch.Tensor = self.layer(inputs)
+        if replaces:
+            self.mean = result.detach().mean(0)
+        return result
+
+
+@pytest.mark.parametrize("replaces_on", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize("syncs", [False, True])
+def test_a_buffer_that_forward_replaces_is_not_new_when_the_model_changes(replaces_on: set[int], syncs: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(WithMean(), process_group=group, forward_sync_buffers=syncs)
+        ddp(batch(group.rank, 0), group.rank in replaces_on).sum().backward()
+        mine = inner(ddp).mean.clone()
+        inner(ddp).layer = linear(3, 2, group.rank)
+        ddp(batch(group.rank, 1), False)
+        theirs = mine.clone()
+        group.broadcast(theirs, 0)
+        torch.testing.assert_close(inner(ddp).mean, theirs if syncs else mine)
 
     run_ranks(2, body)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from syncline.collectives import CollectiveTimeout, DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
+from syncline.collectives import (
+    CollectiveTimeout,
+    DisagreementError,
+    InvalidArgumentError,
+    MisuseError,
+    ProcessGroup,
+    exchange_objects,
+)
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import create_groups
 from syncline.ddp import DistributedDataParallel
@@ -61,6 +69,45 @@ def test_a_buffer_hook_sees_the_buffers_before_or_after_the_forward(location: _B
         model(batch(group.rank, 3)).sum().backward()  # nothing to synchronise: no forward before it was reduced
         first = 0 if location is BEFORE else 1
         assert seen == [first, first + 1, first + 2]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("location", [None, BEFORE])
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_buffers_are_due_on_the_same_ranks_after_a_forward_that_fails(
+    location: _BufferCommHookLocation | None, in_no_sync: bool
+) -> None:
+    """A rank that ran a forward in `no_sync` before has synchronised its buffers earlier than the other rank."""
+
+    class Failing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(4).double()
+
+        def forward(self, inputs: torch.Tensor, fails: bool = False) -> torch.Tensor:
+            if fails:
+                raise KeyError("planned")
+            return self.norm(inputs)  # type: ignore[no-any-return]
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Failing(), process_group=group)
+        seen: list[int] = []
+
+        def count_on_all_ranks(_: object, buffers: dict[str, torch.Tensor]) -> None:
+            group.all_reduce(buffers["norm.num_batches_tracked"].clone())
+            seen.append(1)
+
+        if location is not None:
+            model._register_buffer_comm_hook(None, count_on_all_ranks, location)
+        for step in range(3):
+            if group.rank == 1:
+                with model.no_sync():
+                    model(batch(1, step)).sum().backward()
+            with model.no_sync() if in_no_sync else nullcontext(), pytest.raises(KeyError, match="planned"):
+                model(batch(group.rank, step), fails=True)
+            model(batch(group.rank, step)).sum().backward()
+        assert len(set(exchange_objects(len(seen), group=group))) == 1
 
     run_ranks(2, body)
 

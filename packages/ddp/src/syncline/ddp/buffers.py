@@ -107,6 +107,21 @@ class Buffers:
         """
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 
+    def forward_ended(self, will_reduce: bool) -> None:
+        """Note that a forward has run, whose backward averages gradients if `will_reduce`."""
+        # As in torch, only a forward whose backward averages gradients counts as a change of the buffers.
+        # Buffers that were out of reach in this forward may still differ.
+        self.are_stale = will_reduce or self.are_out_of_reach
+
+    def forward_failed(self, will_reduce: bool) -> None:
+        """Note that the module raised an error in a forward, on every rank.
+
+        One rank may have run a forward in `no_sync` before, which synchronised the buffers, while another rank synchronised
+        them in the failed forward. Afterwards the buffers must be due on both ranks, or on neither.
+        """
+        if self.hook is None or not self.hook.follows_forward:  # the failed forward has not run a hook that follows it
+            self.forward_ended(will_reduce)
+
     def _run(self, hook: BufferHook) -> list[AnyFuture]:
         buffers = dict(self._state.buffers())
         with torch.no_grad(), self._seen_by_autograd_if_changed(list(buffers.values())):

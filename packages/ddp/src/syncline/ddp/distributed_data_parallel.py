@@ -268,8 +268,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
         # Catch Ctrl-C, too. Otherwise the reducer would take the next backward for the backward of the failed forward.
         except BaseException:
-            if has_backward:
-                self._cancel_forward()
+            self._cancel_forward(has_backward, will_reduce)
             raise
         self._after_forward(pending, will_reduce)
         return outputs
@@ -380,16 +379,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self
 
     @disable_dynamo
-    def _cancel_forward(self) -> None:
+    def _cancel_forward(self, has_backward: bool, will_reduce: bool) -> None:
         """Undo the preparation of a forward that has failed, so that no backward is expected."""
-        self._reducer.cancel_forward()
+        if has_backward:
+            self._reducer.cancel_forward()
+        self._buffer_sync.forward_failed(will_reduce)
 
     @disable_dynamo
     def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
-        # As in torch, only a forward whose backward averages gradients counts as a change of the buffers.
-        # Buffers that were out of reach in this forward may still differ.
-        self._buffer_sync.are_stale = will_reduce or self._buffer_sync.are_out_of_reach
+        self._buffer_sync.forward_ended(will_reduce)
         if will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
@@ -725,7 +724,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             delayed=self._delayed,
             delayed_until=self._delayed_until,
         )
-        self._watch = ModelWatch(self._state, self)
+        self._watch = ModelWatch(self._state, self, allows_unused=self.find_unused_parameters and not self.static_graph)
         # The reducer may be made within `no_sync`.
         reducer.keep_local(not self._requires_grad_sync)
         reducer.on_delivery(self._average_hooks)

@@ -21,7 +21,7 @@ from syncline.reducer import is_worth_a_look
 from .module_state import ModuleState
 from .torch_internals import given_to_functional_call, own_children, own_parameters
 
-_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _requires_grad_of = operator.attrgetter("requires_grad")
 
 
@@ -35,18 +35,18 @@ class ModelWatch:
     - torch reports when a parameter or a module is registered with a submodule: assignment to an attribute,
       `load_state_dict(assign=True)`, a parametrisation, an adapter. This sign costs nothing in a step.
     - The wrapper's own `_apply` (`ddp.double()`) may replace parameters, and changes their nodes in the graph.
-    - Each forward looks whether frozen parameters are still frozen. This costs 0.03 us for each frozen parameter.
-    - torch does not report layers that `insert` puts into a `Sequential` or a `ModuleList`. So each forward looks at the
-      layers of these containers. This costs 0.3 us for each container, and 0.03 us for each layer.
+    - Each forward looks whether parameters were frozen or thawed. This costs 0.03 us for each parameter.
+    - torch does not report layers that `insert` puts into a `Sequential` or a `ModuleList`, nor layers that are taken out of
+      a container. So each forward looks at the layers of the containers. This costs 0.3 us for each container, and 0.03 us
+      for each layer.
     - Some changes give no sign, such as `ddp.module.double()` with
       `torch.__future__.set_overwrite_module_params_on_conversion`. To find these changes, the watch looks at all attributes
       that hold parameters or modules, which costs 0.05 us for each attribute. The watch does this after every 32 reduced
       backwards (those that average gradients), and at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`). All ranks have
       the same count.
 
-    Deleting or freezing a parameter gives no sign, because freezing for a while (the two players of a GAN) must cost nothing.
-    If the whole module is frozen, no gradient comes, and nothing is averaged. If only some parameters are deleted or frozen,
-    the end of backward raises an error that names them, unless unused parameters are allowed.
+    If the whole module is frozen (one of the two players of a GAN), no gradient comes, so nothing is averaged, and nothing
+    needs to change. If unused parameters are allowed, parameters that were frozen or taken out count as unused.
 
     Note [Tensors that stand in for parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -57,15 +57,18 @@ class ModelWatch:
     Args:
         state: lists the parameters and buffers of the watched module.
         owner: the wrapper, whose module may be replaced.
+        allows_unused: whether a backward may leave out parameters. Then freezing a parameter and taking out a layer are no
+            changes.
 
     Attributes:
         has_sign: whether there was a sign of a change (see the Note) since the last `take_note` or
             `take_note_of_structure`.
     """
 
-    def __init__(self, state: ModuleState, owner: torch.nn.Module) -> None:
+    def __init__(self, state: ModuleState, owner: torch.nn.Module, *, allows_unused: bool) -> None:
         self._state = state
         self._owner = id(owner)
+        self._allows_unused = allows_unused
         self._looked_after = -1
         self.take_note()
         _listen()
@@ -77,9 +80,13 @@ class ModelWatch:
         parameters = self._state.parameters()
         self._kinds = [_kind(name, parameter) for name, parameter in parameters]
         self._frozen = [parameter for _, parameter in parameters if not parameter.requires_grad]
+        self._averaged = [parameter for _, parameter in parameters if parameter.requires_grad]
         self._known = {id(parameter) for _, parameter in parameters}
-        self._buffers = {id(buffer) for _, buffer in self._state.buffers()}
         self.take_note_of_structure()
+        # The places, not the tensors: a forward may put a new tensor into a place, and not on every rank.
+        self._buffer_places = {
+            (id(part), name) for part in self._state.module.modules() for name, _ in part.named_buffers(recurse=False)
+        }
 
     def take_note_of_structure(self) -> None:
         """Remember the module's present submodules, and the attributes that hold parameters, for later comparisons."""
@@ -95,13 +102,13 @@ class ModelWatch:
         ]
         self._wrapped = self._state.module
         self._children = [(part, list(own_children(part).values())) for part in parts]
-        self._containers = [part for part in parts if isinstance(part, _CONTAINERS)]
+        self._containers = [(part, len(own_children(part))) for part in parts if isinstance(part, _CONTAINERS)]
 
     def is_due(self, reductions: int) -> bool:
         """Whether a look for changes is due before a forward. `reductions` counts the backwards that averaged gradients."""
-        if self.has_sign or (self._frozen and any(map(_requires_grad_of, self._frozen))):
+        if self.has_sign or self._others_need_gradients():
             return not self._has_stand_ins()
-        if not all(self._parts.issuperset(map(id, own_children(part).values())) for part in self._containers):
+        if any(self._has_other_layers(part, count) for part, count in self._containers):
             self.has_sign = True
             return not self._has_stand_ins()
         # Several forwards may come between two backwards that average gradients; one look is enough.
@@ -118,6 +125,13 @@ class ModelWatch:
         self.has_sign = differs
         return self.has_sign
 
+    def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
+        """Whether a container, which had `count` layers at the last `take_note`, has other layers now."""
+        layers = own_children(container)
+        if len(layers) != count and not self._allows_unused:
+            return True
+        return not self._parts.issuperset(map(id, layers.values()))
+
     def _has_stand_ins(self) -> bool:
         """Whether a tensor is in the place of a parameter only for a while. See Note [Tensors that stand in for parameters]."""
         noted = {(id(place), name): parameter for place, name, parameter in self._places}
@@ -132,11 +146,19 @@ class ModelWatch:
     def has_changed(self) -> bool:
         """Whether the module has other parameters than at the last `take_note`, or a parameter has changed since then.
 
-        A parameter has changed if it has another dtype, device, shape or strides, or if it was frozen and now needs a gradient.
+        A parameter has changed if it has another dtype, device, shape or strides, or if it was frozen or thawed.
         """
-        if any(map(_requires_grad_of, self._frozen)):
+        if self._others_need_gradients():
             return True
         return [_kind(name, parameter) for name, parameter in self._state.parameters()] != self._kinds
+
+    def _others_need_gradients(self) -> bool:
+        """Whether other parameters need gradients than at the last `take_note`, and at least one does."""
+        if any(map(_requires_grad_of, self._frozen)):
+            return True
+        if self._allows_unused or all(map(_requires_grad_of, self._averaged)):
+            return False
+        return any(map(_requires_grad_of, self._averaged))
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are new since the last `take_note`.
@@ -147,8 +169,14 @@ class ModelWatch:
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
     def new_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that are new tensors since the last `take_note`."""
-        return [(name, buffer) for name, buffer in self._state.buffers() if id(buffer) not in self._buffers]
+        """Return the buffers of modules, or under names, that are new since the last `take_note`."""
+        new = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in self._state.module.named_modules()
+            for name, _ in part.named_buffers(recurse=False)
+            if (id(part), name) not in self._buffer_places
+        }
+        return [(name, buffer) for name, buffer in self._state.buffers() if name in new]
 
     def note_registration(self, part: torch.nn.Module) -> None:
         """Note that a parameter or module was registered with the submodule `part`.
