@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import syncline.horovod as hvd
 from syncline.collectives import DisagreementError, InvalidArgumentError, MisuseError, ProcessGroup
 from test_support.desync_programs import as_default
+from test_support.full_run import FULL
+from test_support.random_horovod import draw, play
 
 pytestmark = pytest.mark.mpi
 
@@ -913,6 +915,69 @@ def test_a_closure_runs_before_its_gradients_are_combined() -> None:
     for step in range(3):
         optimizer.step(lambda step=step: closure(step))
     assert_same(model, train_locally(net(), 3))
+
+
+def test_gradients_are_combined_after_a_step_with_a_closure_though_a_rank_has_no_backward() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0), [("p", parameter)])
+
+    def closure() -> torch.Tensor:
+        if hvd.rank() == 0:
+            (6.0 * parameter).sum().backward()
+        return torch.zeros(())
+
+    average = 0.0
+    for step in range(4):
+        if step % 2:
+            closure()
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        average += 6 / hvd.size()
+        assert parameter.grad is not None or hvd.size() == 1
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad.tolist(), [average] * 2)
+
+
+def test_a_gradient_of_zeros_on_another_rank_does_not_hide_a_gradient_that_the_script_sets() -> None:
+    model, extra = net(), torch.nn.Parameter(torch.zeros(2))
+    named = [*model.named_parameters(), ("extra", extra)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([each for _, each in named], lr=0.1), named, backward_passes_per_step=2
+    )
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        for number in range(2 if hvd.rank() == 0 else 1):
+            loss = loss_of(model, hvd.rank(), 2 * step + number)
+            (loss + extra.sum() if step < 2 else loss).backward()
+        if hvd.rank() == 0 and step >= 2:
+            extra.grad = torch.full((2,), 6.0)
+        optimizer.synchronize()
+        expected = 6 / hvd.size() if step >= 2 else (hvd.size() + 1) / hvd.size()
+        assert extra.grad is not None
+        torch.testing.assert_close(extra.grad.tolist(), [expected] * 2)
+
+
+def test_sparse_gradients_that_are_reduced_as_dense_ones_may_be_kept() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True).double()
+    other = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    named = [("table", table.weight), ("other", other)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([each for _, each in named], lr=0.0), named, sparse_as_dense=True)
+    expected = torch.zeros(4, 2, dtype=torch.float64)
+    for step in range(4):
+        loss = other.sum()
+        if step == 0 or hvd.rank() == 0:  # the other ranks keep the gradient of step 0
+            loss = loss + table(torch.tensor([step])).sum()
+        loss.backward()
+        optimizer.step()
+        expected[step] += 1.0 if step == 0 else 1.0 / hvd.size()
+        assert table.weight.grad is not None
+        torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize("seed", range(100 if FULL else 15))
+def test_random_programs_train_as_one_process_does(seed: int) -> None:
+    play(draw(seed, hvd.size()))
 
 
 def test_an_optimizer_goes_on_after_shutdown_and_init() -> None:

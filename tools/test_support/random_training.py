@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ _ROWS = 3
 _WORDS = 11
 _WIDE = (256 << 10) // (8 * FEATURES) + 5  # the weight's gradient is large enough to become a part of its bucket's memory
 _RTOL, _ATOL = 1e-7, 1e-9
-_HEAD = "head"  # the block that every forward uses, because a backward must reach a parameter on every rank
+HEAD = "head"  # the block that every forward uses, because a backward must reach a parameter on every rank
 
 
 # ---- the model: blocks that map (rows, FEATURES) to (rows, FEATURES) ----
@@ -164,7 +164,7 @@ class _Planned(Exception):
     """The program wants this failure."""
 
 
-def _set_values(tensors: Sequence[torch.Tensor], seed: str) -> None:
+def set_values(tensors: Sequence[torch.Tensor], seed: str) -> None:
     """Give tensors random values. Ranks may be threads, which share torch's own generator, so make one."""
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6]))
     with torch.no_grad():
@@ -172,12 +172,12 @@ def _set_values(tensors: Sequence[torch.Tensor], seed: str) -> None:
             tensor.copy_(0.4 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
-def _make_block(kind: str, seed: str) -> torch.nn.Module:
-    block = BLOCKS[kind]()
+def make_block(kind: str, seed: str, blocks: Mapping[str, Callable[[], torch.nn.Module]] = BLOCKS) -> torch.nn.Module:
+    block = blocks[kind]()
     for tensor in [*block.parameters(), *block.buffers()]:
         if tensor.dtype == torch.float32:
             tensor.data = tensor.data.double()
-    _set_values(list(block.parameters()), seed)
+    set_values(list(block.parameters()), seed)
     return block
 
 
@@ -235,7 +235,7 @@ def draw(seed: int, world_size: int) -> Program:
     pick = random.Random(f"{seed} {world_size}")
     graph = pick.choice(["complete", "complete", "unused", "unused", "static"])
     kinds = [kind for kind in BLOCKS if kind != "sparse words" or graph != "static"]
-    blocks = {_HEAD: "linear", **{f"b{index}": pick.choice(kinds) for index in range(pick.randint(1, 5))}}
+    blocks = {HEAD: "linear", **{f"b{index}": pick.choice(kinds) for index in range(pick.randint(1, 5))}}
     optimizer = pick.choice(["sgd", "momentum", "adam"])
     if optimizer != "sgd" or pick.random() < 0.8:
         blocks = {name: "words" if kind == "sparse words" else kind for name, kind in blocks.items()}
@@ -250,10 +250,10 @@ def draw(seed: int, world_size: int) -> Program:
     if "sparse words" in blocks.values():
         options["gradient_as_bucket_view"] = False
     program = Program(blocks, [], options, optimizer, pick.random() < 0.3)
-    names = [name for name in blocks if name != _HEAD]
+    names = [name for name in blocks if name != HEAD]
     program.frozen = [name for name in names if pick.random() < 0.15]
     present, frozen = dict(blocks), set(program.frozen)
-    fixed = [name for name in present if name == _HEAD or pick.random() < 0.7]
+    fixed = [name for name in present if name == HEAD or pick.random() < 0.7]
     clears = ["none", "none", "none", "zero", "keep"]
     for number in range(STEPS):
         changes: list[tuple[str, ...]] = []
@@ -261,7 +261,7 @@ def draw(seed: int, world_size: int) -> Program:
             changes = _draw_changes(pick, number, present, frozen)
 
         def some(present: dict[str, str] = present) -> list[str]:
-            return [name for name in present if name == _HEAD or pick.random() < 0.6]
+            return [name for name in present if name == HEAD or pick.random() < 0.6]
 
         if graph == "static":
             used = [fixed] * world_size
@@ -293,7 +293,7 @@ def _draw_changes(pick: random.Random, number: int, present: dict[str, str], fro
     """Draw changes of the model, and make them in the dictionary of blocks and the set of frozen blocks."""
     changes: list[tuple[str, ...]] = []
     for _ in range(pick.choice([1, 1, 2])):
-        others = [name for name in present if name != _HEAD]
+        others = [name for name in present if name != HEAD]
         verb = pick.choice(["freeze", "unfreeze", "add", "remove", "replace", "assign", "load", "swap data", "wrap again"])
         if verb == "add":
             name, kind = f"n{number}.{len(changes)}".replace(".", "_"), pick.choice([k for k in BLOCKS if k != "sparse words"])
@@ -325,7 +325,7 @@ class Player:
         self.program, self.noise = program, noise
         self.net = Net()
         for name, kind in program.blocks.items():
-            self.net.blocks[name] = _make_block(kind, f"{name}{noise}")
+            self.net.blocks[name] = make_block(kind, f"{name}{noise}")
         for name in program.frozen:
             self.net.blocks[name].requires_grad_(False)
         self.make_optimizer()
@@ -341,7 +341,7 @@ class Player:
         """Change the model."""
         name, blocks = rest[0], self.net.blocks
         if verb == "add":
-            blocks[name] = _make_block(rest[1], f"{name}{self.noise}")
+            blocks[name] = make_block(rest[1], f"{name}{self.noise}")
         elif verb == "remove":
             del blocks[name]
         elif verb in ("freeze", "unfreeze"):
@@ -351,7 +351,7 @@ class Player:
                 for key, parameter in list(module._parameters.items()):
                     if parameter is not None:
                         new = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
-                        _set_values([new], f"{key}{rest[1]}{self.noise}")
+                        set_values([new], f"{key}{rest[1]}{self.noise}")
                         setattr(module, key, new)
         elif verb == "swap data":
             for parameter in blocks[name].parameters():
@@ -359,7 +359,7 @@ class Player:
         elif verb in ("assign", "load"):
             # These values are equal on all ranks, like those of a file.
             state = {key: value.detach().clone() for key, value in self.net.named_parameters(remove_duplicate=False)}
-            _set_values([value for key, value in state.items() if key.startswith(f"blocks.{_HEAD}.")], f"file {name}")
+            set_values([value for key, value in state.items() if key.startswith(f"blocks.{HEAD}.")], f"file {name}")
             self.net.load_state_dict(state, strict=False, assign=verb == "assign")
         if verb in ("add", "remove", "replace", "assign"):
             self.make_optimizer()
@@ -373,10 +373,7 @@ class Player:
             self.optimizer.zero_grad(set_to_none=False)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        return {
-            name: None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
-            for name, p in self.net.named_parameters()
-        }
+        return dense_gradients(self.net)
 
     def update(self, step: Step) -> None:
         if step.clips:
@@ -384,13 +381,20 @@ class Player:
         self.optimizer.step()
 
 
-def _inputs(number: int, rank: int, forward: str) -> torch.Tensor:
+def dense_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {
+        name: None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for name, p in module.named_parameters()
+    }
+
+
+def inputs_of(number: int, rank: int, forward: str) -> torch.Tensor:
     x = torch.empty(_ROWS, FEATURES, dtype=torch.float64)
-    _set_values([x], f"{number} {rank} {forward}")
+    set_values([x], f"{number} {rank} {forward}")
     return 2.5 * x
 
 
-def _loss(outputs: torch.Tensor, rank: int) -> torch.Tensor:
+def loss_of(outputs: torch.Tensor, rank: int) -> torch.Tensor:
     return ((outputs - 0.3 * rank) ** 2).mean() * (1 + rank)
 
 
@@ -423,27 +427,27 @@ class Rank(Player):
         rank = self.group.rank
         for index, used in enumerate(step.local[rank]):
             with self.ddp.no_sync():
-                outputs = self.ddp(_inputs(number, rank, f"local {index}"), used)
-            _loss(outputs, rank).backward()  # type: ignore[no-untyped-call]
+                outputs = self.ddp(inputs_of(number, rank, f"local {index}"), used)
+            loss_of(outputs, rank).backward()  # type: ignore[no-untyped-call]
         if step.fails:
             try:
-                self.ddp(_inputs(number, rank, "fails"), [_HEAD], fails=True)
+                self.ddp(inputs_of(number, rank, "fails"), [HEAD], fails=True)
             except _Planned:
                 pass
         used = step.used[rank]
         if step.way in ("two forwards", "two backwards"):
-            losses = [_loss(self.ddp(_inputs(number, rank, part), used), rank) for part in ("first", "second")]
+            losses = [loss_of(self.ddp(inputs_of(number, rank, part), used), rank) for part in ("first", "second")]
             if step.way == "two forwards":
                 losses = [torch.stack(losses).sum()]
             for loss in losses:
                 loss.backward()  # type: ignore[no-untyped-call]
             return None
-        x = _inputs(number, rank, "first").requires_grad_(step.way == "penalty")
-        loss = _loss(self.ddp(x, used), rank)
+        x = inputs_of(number, rank, "first").requires_grad_(step.way == "penalty")
+        loss = loss_of(self.ddp(x, used), rank)
         if step.way == "penalty":
             loss = loss + _penalty(loss, x)
         elif step.way == "saliency":
-            torch.autograd.grad(loss, list(self.net.blocks[_HEAD].parameters()), retain_graph=True)
+            torch.autograd.grad(loss, list(self.net.blocks[HEAD].parameters()), retain_graph=True)
         elif step.way == "retained":
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         loss.backward()  # type: ignore[no-untyped-call]
@@ -452,7 +456,7 @@ class Rank(Player):
     def validate(self, number: int) -> torch.Tensor:
         self.ddp.eval()
         with torch.no_grad():
-            outputs = self.ddp(_inputs(number, self.group.rank, "validation"), list(self.net.blocks))
+            outputs = self.ddp(inputs_of(number, self.group.rank, "validation"), list(self.net.blocks))
         self.ddp.train()
         return outputs  # type: ignore[no-any-return]
 
@@ -506,15 +510,15 @@ class Alone(Player):
             self.share_buffers(reduces=False)
         for rank in ranks:
             for index, used in enumerate(step.local[rank]):
-                loss = _loss(self.forward(rank, _inputs(number, rank, f"local {index}"), used), rank)
+                loss = loss_of(self.forward(rank, inputs_of(number, rank, f"local {index}"), used), rank)
                 (loss / self.world_size).backward()  # type: ignore[no-untyped-call]
         if step.fails:
             self.share_buffers(reduces=True)
         for part in ("first", "second") if step.way in ("two forwards", "two backwards") else ("first",):
             self.share_buffers(reduces=True)
             for rank in ranks:
-                x = _inputs(number, rank, part).requires_grad_(step.way == "penalty")
-                loss = _loss(self.forward(rank, x, step.used[rank]), rank)
+                x = inputs_of(number, rank, part).requires_grad_(step.way == "penalty")
+                loss = loss_of(self.forward(rank, x, step.used[rank]), rank)
                 if step.way == "penalty":
                     loss = loss + _penalty(loss, x)
                 if step.way == "retained":
@@ -524,7 +528,7 @@ class Alone(Player):
     def validate(self, number: int, rank: int) -> torch.Tensor:
         self.net.eval()
         with torch.no_grad():
-            outputs = self.forward(rank, _inputs(number, rank, "validation"), list(self.net.blocks))
+            outputs = self.forward(rank, inputs_of(number, rank, "validation"), list(self.net.blocks))
         self.net.train()
         return outputs
 
@@ -544,22 +548,22 @@ def play(group: ProcessGroup, program: Program) -> None:
                 player.change(*change)
             player.clear(step.clear)
             player.step(number, step)
-        _compare(where + "gradients", mine.gradients(), alone.gradients())
-        _assert_equal_on_all_ranks(where, group, mine)
+        compare(where + "gradients", mine.gradients(), alone.gradients())
+        assert_equal_on_all_ranks(where, group, [*mine.net.parameters(), *mine.gradients().values()])
         for player in (mine, alone):
             player.update(step)
-        _compare(where + "parameters", dict(mine.net.named_parameters()), dict(alone.net.named_parameters()))
-        _compare(where + "buffers", dict(mine.net.named_buffers()), alone.buffers[group.rank])
+        compare(where + "parameters", dict(mine.net.named_parameters()), dict(alone.net.named_parameters()))
+        compare(where + "buffers", dict(mine.net.named_buffers()), alone.buffers[group.rank])
         if step.validates:
             alone.share_buffers(reduces=False)
             for rank in range(group.size):
                 outputs = alone.validate(number, rank)
                 if rank == group.rank:
                     expected = outputs
-            _compare(where + "outputs", {"": mine.validate(number)}, {"": expected})
+            compare(where + "outputs", {"": mine.validate(number)}, {"": expected})
 
 
-def _compare(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def compare(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys(), where
     for name, value in expected.items():
         if value is None or found[name] is None:
@@ -570,10 +574,10 @@ def _compare(where: str, found: dict[str, Any], expected: dict[str, Any]) -> Non
             )
 
 
-def _assert_equal_on_all_ranks(where: str, group: ProcessGroup, player: Player) -> None:
-    """Compare every bit of parameters and gradients."""
+def assert_equal_on_all_ranks(where: str, group: ProcessGroup, tensors: Iterable[torch.Tensor | None]) -> None:
+    """Compare every bit."""
     digest = hashlib.sha256()
-    for tensor in [*player.net.parameters(), *player.gradients().values()]:
+    for tensor in tensors:
         digest.update(b"none" if tensor is None else bytes_of(tensor.detach().contiguous()).numpy().tobytes())
     digests = exchange_objects(digest.hexdigest(), group=group)
     assert len(set(digests)) == 1, f"{where}: the replicas differ: {digests}"

@@ -200,11 +200,16 @@ class _Distributed:
                 )
             else:
                 self.synchronize()
-        self._combining.is_synchronized = False
-        return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
+        try:
+            return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
+        finally:
+            # This rank may run no backward before the next step.
+            self._combining.is_synchronized = False
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
+            # The optimizer may call the closure again, and this rank may run no backward there.
+            self._combining.is_synchronized = False
             loss = closure()
             # The closure itself may call `synchronize`, to clip gradients.
             if not self._combining.is_synchronized:
@@ -363,10 +368,11 @@ class _GradientCombining:
         """Combine the gradients; see `_Distributed.synchronize`."""
         # On a rank outside of the set the optimizer steps alone.
         if self._process_set.included() and self._process_set.group().size > 1 and self._named:
+            self._densify_kept()
             # No backward of this rank was the last one, or it reached none of the reducer's parameters.
             if self._reducer is not None and not self._is_reduced:
                 self._announce(self._reduction_step)
-                self._reduce([number for number in self._members if self._named[number][1].grad is not None])
+                self._reduce([number for number in self._members if self._rest(number) != _Rest.NOTHING])
             rest = [self._rest(number) for number in range(len(self._named))]
             self._announce(self._end_step)
             self._end(rest, self._backwards_seen(rest))
@@ -405,8 +411,16 @@ class _GradientCombining:
         call_at_backward_end(backward.end)
         self._backwards += 1
         self.is_synchronized = False
+        self._densify_kept()
         if self._reducer is not None:
             self._reducer.keep_local(self._is_reduced or self._backwards != self._last)
+
+    def _densify_kept(self) -> None:
+        """Make gradients dense that the step before made sparse again, and that the script has kept."""
+        for number in self._densified:
+            parameter = self._named[number][1]
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
     def _began(self) -> None:
         """Announce reduction 1. The reducer calls this method when a backward begins to reduce."""
