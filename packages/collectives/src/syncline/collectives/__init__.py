@@ -23,12 +23,12 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 
 Or follow an error, if a rank is killed during a collective:
 
-1. Another rank waits, for example in `transports.mpi.node.shared_sync`. Now and then it calls `CancelScope.check`
-   (`engine.cancel_scope`). If a library blocks the rank, the monitor checks instead (`health.monitor`).
+1. Another rank waits, for example in `transports.mpi.node.shared_sync`. While this rank waits, it calls `CancelScope.check`
+   (`engine.cancel_scope`) now and then. If a library blocks the rank, the monitor thread checks instead (`health.monitor`).
 2. `check` asks `HostGroup._why_call_cannot_end`, which asks `health.liveness`. The answer is an error that names the lost rank.
-3. `HostGroup._fail` (`engine.host_group`) remembers the error, and tells the other ranks.
+3. `HostGroup._fail` (`engine.host_group`) does steps 4 and 5, remembers the error, and tells the other ranks.
 4. `FailureWords.of` (`engine.failure`) adds the call and the group to the error's text.
-5. `EngineGroup._reported` (`engine.engine_group`) writes a report (`health.report`), and adds its folder to the text.
+5. `EngineGroup._reported` (`engine.engine_group`) writes a report (`health.report`), and adds the report's folder to the text.
 """
 
 from importlib import import_module
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Load the public names, and with them torch, when a program first uses one of them.
 
-    `syncline run` is in this package and must not load torch. Otherwise settings that a script makes before it imports torch,
-    such as OMP_NUM_THREADS, would have no effect.
+    The command `syncline run` imports this package before it runs the user's script. This import must not load torch, because
+    the script may set variables that torch reads when torch is imported, such as OMP_NUM_THREADS.
     """
     value = getattr(import_module(".public", __name__), name, None)
     if value is None:

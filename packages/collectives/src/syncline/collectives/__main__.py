@@ -4,8 +4,8 @@ Commands come from the group of entry points `syncline.commands`. Each entry poi
 
 - `HELP`: a description in one line;
 - `add_arguments(parser)`: adds the command's options to an `argparse.ArgumentParser`;
-- `run(arguments) -> int`: runs the command, and returns the exit status. If it raises a `SynclineError`, the error is printed,
-  and the status is 2.
+- `run(arguments) -> int`: runs the command, and returns the exit status. If `run` raises a `SynclineError`, `main` prints the
+  error, and the status is 2.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 def _wanted(words: Sequence[str]) -> list[str]:
     """The names of the commands to load.
 
-    If the first word names a command, load only this command, because another command may fail to load. Otherwise load all.
+    If the first word names a command, load only this command, because another command may fail to load. Otherwise load all
+    commands.
     """
     from .plugins import plugin_names
 

@@ -1,4 +1,4 @@
-"""Adasum: adds up the gradients of all ranks where they point in different directions, and averages them where they agree."""
+"""Adasum: adds up gradients of different ranks if they are orthogonal, and averages gradients if they are equal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
         (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
     The result is the sum if a and b are orthogonal, and the mean if a and b are equal. More ranks are combined in pairs, then
-    in pairs of pairs, and so on. If the number of ranks is not a power of two, each surplus rank is first combined with one of
-    the first ranks. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.) With Adasum you can
-    keep the learning rate of one process for any number of ranks.
+    in pairs of pairs, and so on. If the number p of ranks is not a power of two, let q be the largest power of two below p.
+    Before the pairs, each rank r >= q is combined with rank r - q. (S. Maleki et al., "Scaling Distributed Training with
+    Adaptive Summation", MLSys 2021.) With Adasum you can keep the learning rate of one process for any number of ranks.
 
     Args:
         tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten; all ranks get the same bits.
@@ -102,7 +102,10 @@ def _exchange(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, sizes: list[int]) -> None:
-    """Combine each tensor in `a` with the same tensor in `b` by the rule of Adasum, into `a`. `sizes`: the tensors' lengths."""
+    """Combine each tensor in the flat buffer `a` with the same tensor in `b` by the rule of Adasum. Write the results into `a`.
+
+    `sizes` has the number of elements of each tensor.
+    """
     for part, other in zip(torch.split(a, sizes), torch.split(b, sizes), strict=True):
         wide, other_wide = part.double(), other.double()
         product = torch.dot(wide, other_wide)

@@ -33,7 +33,7 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
     Args:
         nbytes: size of each tensor in bytes.
         kinds: the kind of each tensor, such as (dtype, device). A buffer holds tensors of one kind only.
-        buffer_size_bytes: the largest size of a buffer. Only a larger tensor gets a larger buffer, all to itself.
+        buffer_size_bytes: the largest size of a buffer. A tensor above this size gets a buffer of its own.
 
     Returns:
         For each buffer the indices of its tensors, ascending. The buffers are ordered by their first index.
@@ -59,7 +59,7 @@ def broadcast_coalesced(
     root: int = 0,
     buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> None:
-    """Copy the root's tensors to every rank, flattened into few buffers. At most two broadcasts are in flight.
+    """Copy the root's tensors to every rank, flattened into few buffers. At most two broadcasts run at a time.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. The root only reads them.
@@ -248,7 +248,7 @@ def _checked(
 ) -> tuple[list[torch.Tensor], bool]:
     """Check all tensors before the first collective.
 
-    Returns the tensors as `resolved` returns them, and whether any of them is a FakeTensor.
+    Returns what `resolved` returns for these tensors, and whether one of the tensors is a FakeTensor.
     See Note [Tensors that are no memory] in `tensors.checks`.
     """
     problem = checks.no_tensors({"tensors": tensors})

@@ -1,4 +1,4 @@
-"""The default group, which this module remembers, and NonMember, which stands for a group that this rank is not in."""
+"""The default group of this process, and NonMember, a placeholder for a group that this rank is not in."""
 
 from __future__ import annotations
 
@@ -90,14 +90,15 @@ def init_process_group(
 
     Under mpirun, mpiexec or srun the function needs no argument, no exported variable and no port.
 
-    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. Pass the job's `init_method` ("file://") or
-    the job's store. `rank`, `world_size` and the launcher's values are ignored. The process is alone in its group until this
-    process and the members of the job call `admit`.
+    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. In such a process, pass the job's
+    `init_method` ("file://") or the job's store; `rank`, `world_size` and the launcher's values are ignored. The process is
+    alone in its group until this process and the members of the job call `admit`.
 
     Args:
-        backend: a name from `backend_names()`. None takes `SYNCLINE_BACKEND`, else the site file's backend. If neither is set:
-            MPI under an MPI launcher; Gloo under another launcher, or if you pass `init_method`, `store` or `world_size`;
-            otherwise a group of one rank. In these three cases NCCL is added for CUDA tensors if there are GPUs and CuPy.
+        backend: a name from `backend_names()`. None takes the environment variable `SYNCLINE_BACKEND`, or else the backend in
+            the site file (see `startup.settings`). If neither is set: MPI under an MPI launcher; Gloo under another launcher,
+            or if you pass `init_method`, `store` or `world_size`; otherwise a group of one rank. In these three cases NCCL is
+            added for CUDA tensors if there are GPUs and CuPy.
         init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
             `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
         timeout: the time limit of each collective, in seconds or as a timedelta. Default: `SYNCLINE_TIMEOUT_S`, else the site
@@ -109,7 +110,7 @@ def init_process_group(
         communicator: an mpi4py communicator. Its ranks become the group's ranks, and only these ranks call this function. Use
             a communicator if other ranks of the MPI job serve data, simulate or do inference.
         reproducible: reductions give the same bits in every run; the backend's documentation states the cost. Default: the site
-            file's, else False. (Within one run, all ranks always get the same bits.)
+            file's value, else False. (Within one run, all ranks always get the same bits.)
         check_calls: the ranks compare their calls before each collective (not before sends and receives). If a script is
             wrong, a `DisagreementError` names both calls. Costs a small all_gather for each collective. Meant for debugging.
 
@@ -238,9 +239,9 @@ def _load(choice: BackendChoice) -> Backend:
 def destroy_process_group() -> None:
     """Finish all calls in flight and close the default group. Every rank calls this function.
 
-    Without a default group, the function does nothing. While an exception is being handled (in a `finally:` around the
-    training), the function aborts the group instead of closing it: other ranks may wait in a collective that this rank will
-    never start, so closing the group would wait, and hide the exception.
+    Without a default group, the function does nothing. If it is called while an exception is being handled, for example in a
+    `finally:` block, the function aborts the group instead of closing it. Closing would wait for other ranks, and these ranks
+    may wait in a collective that this rank will never start.
     """
     global _default
     with _lock:

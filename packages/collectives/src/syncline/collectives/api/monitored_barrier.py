@@ -23,12 +23,13 @@ def monitored_barrier(
 ) -> None:
     """Wait until all ranks have called this function. On a time-out, rank 0 raises an error that names the missing ranks.
 
-    Rank 0 waits for a message of each rank in turn, asks each rank whether it still waits, then lets all ranks go. This takes
-    4 (`size` - 1) messages of 16 bytes, one by one: use it to find faults, not in every step.
+    Rank 0 receives a message from each other rank, asks each of these ranks whether the rank is still waiting, and then lets
+    these ranks return. A barrier takes 4 (`size` - 1) messages of 16 bytes, one after the other. So use this function to find
+    faults, not in every step.
 
-    After a time-out, all or some ranks may call the function again. In this next barrier, a rank that has come since the
-    time-out and still waits is not missing. A rank whose own call has timed out is missing until it calls again. Over Gloo the
-    function may not be called again, because a time-out ends the connections.
+    After a time-out, all or some ranks may call the function again. If rank 0 calls again, a rank that is still waiting in an
+    earlier call is not missing. A rank whose own call has timed out is missing until this rank calls again. Over Gloo, do not
+    call the function again after a time-out, because the time-out ends the connections.
 
     Args:
         group: the group; None means the default group.
@@ -59,15 +60,15 @@ class _Messages:
 
     1. A rank other than 0 calls the function, and sends (the number of its call, no question).
     2. When all ranks have come, rank 0 asks each rank whether it still waits: (the rank's call, the call of rank 0).
-    3. A rank that still waits in this call sends the same two numbers back. A rank that has given up sends nothing. If such a
-       rank calls again, its message has another call's number, and rank 0 asks it again.
-    4. When all ranks have answered, rank 0 lets each go: (the rank's call, no question).
+    3. A rank that still waits in this call sends the two numbers back. A rank whose call has timed out sends nothing. If this
+       rank calls the function again, it sends its new call's number, and rank 0 asks about the new call.
+    4. When all ranks have answered, rank 0 sends each rank (the rank's call, no question), and the rank's call returns.
 
     Messages about other calls are left over from barriers that timed out, and are ignored.
 
     Attributes:
         call: how many barriers this rank has called.
-        came: on rank 0: for each rank that has come and that rank 0 has not let go, the number of the rank's latest call.
+        came: on rank 0: for each rank that has come and has not got the message of step 4, the number of its latest call.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ def _collect(group: ProcessGroup, messages: _Messages, scope: CancelScope, wait_
             call, question = messages.receive(group, peer, scope)
             if (call, question) == (messages.came[peer], messages.call):
                 return
-            # The rank had given up, and has called again. See step 3 of the note.
+            # The rank's call had timed out, and the rank has called again. See step 3 of the note.
             if call > messages.came[peer]:
                 messages.came[peer] = call
                 ask(peer)
@@ -174,5 +175,5 @@ def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> Non
 
 
 def _send(group: ProcessGroup, peer: int, call: int, question: int) -> Work:
-    """Send a message. The caller keeps the work until the barrier is over: if it drops the work, Gloo may never send."""
+    """Send a message. The caller keeps the work until the barrier is over, because Gloo may never send if the work is freed."""
     return group.send(torch.tensor([call, question], device="cpu"), peer, MONITORED_BARRIER, async_op=True)

@@ -27,15 +27,15 @@ def are_same_on_all_ranks(payload: bytes, *, group: ProcessGroup) -> bool:
 
 
 def all_gather_bytes(payload: bytes, *, group: ProcessGroup) -> list[bytes]:
-    """Give every rank the bytes of all ranks, by rank. The lengths may differ.
+    """Give every rank the bytes of all ranks, in the order of the ranks. The lengths may differ.
 
-    Cost: two all-gathers: one of the lengths, and one of the payloads, padded to the longest.
+    Cost: two all-gathers: one of the lengths, and one of the payloads, padded to the longest payload.
     """
     return [bytes(contents(block)[:length]) for block, length in _gathered(payload, group)]
 
 
 def exchange_objects(payload: Any, *, group: ProcessGroup) -> list[Any]:
-    """Give every rank the objects of all ranks, by rank."""
+    """Give every rank the objects of all ranks, in the order of the ranks."""
     return [pickle.loads(contents(block)[:length]) for block, length in _gathered(pickle.dumps(payload), group)]
 
 

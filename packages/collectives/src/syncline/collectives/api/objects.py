@@ -19,9 +19,9 @@ from .object_exchange import broadcast_object
 
 
 def exchange_objects(payload: Any, *, group: ProcessGroup | None = None) -> list[Any]:
-    """Give every rank the objects of all ranks, by rank. `group=None` means the default group.
+    """Give every rank the objects of all ranks, in the order of the ranks. `group=None` means the default group.
 
-    Cost: two all-gathers: one of the lengths, and one of the pickles, padded to the longest.
+    Cost: two all-gathers: one of the lengths, and one of the pickles, padded to the longest pickle.
     """
     return object_exchange.exchange_objects(payload, group=resolve_group(group))
 

@@ -1,7 +1,7 @@
 """Find out which ranks of a group share a node, and choose the device on which each rank should compute.
 
-The ranks tell each other their hosts in `init_process_group`. They do not read variables such as LOCAL_RANK, which are the
-launcher's view of the whole job: a group may be a part of the job, may mix launchers, or may have no launcher.
+The ranks tell each other their hosts in `init_process_group`. Variables such as LOCAL_RANK are not read: they count all ranks
+that a launcher started, and a group may have other ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 
 
 def placement_of(group: ProcessGroup | None = None) -> Placement:
-    """On which nodes the ranks of a group run, and the place of this process among the ranks of its node.
+    """On which nodes the ranks of a group run, and this process's number among the ranks of its node.
 
-    For the default group, and for groups that were made from it, the function does not communicate. There are two exceptions: a
-    group of torch.distributed, and a group after ranks were lost or admitted. For such a group the first call is a collective,
-    so every rank of the group must make it.
+    The function communicates only if the ranks have not exchanged their hosts: if the group comes from torch.distributed, or if
+    ranks of the group were lost or admitted. For such a group the first call is a collective, so every rank must call this
+    function.
 
     Args:
         group: the default group if None.
@@ -47,7 +47,7 @@ def _find(group: ProcessGroup) -> Placement:
 
 
 def get_local_rank(group: ProcessGroup | None = None) -> int:
-    """This process's number among the ranks of the group on its node, from 0. Communicates only where `placement_of` does.
+    """This process's number among the ranks of the group on its node, from 0. May communicate; see `placement_of`.
 
     Args:
         group: the default group if None.
@@ -56,7 +56,7 @@ def get_local_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_size(group: ProcessGroup | None = None) -> int:
-    """How many ranks of the group are on this process's node. Communicates only where `placement_of` does.
+    """How many ranks of the group are on this process's node. May communicate; see `placement_of`.
 
     Args:
         group: the default group if None.
@@ -67,7 +67,7 @@ def get_local_size(group: ProcessGroup | None = None) -> int:
 def get_node_rank(group: ProcessGroup | None = None) -> int:
     """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
 
-    Communicates only where `placement_of` does.
+    May communicate; see `placement_of`.
 
     Args:
         group: the default group if None.
@@ -99,7 +99,7 @@ def default_device(group: ProcessGroup | None = None) -> torch.device:
 
 
 def assign_devices(visible: dict[int, Sequence[str]], hostname: str) -> dict[int, int | None]:
-    """Choose for each rank of a node one of the devices that it sees. No two ranks get the same device. A pure function.
+    """Choose for each rank of a node one of the devices that the rank sees. No two ranks get the same device. A pure function.
 
     Args:
         visible: for each rank of the node, the ids of the devices that the rank sees. Entry i is the id of the rank's `cuda:i`.

@@ -92,7 +92,7 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Begin several transfers. Returns one `Work` for each, in the same order.
+    """Begin several transfers. Returns one `Work` for each transfer, in the order of the list.
 
     Raises:
         InvalidArgumentError: the list is empty, or its entries are for different groups.

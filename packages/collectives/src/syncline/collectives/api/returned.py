@@ -1,7 +1,6 @@
-"""Collectives that return new tensors. Inputs stay unchanged, sizes may differ between ranks, and autograd works.
+"""Collectives that return new tensors. Inputs stay unchanged, and autograd works.
 
-torch's functions write into tensors that the caller has made, so every rank must know all sizes before the call. The functions
-of this module exchange the sizes first, and then return new tensors.
+In `all_gather_rows` and `all_to_all_rows` the numbers of rows may differ between ranks. The ranks exchange these numbers first.
 
 =============================  ================================  ==============================================
 function                       what every rank gets              gradient (of the sum of all ranks' losses)
@@ -88,8 +87,8 @@ def all_reduce_copy(
         op: see `ReduceOp` and `premul_sum`.
         group: the default group if None.
         async_op: return a `PendingResult` of the tensor.
-        prescale: each rank's tensor is multiplied by this factor first. Integers are multiplied in float64 and rounded towards
-            zero; float16 and bfloat16 are multiplied in float32.
+        prescale: each rank's tensor is multiplied by this factor before the reduction. Integers are multiplied in float64 and
+            rounded towards zero; float16 and bfloat16 are multiplied in float32.
         postscale: the result is multiplied by this factor.
 
     Returns:
@@ -383,7 +382,7 @@ class _Broadcast(torch.autograd.Function):
 def all_to_all_rows(
     tensor: torch.Tensor, splits: Sequence[int] | None = None, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Send rows to each rank, and return the rows that come. A receiver need not know how many rows will come.
+    """Send rows to each rank, and return the rows that this rank gets. A rank need not know their number before the call.
 
     Args:
         tensor: has at least one dimension, and is not changed. The dtype and all dimensions but the first are the same on every
@@ -460,7 +459,7 @@ class _AllToAllRows(torch.autograd.Function):
 
 
 def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | None = None, group_src: int | None = None) -> Any:
-    """Return one rank's object on every rank. It is sent as a pickle. The objects of the other ranks are ignored.
+    """Return one rank's object on every rank. The object is sent as a pickle. The objects of the other ranks are ignored.
 
     Args:
         obj: the root's object, which must be picklable.
@@ -476,7 +475,10 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
 
 
 def _first(results: Any, *, async_op: bool) -> Any:
-    """Turn the list that a coalesced function returns for one tensor, pending or not, into this list's only entry."""
+    """Return the only entry of the list `results`.
+
+    If `async_op` is True, `results` is a `PendingResult` of such a list. Then return a `PendingResult` of the only entry.
+    """
     return _FirstOf(results) if async_op else results[0]
 
 
@@ -509,7 +511,7 @@ def _width(tensor: torch.Tensor) -> int:
 
 
 def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
-    """For each rank, how many rows each of its tensors has. A collective. It also compares dtypes and the shapes of rows."""
+    """For each rank, how many rows each of its tensors has. A collective, which also compares dtypes and the shapes of rows."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
     device = object_exchange.message_device(group, tensors[0].device)

@@ -10,7 +10,7 @@ def seconds(text: str) -> float:
     """Read a number of seconds, which must be finite and above 0.
 
     Raises:
-        argparse.ArgumentTypeError: the text is no such number.
+        argparse.ArgumentTypeError: the text is not a finite number above 0.
     """
     try:
         found = float(text)

@@ -22,13 +22,13 @@ from .cancel_scope import CancelScope
 class Signature(NamedTuple):
     """What one call of a collective does, without its tensors. Hashable: a group looks up its plans by signature.
 
-    It is a tuple, because every call makes a signature, and a frozen dataclass costs four times as much.
+    The class is a tuple, because every call makes a signature, and making a frozen dataclass takes four times as long.
 
     Attributes:
         name: the method's name, such as "all_reduce".
         op: the reduction; None if there is none.
         root: the root's rank in the group; None if there is none.
-        dtype: the dtype of the call's main tensor (the argument `tensor` or `output`); None if the call has none.
+        dtype: the dtype of the call's main tensor (the argument `tensor` or `output`); None without a tensor.
         shape: the shape of the main tensor.
         device_type: the type of device on which the call's tensors are, such as "cpu".
         detail: other facts that must be equal on all ranks, such as "dtype=torch.int8"; empty if there are no such facts.
@@ -134,9 +134,9 @@ _LIBRARIES = ("syncline.", "torch.")
 class Call:
     """One call of a collective that this rank has issued.
 
-    The group makes the call. The group's thread or the caller's thread runs the call. The monitor can end the call's waits
-    through `scope`. The recorder keeps the call after its end. So the call releases its tensors when it ends, and the recorder
-    keeps no memory alive.
+    The group makes the call. The group's thread or the caller's thread runs the call. The monitor (`health.monitor`) can end
+    the call's waits through `scope`. The recorder (`health.recorder`) keeps the call after its end. So that the recorder keeps
+    no memory alive, the call releases its tensors when it ends.
 
     Args:
         signature: says which collective is called, with which reduction, root, dtype and shape.
@@ -148,7 +148,7 @@ class Call:
             because calls with and without a mark use the same plan.
 
     Attributes:
-        position: the call's place, from 0, in the order in which the group runs the calls that have a number. None before the
+        position: the call's index, from 0, in the order in which the group runs the calls that have a number. None before the
             call begins, or if the call has no number.
         state: QUEUED, RUNNING, DONE or FAILED.
         issued_at: seconds since the epoch, by this rank's clock.
@@ -250,7 +250,7 @@ class Call:
 def _users_line() -> tuple[CodeType | None, int]:
     """Return the innermost function of the user's program, and its current instruction.
 
-    Finding the line number would cost more.
+    The line number is computed only when `Call.where` is read.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

@@ -1,4 +1,7 @@
-"""CancelScope ends the waits of a call. DetachedCall runs a library's call that cannot be stopped. Does not import torch."""
+"""CancelScope ends the waits of a call. DetachedCall runs a library function that cannot be stopped.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,9 @@ class CancelScope:
         ask: returns the reason why waiting is useless, or None. The waiting thread calls `ask` now and then.
 
     Attributes:
-        ask: the argument. Set it to None if the scope is kept after the wait, because `ask` keeps its group alive.
+        ask: the argument. Set it to None if the scope is kept after the wait, because `ask` holds a reference to the group.
         reason: the exception that `check` raises. None if no thread has cancelled the scope.
-        was_noticed: whether `check` has raised. The monitor then gives the call more time to end by itself.
+        was_noticed: whether `check` has raised. The monitor (`health.monitor`) then gives the call more time to end by itself.
     """
 
     # Every call makes a scope, and most calls end before any check. Defaults are in the class, so that a scope costs little.
@@ -81,11 +84,11 @@ class CancelScope:
         self._end_s = -math.inf
 
     def within(self, limit_s: float, ask: Callable[[], BaseException | None] | None = None) -> CancelScope:
-        """Return a scope that ends with this one, and after `limit_s` seconds at the latest.
+        """Return a new scope that ends when this scope ends, and after `limit_s` seconds at the latest.
 
         Args:
             limit_s: seconds from now.
-            ask: as for the class; None: as this scope's.
+            ask: as for the class; None takes the `ask` of this scope.
         """
         part = CancelScope(min(self.remaining_s(), limit_s), ask or self.ask)
         part._outer = self
@@ -103,7 +106,7 @@ class CancelScope:
         """Raise an error if the scope has ended. Otherwise return.
 
         Args:
-            what: the text of the `TimeoutError`. It says what this rank knows of the other ranks.
+            what: the text of the `TimeoutError`, such as which ranks this rank waits for.
 
         Raises:
             TimeoutError: the time limit was reached.
@@ -113,7 +116,7 @@ class CancelScope:
         # The first check: a wait that ends within `_PATIENCE_S` never asks.
         if self._next_ask_s is None:
             self._next_ask_s = now_s + _PATIENCE_S
-        # Whoever cancels the outer scope does not know this one.
+        # The thread that cancels the outer scope does not know this scope.
         if self._outer is not None and self._outer.reason is not None:
             self.cancel(self._outer.reason)
         # A scope that has a reason needs no second reason. `ask` may cost a system call, so it is not called at every check.
@@ -148,12 +151,12 @@ def start_thread(thread: threading.Thread) -> None:
 class DetachedCall(Generic[T]):
     """Calls a function once, on a thread of its own. If the function never returns, the thread stays blocked.
 
-    Use it for a library that blocks in C code and cannot be stopped. `wait` ends when its scope ends, even if the library does
-    not return. When the process ends, all these threads together get 5 seconds to return. If a thread were inside torch when
-    the interpreter shuts down, the process would crash.
+    Use this class for a library function that blocks in C code and cannot be stopped. `wait` ends when the scope that it gets
+    ends, even if the function does not return. When the process ends, all these threads together get 5 seconds to return. If a
+    thread were inside torch when the interpreter shuts down, the process would crash.
 
     Args:
-        function: the function to call. After the call, this object keeps no reference to it.
+        function: the function to call. After the call, this object keeps no reference to the function.
         name: the name of the thread, which is a daemon.
         context: makes a context. The thread calls the function inside this context.
 
@@ -188,7 +191,7 @@ class DetachedCall(Generic[T]):
         return self.result()
 
     def result(self) -> T:
-        """Return the function's result, or raise its error. Call it when `done` is set."""
+        """Return the function's result, or raise its error. Call `result` only when `done` is set."""
         if self._error is not None:
             raise self._error
         return self._result[0]

@@ -124,7 +124,8 @@ class DelegatingGroup(ProcessGroup):
 class PerDeviceGroup(DelegatingGroup):
     """A group with one member group for each type of device. A barrier runs on the first member group.
 
-    Each member group has its own total order. Calls on tensors of different devices have no common order.
+    Each member group runs its calls in one order, the same on every rank. There is no order between calls of different member
+    groups.
 
     Args:
         groups: the group for each device type ("cpu", "cuda"). All groups have the same ranks.
@@ -233,9 +234,9 @@ class PerDeviceGroup(DelegatingGroup):
 class RoundRobinGroup(DelegatingGroup):
     """Hands calls to its groups in turn, so that several collectives can run at once.
 
-    Each group keeps its own total order; there is no order between the groups. A call from a future's callback raises a
-    `MisuseError`: which group has its turn would depend on how threads are scheduled. In a callback, call one of `groups`
-    directly.
+    Each group runs its calls in one order, the same on every rank. There is no order between calls of different groups. A call
+    from a future's callback raises a `MisuseError`: which group has its turn would depend on how threads are scheduled. In a
+    callback, call one of `groups` directly.
 
     Args:
         groups: at least one group; all have the same ranks in the same order.

@@ -49,7 +49,7 @@ class Stream(ABC):
     def current(self) -> AbstractContextManager[object]:
         """A context in which this stream is the calling thread's current stream.
 
-        The thread's operations run on this stream, and the memory that they allocate belongs to it.
+        The thread's operations run on this stream, and memory that the operations allocate belongs to this stream.
         """
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Stream(ABC):
         """Record an event after all operations that the stream holds now."""
 
     def run(self, body: Callable[[], None], after: Event) -> Event:
-        """Run `body`, whose operations go to this stream, and start after the event `after` of another stream.
+        """Run `body`. Its operations go to this stream, and start after the event `after` of another stream.
 
         Returns:
             The event after the last operation of `body`.
@@ -125,7 +125,7 @@ class DeviceRuntime(ABC):
         """Let nobody reuse the tensor's memory until this stream has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """Return an object that keeps a collective on the host in order with the operations on the devices of its tensors.
+        """Return the `StreamOrder` of a collective that the host runs on these tensors.
 
         All tensors are on this type of device.
         """
@@ -179,12 +179,12 @@ class DeviceRuntime(ABC):
 
 
 class StreamOrder:
-    """Keeps one collective on the host in order with the operations on the devices of its tensors.
+    """Orders a collective on the host with the device operations that the program issues before and after the collective.
 
     Note [Order on the device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A collective runs on another thread, later than the program issued it. But in the device's stream, the collective must come
-    between the operations that the program issued before and after it. Five steps keep this order:
+    A collective may run on another thread, after the program has issued later operations. But in the device's stream, the
+    collective must come between the operations that the program issued before and after it. Five steps keep this order:
 
     1. Construction, on the thread that issues the call: record events on its current streams.
     2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for

@@ -1,4 +1,4 @@
-"""EngineGroup is the base class of all groups of this package."""
+"""EngineGroup is the base class of the groups that carry out calls themselves: `HostGroup` and `NcclGroup`."""
 
 from __future__ import annotations
 
@@ -222,10 +222,13 @@ class EngineGroup(ProcessGroup, Inherited):
     def close(self) -> None:
         """Finish all calls, compare the calls with the other ranks, then release what the group holds.
 
-        All ranks call this. They wait for one another if they have not compared each call before it ran (up to 60 seconds, over
-        NCCL up to 5), or if the library can be closed only together, such as MPI (up to 5 seconds). If a rank does not come,
-        that is no error, but communicators of MPI stay open until the process ends. A second call waits for the first (unless a
-        callback or a signal's handler makes it), and does nothing.
+        All ranks call this method, and wait for one another in two cases:
+
+        - The ranks have not compared each call before it ran. They compare their calls now, for at most 60 seconds (NCCL: 5).
+        - All ranks must close the library's objects together, as with MPI. The ranks wait for at most 5 seconds.
+
+        If a rank does not come in time, that is no error, but communicators of MPI stay open until the process ends. If another
+        thread is closing the group already, this call waits for that thread and then does nothing. (A callback does not wait.)
 
         Raises:
             DisagreementError: the ranks have made different calls, or another rank still uses the group.
@@ -260,7 +263,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _meet_before_close(self) -> None:
-        """Wait for the other ranks, which also close the group, and compare all calls with them, if the group needs this.
+        """Wait until the other ranks close the group, too, and compare all calls with them. Some groups need to do neither.
 
         It is no error if a rank does not come.
         """
@@ -270,7 +273,7 @@ class EngineGroup(ProcessGroup, Inherited):
         """Set `_closed`, finish all calls, set `_is_over`, and release everything the group holds."""
 
     def _end(self, companion: ProcessGroup) -> None:
-        """Close the companion group.
+        """Close a companion group, see `end_together`.
 
         If this group has failed, abort the companion, because other ranks may not come to close it.
         """
@@ -300,6 +303,6 @@ class EngineGroup(ProcessGroup, Inherited):
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks with this color, ordered by key, and ranks with equal keys by rank. A pure function."""
+    """Return the ranks with this color, ordered by key. Ranks with equal keys are ordered by rank. A pure function."""
     chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
     return [rank for _, rank in sorted(chosen)]

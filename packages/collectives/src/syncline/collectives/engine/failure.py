@@ -24,9 +24,9 @@ class FailureWords:
     def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
         """Return the error that the group raises after `error` has ended a call.
 
-        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. Any other `SynclineError` gets a text that begins with
-        the call; a `TransportError` becomes a `RankLostError` if a rank is lost. All other errors (Ctrl-C, a bug) are not
-        changed. The text of a call that a lost rank has ended begins like this::
+        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` gets a text that begins with the
+        call; a `TransportError` becomes a `RankLostError` if a rank is lost. All other errors (Ctrl-C, a bug) are not changed.
+        If a lost rank has ended the call, the text begins like this::
 
             all_reduce(float32[4], op=SUM), number 3 on rank 0 of 2 in group 'default': rank(s) 1 (pid 16893 on node7) ended, or
             cannot be reached any more; look there for what ended it
@@ -64,7 +64,7 @@ class FailureWords:
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
-        """Return a sentence: a collective of this group did not end. It names the lost and stopped ranks, if any are known."""
+        """Return a sentence that says that a collective did not end, and names the lost and stopped ranks, if any are known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"
@@ -90,7 +90,7 @@ class FailureWords:
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
         """If a lost rank made the transport fail, return a `RankLostError`.
 
-        If not, return the error. If a transport fails while ranks are stopped, the error's text names these ranks, too.
+        If not, return `error`. If a transport fails while ranks are stopped, the error's text names these ranks, too.
         """
         # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):

@@ -44,7 +44,8 @@ Body = Callable[[Call], None]
 
 # How long a rank that closes a group waits for the other ranks, if they compare all their calls now.
 _CLOSE_S = 60.0
-# How long it waits if each call was compared before it ran. Then it only finds out whether all ranks close the group.
+# How long such a rank waits if each call was compared before it ran. Then the rank only finds out whether all ranks close the
+# group.
 _FREE_S = 5.0
 # How long the monitor waits for a report before it ends the process.
 _REPORT_S = 2.0
@@ -74,22 +75,22 @@ class HostGroup(EngineGroup):
         queued.
     [2] `_run` runs when it is the call's turn. It sets the call's time limit, and adds the call to the history that ranks
         compare.
-    [3] `_move` looks for the plan of the call's signature. The transport makes the plan at the first call. The plan moves the
-        data.
+    [3] `_move` looks for the plan, the object that carries out all calls with this signature. The transport makes the plan at
+        the first call. The plan moves the data.
     [4] An error in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call fails
         with a reference to the first failure.
 
-    Sends and receives are not in the total order. They start at once, on the caller's thread.
+    Sends and receives do not go through the queue. They start at once, on the caller's thread.
 
     Args:
         transport: moves the tensors.
-        device: the runtime of a device whose tensors the transport takes, too. None: the transport takes only tensors in host
-            memory. See Note [Order on the device] in `device`.
+        device: the runtime of a device, such as CUDA, whose tensors the group takes besides tensors in host memory. None: the
+            group takes only tensors in host memory. See Note [Order on the device] in `device`.
         check_calls: whether the ranks compare each call, with its shapes, before the call runs.
-        leavers: knows which ranks have left the job; None if nothing can tell. See Note [Who will not come] in
+        leavers: knows which ranks have left the job; None if nothing knows this. See Note [Who will not come] in
             `health.leaving`.
-        liveness: finds out which ranks are lost; None if nothing can find this out. If it is given, the monitor looks at the
-            calls.
+        liveness: finds out which ranks are lost; None if nothing can find this out. With `liveness`, the monitor thread
+            (`health.monitor`) watches the running call.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class HostGroup(EngineGroup):
         *,
         is_numbered: bool = True,
     ) -> Work:
-        """Run a call on this thread, or queue the call. See [1].
+        """Run a call on this thread, or queue the call. See [1] in `HostGroup`.
 
         `reads` and `writes` together are all tensors that `body` uses. If `is_numbered` is False, the call gets no number, and
         is not in the history that the ranks compare.
@@ -258,7 +259,7 @@ class HostGroup(EngineGroup):
             work.succeed()
 
     def _run(self, call: Call, body: Body, order: StreamOrder | None) -> None:
-        """Run one call to its end. An error is the group's first failure. See [2]."""
+        """Run one call to its end. An error is the group's first failure. See [2] in `HostGroup`."""
         # While the call waits, `CancelScope.check` calls `ask` every 10 ms, and raises the error that `ask` returns. The
         # monitor asks the same question, and may cancel the scope first; see Note [Who ends a call] in `health.monitor`.
         ask = self.reason_to_give_up if call.number is None else self._why_call_cannot_end
@@ -298,9 +299,9 @@ class HostGroup(EngineGroup):
             raise self._first_failure
 
     def _move(self, call: Call) -> None:
-        """Carry out a collective by its plan. See [3].
+        """Carry out a collective by its plan. See [3] in `HostGroup`, and `pack` for `part` and `whole`.
 
-        In an all-reduce, reduce or broadcast, `part` and `whole` are one tensor: the program's own, or a contiguous copy of it.
+        In an all-reduce, reduce or broadcast, `part` and `whole` are one tensor: the program's tensor, or a contiguous copy.
         """
         signature = call.signature
         # Not `setdefault`: it would make a plan at every call.
@@ -353,7 +354,7 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """As `ProcessGroup.allocate`. On the CPU the transport allocates, and the call is in the total order."""
+        """As `ProcessGroup.allocate`. On the CPU the transport allocates, and the call takes its turn in the queue."""
         # The transport has fast memory only on the host; torch allocates the rest.
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
@@ -493,7 +494,8 @@ class HostGroup(EngineGroup):
                 self._agreed.same_history(scope, closes=True)
             else:
                 self._check_same_call(call, scope)
-            # All ranks close. Meet again when no rank sends status lines any more: none must come after the library is closed.
+            # All ranks close the group. Meet again after each rank has stopped sending status lines, because no status line may
+            # arrive after the library is closed.
             self._stop_watching()
             self._agreed.meet(scope)
             self._all_close = True
@@ -543,9 +545,9 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """Handle the failure of a call: remember the failure, tell the other ranks, and raise the group's error. See [4].
+        """Handle the failure of a call: remember the failure, tell the other ranks, and raise the group's error.
 
-        `engine.failure` has the text of the error.
+        See [4] in `HostGroup`. `engine.failure` has the text of the error.
         """
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
@@ -585,7 +587,7 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Return why the running call will never end, or None if no reason is known. The thread that runs the call asks."""
+        """Return why the running call will never end, or None. The thread that runs the call calls this method."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
@@ -594,7 +596,7 @@ class HostGroup(EngineGroup):
     def _alarm(self) -> TransportError | None:
         """Return None. `membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank.
 
-        Over MPI there is never an alarm: the ranks have no such store, and MPI itself tells them.
+        Over MPI there is never an alarm, because the ranks have no such store.
         """
         return None
 
@@ -618,7 +620,7 @@ class HostGroup(EngineGroup):
         return self._words.missing()
 
     def report(self, reason: str) -> None:
-        """Write a report. Wait for this only a few seconds."""
+        """Write a report, if the group has a reporter. Wait at most 2 seconds for the report."""
         if self._reporter is not None:
             self._reporter.write_within(reason, _REPORT_S)
 
@@ -645,7 +647,8 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        Inside a callback, or if no task runs, this thread runs the queue up to the call.
+        Inside a callback of the group, this thread itself runs the queued calls, up to the call of this work. A thread that
+        waits without `timeout` does so, too, if no other thread runs a call of the group.
         """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.

@@ -1,4 +1,4 @@
-"""Show each call of a group as a range in torch's profiler, and to the functions that `observe_calls` adds."""
+"""Show each call of a group to torch's profiler (as a range), and to the functions that `observe_calls` adds."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class ObservedCall:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
         started: when the method was called.
-        finished: when the call ended. None while the call is in flight. For an asynchronous send or receive, None unless it
-            had ended when the method returned.
+        finished: when the call ended. None while the call is in flight. For an asynchronous send or receive, None unless
+            the transfer had ended when the method returned.
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -108,11 +108,11 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
 
 
 def shown_to_observers(method: Method) -> Method:
-    """A decorator of a group's public method that shows each call to the profiler and to observers.
+    """Decorate a public method of a group, so that the profiler and the observers see each call.
 
-    First the decorator replaces each argument that only stands for a tensor (such as the result of a functional collective) by
-    this tensor. A call on tensors without values (FakeTensors) communicates nothing, and returns a finished work. See
-    Note [Tensors that are no memory] in `tensors.checks`.
+    Before the call, the decorator replaces each argument that only stands for a tensor (such as the result of a functional
+    collective) by the tensor itself. A call on tensors without values (FakeTensors) communicates nothing, and returns a
+    finished work. See Note [Tensors that are no memory] in `tensors.checks`.
     """
     name = method.__name__
 

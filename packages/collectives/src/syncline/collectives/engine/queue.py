@@ -45,16 +45,17 @@ class Queue:
     2. While a task and its future's callbacks run, no other task starts: the running thread has the turn (it holds the lock
        `_turn`), and `_running_on` names this thread. Only the thread that has the turn takes tasks out of the queue. While
        tasks are queued, `run_here` runs nothing, so queued tasks come before tasks that are issued later.
-    3. A task issued *from a callback of a running task* runs at once, on the same thread, inside the callback. On every rank
-       it comes before all queued tasks. So the callback may wait for it.
-    4. If a callback waits for a queued task (for its work, or for a future that depends on it), its thread runs the queue up to
-       that task (`run_until`). A wait for a future that torch makes, such as that of `torch.futures.collect_all`, does not run
-       the queue.
+    3. A task issued *from a callback of a running task* runs at once, on the thread of the callback, inside the callback. On
+       every rank such a task comes before all queued tasks. So the callback may wait for the new task.
+    4. If a callback waits for the work of a queued task, or for a future that depends on this task, the callback's thread runs
+       the queue up to this task (`run_until`). A wait for a future that torch makes, such as that of
+       `torch.futures.collect_all`, does not run the queue.
     5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn, and runs the
        queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
-       The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. It hands
-       the callbacks over (`hand_over`) and stops: only the queue's thread runs them, before all queued tasks. There they run as
-       they do if the queue's thread has run the call itself, so calls in them have the same order.
+       The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. Instead,
+       the thread hands the callbacks over to the queue's thread (`hand_over`), and stops. The queue's thread runs the callbacks
+       before all queued tasks. So the calls that the callbacks issue have the order that they would have if the queue's thread
+       had run the task.
 
     Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before it issues the
     next call. Then the order is the same on every rank, however threads are scheduled. Calls that a call's callbacks issue come
@@ -101,7 +102,7 @@ class Queue:
     # ---- running ----
 
     def is_running_here(self) -> bool:
-        """Whether the calling thread runs a task or one of its callbacks."""
+        """Whether the calling thread runs a task, or a callback of a task."""
         return self._running_on == get_ident()
 
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
@@ -110,7 +111,7 @@ class Queue:
         Returns:
             Whether the task was run. If not, call `enqueue`.
         """
-        me = get_ident()  # before the turn is taken; see the comment below
+        me = get_ident()
         # This is a callback of the running task. Its thread already has the turn, and the new task comes before queued tasks.
         if self._running_on == me:
             task(*arguments)
@@ -181,8 +182,8 @@ class Queue:
     def help(self, is_done: Callable[[], bool]) -> None:
         """Run queued tasks in order, on a thread that must wait.
 
-        Stops when `is_done()` is true, when the queue is empty, when another thread has the turn, or when callbacks come first:
-        see point 5 of Note [One total order].
+        Stops when `is_done()` is true, when the queue is empty, when another thread has the turn, or when a task has handed
+        over callbacks, which come first: see point 5 of Note [One total order].
         """
         while self._tasks and not is_done():
             try:
@@ -206,7 +207,8 @@ class Queue:
         """Let the queue's thread run these callbacks next, before all queued tasks. Call this inside a task that `help` runs.
 
         Returns:
-            False if `help` does not run the current task, or the queue's thread may have ended. Then run them yourself.
+            False if `help` does not run the current task, or if the queue's thread may have ended. Then the caller must run the
+            callbacks.
         """
         # If `help` does not run the current task, the thread that runs it may complete the future itself.
         if self._helper != get_ident():
@@ -290,8 +292,8 @@ class Queue:
             place: returns the rank and the group in words, for the error.
 
         Returns:
-            The call's number: how many calls were issued outside of callbacks, with this one. If a callback issues this call, a
-            number above all others.
+            The call's number: how many calls were issued outside of callbacks, including this call. If a callback issues this
+            call, a number above all others.
 
         Raises:
             MisuseError: the thread runs a late callback.

@@ -37,8 +37,8 @@ class Buffers:
 
     Attributes:
         block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
-        part: another tensor, for this rank's share of the block: the block's size divided by the number of ranks. Empty if the
-            block's size is not divisible.
+        part: another tensor, for this rank's share of the block. The part's size is the block's size divided by the number of
+            ranks. Empty if the number of ranks does not divide the block's size.
         output: a tensor of the block's size, for the output of `all_to_all` and `send_recv`.
 
     Args:
@@ -114,7 +114,7 @@ class Kind:
 
     Attributes:
         name: the collective's name on the command line.
-        has_parts: whether the block has one part for each rank, so that it must be divisible by the number of ranks.
+        has_parts: whether the block has one part for each rank. If so, the number of ranks must divide the block's size.
         bus_factor: takes the number of ranks, and returns a factor. Bus bandwidth is algorithm bandwidth times this factor, as
             in nccl-tests.
         fill: puts this rank's data into the buffers.

@@ -165,7 +165,7 @@ def repeats_of(estimate_s: float) -> int:
 
 
 def rounds_of(sample_s: Sequence[float], budget_s: float) -> int:
-    """Return how many samples each subject takes, if it has `budget_s` seconds on average. A pure function.
+    """Return how many samples each subject takes, if a subject has `budget_s` seconds on average. A pure function.
 
     Args:
         sample_s: for each subject, the time of one of its samples.

@@ -1,4 +1,4 @@
-"""Measurements, and functions that show them as a table, as JSON or as a plot. All functions but those for plots are pure."""
+"""Measurements, and functions that show measurements as a table, as JSON or as a plot."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class GroupSubject(Subject):
 
 
 class InWindowSubject(GroupSubject):
-    """As `GroupSubject`, but the group allocates `Buffers.block`, as it allocates the buckets of a reducer."""
+    """Like `GroupSubject`, but `Buffers.block` is memory that the group allocates (see `ProcessGroup.allocate`)."""
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
         super().__init__(group, owned=owned)
@@ -201,9 +201,10 @@ class Floor(Subject):
     communicates = False
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that adds a piece of memory for each other rank to this rank's piece, and copies the sum back.
+        """Return a function that does the additions and copies of one `all_reduce`.
 
-        The sum is copied into each of the other pieces.
+        The function adds one piece of memory for each other rank to this rank's piece. Then it copies the sum into each of the
+        other pieces.
         """
         if collective != "all_reduce":
             raise NotImplementedError("it is that of all_reduce")

@@ -1,4 +1,4 @@
-"""The command `doctor` connects the ranks like a training script, and judges what they see. Rank 0 prints the findings."""
+"""The command `doctor` connects the ranks, and judges what each rank sees. Rank 0 prints the findings."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _sharing(group: ProcessGroup) -> str | None:
 def _wrong_sum(group: ProcessGroup) -> str | None:
     """Check an all_reduce of numbers that differ between ranks and indices. Returns what is wrong, or None if the sum is right.
 
-    All ranks return the same.
+    All ranks return the same text.
     """
     indices = torch.arange(1000, dtype=torch.float64)
     total = indices * (group.rank + 1)

@@ -131,7 +131,10 @@ def cores(ranks: Observations) -> Finding:
 
 
 def gpus(ranks: Observations) -> list[Finding]:
-    """Check the GPUs, whether MPI can read their memory, and whether NCCL is installed. Without GPUs all is OK."""
+    """Check that there are enough GPUs, that MPI can read their memory, and that NCCL is installed.
+
+    If no rank sees a GPU, the finding is OK.
+    """
     if not any(rank.gpus for rank in ranks):
         return [ok("GPUs", "none visible to torch")]
     first = next(rank for rank in ranks if rank.gpus)

@@ -84,7 +84,7 @@ def _parts(remedy: str) -> list[str]:
 
 
 def _is_command(piece: str) -> bool:
-    """Whether this is a command: in backticks, of several words, and not only an option."""
+    """Whether this is a command: text in backticks, of several words, that does not begin with an option."""
     return _QUOTED.fullmatch(piece) is not None and " " in piece and not piece.startswith("`-")
 
 

@@ -69,7 +69,7 @@ class Observation:
         cupy, nccl: the versions of CuPy and of the NCCL that CuPy finds, or None.
         cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
         tolerates_faults: whether mpirun was told not to end the other ranks when one is lost (`--with-ft ulfm`).
-        has_fence: whether there is a memory fence for this processor, so that ranks can meet in shared memory.
+        has_fence: whether there is a memory fence for this processor. Ranks need a fence to synchronize in shared memory.
         site_file: the site file that is read, and the keys that it changes, in words.
         site_problem: why the site file cannot be read, with the remedy, or None.
     """

@@ -4,10 +4,11 @@ When the script has imported torch, this module changes four things in torch:
 
 1. For the URLs `env://` and `tcp://` the ranks meet in a store on rank 0. The other ranks reach this store by MPI messages, so
    no port is opened.
-2. torch reads the backend of each device from its class `BackendConfig`. A class of this module replaces it, and names a
-   backend of Syncline in place of the backend that the script named. The script and torch still see the script's name.
-3. torch makes every group, of all ranks or of some, by one function. A function of this module replaces it, and decides whether
-   point 2 applies to the group. For the default group, rank 0 logs this decision.
+2. torch reads the backend of each device from its class `BackendConfig`. A subclass in this module replaces `BackendConfig`,
+   and names a backend of Syncline in place of the backend that the script named. The script and torch still see the script's
+   name.
+3. torch makes every group by one function, `_new_process_group_helper`. A function of this module replaces this function, and
+   decides whether point 2 applies to the group. For the default group, rank 0 logs this decision.
 4. `DistributedDataParallel` and the default time limit are replaced, if the command line says so.
 
 Collectives do not pass through this code, so they are not slower.
@@ -51,7 +52,7 @@ class Answers:
         backend: a key of `BACKENDS`.
         ddp: returns the class that replaces torch's `DistributedDataParallel`. Called when torch is loaded. None: torch's
             class stays.
-        timeout_s: the time limit of groups to which the script gives none. None: torch's default.
+        timeout_s: the time limit of groups that the script makes without a time limit. None: torch's default.
     """
 
     def __init__(self, job: Job, backend: str, ddp: Callable[[], type] | None, timeout_s: float | None) -> None:
@@ -117,7 +118,7 @@ class Answers:
     def _store_of_all(self, timeout: timedelta | None) -> Any:
         """Return a store for the next default group. The first call is a collective.
 
-        One store serves all default groups. Each default group gets its own prefix, so that it does not see keys of an earlier
+        One store serves all default groups. Each default group gets its own prefix, so that no group sees keys of an earlier
         group.
         """
         import torch.distributed as dist
@@ -165,7 +166,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return Syncline's backend for a group for which the script named these backends. None: the group stays torch's."""
+        """Return Syncline's backend for a group. None: the group stays torch's own. For `named`, see `carrier_for`."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -180,9 +181,9 @@ class Answers:
         return carrier if carrier == self._carrier_of_all or is_of_all else None
 
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
-        """Whether the script counts and numbers all ranks as MPI does.
+        """Whether, on every rank, the script's rank and world size are those of MPI. A world size of -1 means MPI's.
 
-        If the script counts as many ranks as MPI, this is a collective.
+        If the script's world size equals MPI's, this method is a collective.
         """
         if size == -1:
             return True
@@ -232,7 +233,7 @@ class _WhenLoaded(MetaPathFinder):
         self._act = act
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Return the spec from the other finders, with a loader that calls our function after it has run the module."""
+        """Return the spec from the other finders, with a loader that runs the module and then calls our function."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)

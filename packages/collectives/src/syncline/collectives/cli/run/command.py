@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script if this process is a rank. If no launcher has made it a rank, start the ranks."""
+    """Run the script if this process is a rank. Otherwise (`-n N` without a launcher), start N ranks."""
     try:
         _check(arguments)
         job = find_job(os.environ, arguments.ranks)
@@ -152,7 +152,7 @@ def _load_ddp(name: str) -> type:
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     """Find the script. If any rank cannot find the script, all ranks end.
 
-    The lowest rank that cannot find the script prints the reason. Without MPI, the first rank of each node prints it.
+    The lowest rank that cannot find the script prints the reason. Without MPI, one rank of each node prints a reason.
     """
     problem: tuple[str, int] | None = None
     script = None
@@ -201,7 +201,7 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 def _refuse(message: str, status: int = 2) -> NoReturn:
     """End this process with a message. If several ranks of a node have the same message, only one of these ranks prints it.
 
-    MPI has not started yet, so the ranks use a file on their node to choose the rank that prints.
+    The ranks choose the rank that prints by a file on their node, because MPI may not have started.
     """
     # The file's name has the parent's process id. Each run of a launcher has its own parent, so no run silences another run.
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):

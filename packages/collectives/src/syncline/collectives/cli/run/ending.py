@@ -2,8 +2,8 @@
 
 torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. The rules of `syncline run`:
 
-1. An exception that nobody caught ends the job at once. The rank that failed first prints it. Ranks that fail at about the same
-   time print one line that names the first rank.
+1. An exception that nobody caught ends the job at once. The rank that failed first prints the exception. Ranks that fail at
+   about the same time print one line that names the first rank.
 2. A status other than 0 (`sys.exit(3)`) ends the job with that status, after the script's own exit handlers. If all ranks end
    at about the same time, the job is not aborted.
 3. A rank that ends without failure sleeps until the other ranks end, too. Every process must finalize MPI before it ends,
@@ -171,7 +171,7 @@ def _leave_hydra() -> None:
 def _print(error: BaseException) -> None:
     """Print the error without the frames inside Syncline and torch, or call the hook that the script has installed.
 
-    The hook that `torch.distributed` installs only puts the rank before each line.
+    The hook that `torch.distributed` installs is not called: this hook only puts the rank before each line.
     """
     is_torchs = (getattr(sys.excepthook, "__module__", None) or "").startswith("torch.")
     if sys.excepthook is not sys.__excepthook__ and not is_torchs:

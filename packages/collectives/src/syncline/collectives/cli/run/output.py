@@ -42,10 +42,10 @@ def tag_lines(rank: int) -> None:
 
 
 def _filter(tag: bytes, sources: dict[int, int]) -> None:
-    """Copy lines from each source to its target (both file descriptors), each with the tag in front, until all sources end.
+    """Copy lines from each source to its target, with the tag before each line, until all sources end.
 
-    If a target breaks (its reader has ended, or the disk is full), close its source: the rank then gets the error when it
-    writes. The other source goes on.
+    Sources and targets are file descriptors. If writing to a target fails (its reader has ended, or the disk is full), close
+    the source of this target. Then the rank gets an error at its next write. The other source goes on.
     """
     import selectors
 

@@ -267,10 +267,11 @@ def _start_mpi(launch: Launch) -> str | None:
     """Start MPI together with the other ranks.
 
     Returns:
-        None if MPI has started. Otherwise, which happens only under srun, the reason why the ranks run without MPI.
+        None if MPI connects the ranks that the launcher started. Otherwise, under srun, the reason why MPI cannot be used. The
+        ranks then run without MPI.
 
     Raises:
-        LaunchError: the launcher is an mpirun that belongs to another MPI.
+        LaunchError: the launcher is not srun, and belongs to another MPI than the MPI library.
     """
     is_slurm = launch.launcher == "Slurm"
     conflict = conflict_with_launcher()
@@ -406,10 +407,12 @@ def free_port() -> int:
 def _agree_on_address(
     world: MPI.Intracomm, is_first_here: bool, crosses_nodes: bool, environ: Mapping[str, str]
 ) -> tuple[str, int]:
-    """Agree on an address of rank 0's host that a process of every other node has reached, and on a free port. A collective.
+    """Agree on an address of rank 0's host, and on a free port of this host. A collective.
 
-    If MASTER_ADDR of rank 0 is an address of rank 0's host, the ranks use this address. If MASTER_PORT is free, the ranks use
-    this port.
+    If there are several nodes, one process of each other node tries the addresses. The ranks use an address that all these
+    processes have reached, or else the address that most of these processes have reached. If a process has reached no address,
+    the ranks use the name of rank 0's host. If MASTER_ADDR of rank 0 names rank 0's host, this address comes first. If
+    MASTER_PORT is free, the ranks use this port.
     """
     is_host = world.Get_rank() == 0
     port = world.bcast(_free_port(environ) if is_host else None)
