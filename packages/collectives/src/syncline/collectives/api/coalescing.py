@@ -1,4 +1,4 @@
-"""Collectives on lists of tensors. They join many tensors to few flat buffers, communicate, and copy the results back."""
+"""Collectives that join many tensors to few flat buffers, communicate, and copy the results back."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _Messages:
     def post(self, group: ProcessGroup, peer: int) -> Work:
         """Start to receive the peer's next message, and return the work.
 
-        If a receive from this peer is open already, such as one that timed out, return its work instead of starting another.
+        If a receive from this peer is still open, for example after a time-out, return the work of this receive instead.
         """
         if peer not in self._receives:
             message = torch.zeros(2, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""Collectives on Python objects, which are sent as pickles. Use them only between ranks that you trust.
+"""Collectives on Python objects, which are sent as pickles. Use these functions only between ranks that you trust.
 
 A function that has its name from torch.distributed also has the arguments of torch's function.
 """

@@ -74,7 +74,7 @@ def new_subgroups_by_enumeration(
     """Make one group for each list of ranks of the default group. No rank may be in two lists.
 
     Returns:
-        The group that this rank is in (a `NonMember` if it is in none), and the lists.
+        The group that this rank is in (a `NonMember` if this rank is in none), and the lists.
 
     Raises:
         InvalidArgumentError: a rank is in two lists, or does not exist.

@@ -18,7 +18,7 @@ from .returned import PendingResult, all_reduce_copy_coalesced
 
 
 class _Entry(IntEnum):
-    """What a rank says in a roll call: the all-gather in which each rank says what it does next."""
+    """What a rank says in a roll call. A roll call is an all-gather in which each rank says what it does next."""
 
     JOINED = 0
     CALL = 1
@@ -54,8 +54,8 @@ class UnevenCalls:
         """Add a kind of step: several collectives that are announced together. All ranks add the same steps in the same order.
 
         Args:
-            shadow: a method, called on a rank that has joined: it takes part in the other ranks' step with zeros. The method's
-                object is not kept alive.
+            shadow: a method that takes part in a step of other ranks with zeros. `join` calls this method on a rank that has
+                joined. The method's object is not kept alive.
 
         Returns:
             The step's number, for `announce_step`.
@@ -104,7 +104,8 @@ class UnevenCalls:
         """Take part in the calls of other ranks until all ranks have joined. A rank calls this method when it has no work left.
 
         Returns:
-            The rank that was the last to have work; if several were, the largest of them. The same on every rank.
+            The rank that had work for the longest time. If there are several such ranks, the largest. All ranks return the same
+            number.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
@@ -149,7 +150,7 @@ class UnevenCalls:
         broadcast_object(described, self._first, group=self._group)
 
     def _note(self, present: Sequence[int], entries: Sequence[tuple[int, int]]) -> None:
-        """Remember the largest rank that has work, and check that all ranks with work have announced the same thing."""
+        """Remember the largest rank with work. Check that the ranks with work all announced one step, or all a collective."""
         self._last_rank = present[-1]
         announced = {entries[rank] for rank in present}
         if len(announced) > 1:

@@ -20,8 +20,8 @@ from ..errors import InvalidArgumentError
 from .living_set import LivingSet
 
 DEFAULT_TIMEOUT_S = 1800.0
-# A thread that waits calls its scope's `ask` for the first time after _PATIENCE_S, because most calls end sooner; then every
-# _ASK_S.
+# A thread that waits calls its scope's `ask` for the first time after _PATIENCE_S, because most calls end sooner. Then the
+# thread calls `ask` every _ASK_S.
 _PATIENCE_S = 0.05
 _ASK_S = 0.01
 
@@ -175,7 +175,7 @@ class DetachedCall(Generic[T]):
         start_thread(thread)
 
     def wait(self, scope: CancelScope, look_s: float = 0.1, what: str = "the library did not return") -> T:
-        """Block until the function has returned, and return its result. If the scope ends first, raise the scope's error.
+        """Block until the function has returned, and return its result. If the scope ends earlier, raise the scope's error.
 
         Args:
             scope: checked every `look_s` seconds.

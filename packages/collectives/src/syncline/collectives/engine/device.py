@@ -209,7 +209,7 @@ class StreamOrder:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Steps 2 and 3: the collective runs inside this context."""
+        """Do steps 2 and 3 of Note [Order on the device]. The collective runs inside this context."""
         for stream, event in zip(self._streams, self._issued, strict=True):
             stream.wait_for(event)
         # If the program drops a tensor, the tensor's memory must not be reused before the group's streams are done.

@@ -216,7 +216,7 @@ class EngineGroup(ProcessGroup, Inherited):
         """Mark the group as closed in a forked child. Takes no lock and sends nothing. See Note [Forks] in `forks`."""
         self._closed = self._is_over = self._is_in_fork = True
         self._plans = {}
-        self._closing = threading.RLock()  # a thread that the fork lacks may hold the other lock
+        self._closing = threading.RLock()  # a thread that does not exist in the child may hold the old lock
         self._queue.leave_to_parent()
 
     def close(self) -> None:

@@ -346,7 +346,7 @@ class HostGroup(EngineGroup):
         )
 
     def _meet(self, call: Call) -> None:
-        """Run a barrier, and compare all calls so far."""
+        """Run a barrier. Then compare all calls so far, unless each call was compared before it ran."""
         self._transport.barrier(call)
         if self._compares_later:
             self._agreed.same_history(call.scope)
@@ -426,7 +426,7 @@ class HostGroup(EngineGroup):
             block = empty_block(mine, self.size)
             self._transport.plan(Signature.of("all_gather_into_tensor", mine)).run(mine, block, call)
             number = next(self._splits_made)
-            # A rank without a color takes part in the all-gather, but is in no part.
+            # A rank without a color takes part in the all-gather, but is in no new group.
             if color is not None:
                 members = members_of(color, block.view(self.size, 2).tolist())
                 made.append(self._part(members, f"{self.name}/{number}.{color}", number, timeout_s, call.scope))

@@ -65,10 +65,10 @@ class Queue:
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
-    A callback is late if the group has issued other calls between the callback's call and the moment when the callback is
-    attached. One rank may run the callback before those calls, and another rank after them. So if the callback issues a call,
-    the order of calls could differ between ranks. The queue refuses a call from a late callback. Whether a callback is late
-    depends only on counts of calls, so all ranks take the same decision.
+    A callback is attached to the work of a call. The callback is late if the group has issued other calls after this call and
+    before the callback is attached. One rank may run a late callback before the other calls, and another rank after the other
+    calls. So if the callback issues a call, the order of calls could differ between ranks. The queue refuses a call from a late
+    callback. Whether a callback is late depends only on counts of calls, so all ranks take the same decision.
 
     If the program has already waited for the work, the callback runs at once on every rank, and is not late. This is also true
     for callbacks of the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from our
@@ -106,7 +106,7 @@ class Queue:
         return self._running_on == get_ident()
 
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
-        """Run a task on this thread, if no other task comes before it or if this thread already runs a task.
+        """Run a task on this thread, if no other task comes before this task, or if this thread already runs a task.
 
         Returns:
             Whether the task was run. If not, call `enqueue`.
@@ -363,7 +363,7 @@ class Queue:
 
 
 def release_if_held(lock: threading.RLock) -> None:
-    """Release a lock if this thread holds it. Call this if an error came out of `lock.acquire`, such as that of Ctrl-C.
+    """Release a lock if this thread holds it. Call this if `lock.acquire` raised an error, such as KeyboardInterrupt.
 
     Python runs the handlers of signals when a call returns. So a handler may raise although `acquire` has just taken the lock.
     """

@@ -344,7 +344,7 @@ _MORE = "give the job more memory (Slurm's --mem or --mem-per-cpu, a container's
 
 
 def memory(ranks: Sequence[Observation]) -> list[Finding]:
-    """Judge whether ranks can share memory, how much memory is left, and the size of /dev/shm, which MPI libraries use."""
+    """Judge three things: whether ranks can share memory, how much memory is left, and how large /dev/shm is."""
     has_fences = all(rank.has_fence for rank in ranks)
     return [_sharing(ranks[0].sharing, has_fences), _left(ranks), _dev_shm(ranks)]
 

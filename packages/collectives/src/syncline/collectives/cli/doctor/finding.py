@@ -52,7 +52,7 @@ def ok(name: str, found: str) -> Finding:
 
 
 def in_text(findings: Sequence[Finding], width: int = 100) -> str:
-    """Return the findings as aligned text: each with its remedy below it, and a summary at the end."""
+    """Return the findings as aligned text. Each remedy stands below its finding. A summary stands at the end."""
     name_width = max((len(finding.name) for finding in findings), default=0)
     indent = " " * (7 + name_width + 2)
     lines: list[str] = []

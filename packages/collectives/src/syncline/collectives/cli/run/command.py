@@ -201,7 +201,7 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 def _refuse(message: str, status: int = 2) -> NoReturn:
     """End this process with a message. If several ranks of a node have the same message, only one of these ranks prints it.
 
-    The ranks choose the rank that prints by a file on their node, because MPI may not have started.
+    The ranks use a file on their node to choose the rank that prints, because MPI may not have started.
     """
     # The file's name has the parent's process id. Each run of a launcher has its own parent, so no run silences another run.
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):

@@ -89,7 +89,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     status = 0
     end_s = float("inf")
-    was_told = False  # a signal for all ranks has come, so how a rank ends says nothing about this rank
+    was_told = False  # a signal for all ranks has come, so a rank that ends now has not failed by itself
     while running := [rank for rank in ranks if rank.poll() is None]:
         failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
         if failed and not status:
