@@ -24,15 +24,17 @@ class HostIdentity:
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one rank among the nodes of a group.
+    """The node of one rank of a group, and the nodes of the group's other ranks.
+
+    Nodes are numbered from 0 in the order of their lowest ranks.
 
     Attributes:
-        local_rank: how many ranks of the group with a lower rank are on this node.
-        local_world_size: how many ranks of the group are on this node.
-        node: the number of this node, counted from 0 in the order of the nodes' lowest ranks.
+        local_rank: the number of this rank among the ranks of the group on its node, from 0.
+        local_world_size: how many ranks of the group are on the node of this rank.
+        node: the number of the node of this rank.
         nodes: how many nodes the group spans.
-        hostnames: for each rank of the group the name of its host.
-        node_of: for each rank of the group the number of its node.
+        hostnames: for each rank of the group, the host's name.
+        node_of: for each rank of the group, the node's number.
     """
 
     local_rank: int
@@ -43,12 +45,12 @@ class Placement:
     node_of: tuple[int, ...]
 
     def ranks_on_node(self, node: int) -> list[int]:
-        """The ranks of the group on one node, in order."""
+        """The ranks of the group on one node, in ascending order."""
         return [rank for rank, number in enumerate(self.node_of) if number == node]
 
 
 def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
-    """The placement of a rank, from the identity of every rank's host. A pure function."""
+    """The placement of a rank, from the identity of every rank's host."""
     numbers: dict[HostIdentity, int] = {}
     node_of = tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
     return Placement(
@@ -62,12 +64,12 @@ def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
 
 
 def in_words(host: HostIdentity) -> str:
-    """The identity as one text, for `from_words`."""
+    """Encode the identity as one text, which `from_words` decodes."""
     return f"{host.boot_id} {host.hostname}"
 
 
 def from_words(text: str) -> HostIdentity:
-    """The identity from which `in_words` made this text."""
+    """Decode an identity from the text that `in_words` made."""
     boot_id, hostname = text.split(" ", 1)
     return HostIdentity(hostname, boot_id)
 

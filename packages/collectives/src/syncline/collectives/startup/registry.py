@@ -1,6 +1,6 @@
 """Find backends by name, choose one backend, or combine several: one for each type of device.
 
-Built-in and third-party backends use the same group of entry points.
+A Python package, Syncline included, offers a backend by an entry point in "syncline.backends".
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def backend_names() -> list[str]:
 
 
 def load_backend(name: str) -> Backend:
-    """Import the backend of this name. This does not yet import the backend's library.
+    """Import the backend of this name. The backend's library (MPI, for example) is not loaded yet.
 
     A name with a colon, such as "cpu:mpi,cuda:nccl", gives one backend for each type of device.
 
     Raises:
+        InvalidArgumentError: the name has a colon, but is not of this form.
         UnknownBackendError: no installed package offers the backend; the message lists the backends that exist.
         BackendUnavailableError: two packages offer the backend, its module cannot be imported, or the object is not a
             `Backend`.
@@ -54,7 +55,14 @@ def load_backend(name: str) -> Backend:
 
 
 def what_is_missing(name: str) -> str | None:
-    """Why a backend cannot work here, in one sentence; None if it can. Also works for a backend that is not installed."""
+    """Say why the backend `name` cannot work in this process; None if it can.
+
+    If no backend of this name is installed, the text says so, and lists the installed backends.
+
+    Raises:
+        InvalidArgumentError: as in `load_backend`.
+        BackendUnavailableError: as in `load_backend`.
+    """
     try:
         return load_backend(name).missing()
     except UnknownBackendError as error:
@@ -92,20 +100,24 @@ def choose_backend(
     rendezvous_given: bool = False,
     settings: Settings | None = None,
 ) -> BackendChoice:
-    """Choose a backend by argument, else by environment variable, else by the site file, else automatically. A pure function.
+    """Choose a backend. It can be named by an argument, an environment variable or the site file; the first of these counts.
 
-    The automatic choice is MPI if an MPI launcher started this process and nothing that MPI needs is missing. Else it is Gloo
-    if there is a launcher or a rendezvous. Else it is a group of one rank. If nothing that NCCL needs is missing, NCCL serves
-    the GPUs.
+    If none of them names a backend, the choice is automatic:
+
+    - MPI, if an MPI launcher started this process and nothing that MPI needs is missing;
+    - otherwise Gloo, if there is a launcher or a rendezvous;
+    - otherwise the backend "in_process", which makes a group of one rank.
+
+    An automatic choice serves tensors on the CPU. If nothing that NCCL needs is missing, NCCL is added for tensors on GPUs.
 
     Args:
         argument: the `backend` argument of `init_process_group`.
         environ: the environment variables.
-        launch: what the launcher says, or None.
-        missing: maps a backend's name to what it lacks here, or to None.
+        launch: what the launcher told this process; None if there is no launcher.
+        missing: a function that takes a backend's name and says why this backend cannot work; see `what_is_missing`.
         scheme: the scheme of the `init_method`; "mpi" means the same as the argument "mpi".
         rendezvous_given: whether the caller said how the ranks meet, by an `init_method`, a store or a world size.
-        settings: the site's settings.
+        settings: the settings from the site file.
 
     Raises:
         LaunchError: the `init_method` is mpi:// and the argument names another backend.
@@ -141,7 +153,7 @@ def _choose_automatically(launch: Launch | None, missing: Callable[[str], str | 
         lack = missing("mpi")
         if lack is None:
             return BackendChoice("mpi", f"launched by {launch.launcher}")
-        # The reason becomes a part of one line, so use only its first line.
+        # `reason` must be one line, and `lack` may have several.
         why = lack.splitlines()[0]
         return BackendChoice("gloo", f"launched by {launch.launcher}, but MPI cannot be used: {why}")
     # This launcher, such as torchrun, does not start MPI programs.
@@ -169,14 +181,14 @@ class PerDeviceBackend(Backend):
 
     @property
     def meets_in_store(self) -> bool:
-        """Whether any of the backends meets in a store."""
+        """Whether the ranks of any of the backends can meet in a store."""
         return any(backend.meets_in_store for backend in self._backends.values())
 
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
-        """Connect one backend after the other. The CPU's backend comes first, because the others may meet over its group.
+        """Connect one backend after the other. The CPU's backend comes first, and the other backends get the CPU's group.
 
-        Only backends that meet in a store get the request's store. Each backend is told its device type, so it need not prepare
-        for other types.
+        The ranks of a GPU backend may use this group to find each other. If the ranks of any backend can meet in a store, only
+        such backends get the request's store. Each backend is told for which device type it will be used.
         """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):

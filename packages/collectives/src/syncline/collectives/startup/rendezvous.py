@@ -1,8 +1,9 @@
 """Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect the ranks itself.
 
-Our stores listen on only one address, and accept only clients with the job's secret. torch's own rendezvous is less careful:
-its TCPStore listens on all addresses and asks for no credential, and its FileStore reads data of an earlier run. So we use
-torch's rendezvous only under torchrun, whose agent has opened its store already.
+Our TCP store listens on only one address, and accepts only clients with the job's secret. Our file store never reads data of an
+earlier run. torch's own stores are less careful: TCPStore listens on all addresses and asks for no credential, and FileStore
+reads data of an earlier run. So we use torch's rendezvous only under torchrun, because torchrun's agent has already opened a
+TCPStore.
 
 The last part of the module parses the URL of an `init_method`.
 """
@@ -48,7 +49,7 @@ def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
 
 
 def meeting_place(request: ConnectRequest) -> tuple[dist.Store, int, int, str | None]:
-    """The same as `rendezvous`, and the address at which all ranks reach this rank; None if the address is not known yet."""
+    """The three results of `rendezvous`, then the address at which all ranks reach this rank (None if not known yet)."""
     rank, size = _place(request)
     store, address = _shared_store(request, rank, size)
     return store, rank, size, address
@@ -65,7 +66,7 @@ def _shared_store(request: ConnectRequest, rank: int, size: int) -> tuple[dist.S
         return as_torch_store(request.store), None
     if request.init_method is not None:
         return _at_url(request.init_method, rank, size, request)
-    # A single rank meets nobody.
+    # A single rank needs no store that other processes can reach.
     if size == 1:
         return dist.HashStore(), None
     lack = None
@@ -132,17 +133,19 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
     """The store to which a URL leads. All ranks that call this function with the same URL share the store.
 
     ``file:///folder``
-        Ranks meet in a folder that all of them can reach; see `stores.file_rendezvous`. It may contain files of earlier runs.
+        Ranks meet in a folder that all of them can reach; see `stores.file_rendezvous`. The folder may contain files of earlier
+        runs.
     ``tcp://host:port``
         Rank 0 serves a store on this address of its machine. All ranks must have the same secret, from the file named by
-        ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address neither is needed: the ranks share
-        the secret of their user; see `user_secret`.
+        ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address, no file or variable is needed: the
+        ranks share the secret of their user; see `user_secret`.
     ``env://``
         Under torchrun, the store of torchrun's agent. Without torchrun, the same as tcp:// with MASTER_ADDR and MASTER_PORT.
 
     Raises:
         InvalidArgumentError: the URL has none of these forms.
-        LaunchError: there is no secret, or more than one, or others could read it.
+        LaunchError: there is no secret, or more than one, or other users could read the secret file. Or ``env://`` lacks
+            MASTER_ADDR or MASTER_PORT.
         StoreError: the ranks did not find each other; see `TCPStore`, `TCPStoreServer`, `FileStore`.
     """
     scheme = check_init_method(init_method)
@@ -171,15 +174,15 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 def _left_at_exit(store: FileStore) -> dist.Store:
     """Wrap the store for torch, and keep the run's folder until exit. The last process of the run to exit removes the folder.
 
-    Until then, groups of some of the ranks, and the survivors of a lost rank, may still meet in the folder.
+    Until then, the ranks of a new subgroup may meet in the folder. So may the remaining ranks after the loss of a rank.
     """
     pid = os.getpid()
-    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # a forked child is not counted
+    _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # forks are not counted
     return AsTorchStore(store)
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The host in this URL if it is a loopback address; None if the ranks meet in any other way."""
+    """The host in this URL, if the host is a loopback address; None for other hosts and for URLs without a host."""
     scheme = check_init_method(init_method)
     if scheme == "tcp":
         host = parse_address(init_method).host
@@ -199,7 +202,7 @@ def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str =
         host: the host where the ranks meet. On a loopback address, the default is the secret of this user.
 
     Raises:
-        LaunchError: there is no secret, there are two, or others could read it.
+        LaunchError: there is no secret, there are two, or other users could read the secret file.
     """
     value = environ.get(SECRET_VARIABLE)
     if value and secret_file is not None:
@@ -238,12 +241,15 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
 
 
 def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
-    """A store on rank 0, on one address and a port that the system chooses. The group sends address and secret to the others.
+    """Start a TCP store on rank 0 of `group`, and connect all ranks to this store. All ranks of the group must call.
+
+    The store listens on one address, and on a port that the system chooses. Rank 0 sends the address and the store's secret to
+    the other ranks through the group.
 
     Args:
         group: a group of the ranks.
         timeout_s: the store's time limit in seconds.
-        address: the address at which the others reach this rank, if it is known; see `address_by_group`.
+        address: the address at which the other ranks reach this rank; None: find it, see `address_by_group`.
     """
     require_pyzmq()  # here, before any rank waits for rank 0
     address = address or address_by_group(group, chosen_interfaces(os.environ), timeout_s)
@@ -259,9 +265,9 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
 
 @functools.cache
 def _serve(host: str, port: int, secret: str) -> TCPStoreServer:
-    """Start a server that lives until this process exits, because a group may connect subsets of its ranks at any time.
+    """Start a server that lives until this process exits, because new subgroups may need the store at any time.
 
-    A second group at the same address (after the first was destroyed) uses the server of the first.
+    If a second group meets at the same address, after the first group was destroyed, the second group uses the same server.
     """
     server = TCPStoreServer(host, port, secret=secret)
     _close_at_exit.append(server.close)
@@ -295,10 +301,10 @@ class Address:
 
 
 def parse_folder(url: str) -> Path:
-    """The folder that a file:// URL names. A pure function.
+    """The folder that a file:// URL names.
 
     Raises:
-        InvalidArgumentError: the URL has anything but an absolute path; for example, it has a host.
+        InvalidArgumentError: the URL does not consist of an absolute path only; for example, the URL has a host.
     """
     parts = urlsplit(url)
     if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
@@ -309,16 +315,16 @@ def parse_folder(url: str) -> Path:
 
 
 def parse_address(url: str) -> Address:
-    """Host, port and secret file of a tcp:// URL. A pure function.
+    """Host, port and secret file of a tcp:// URL.
 
     Raises:
-        InvalidArgumentError: the host or the port is missing, or the URL has anything else but a secret_file.
+        InvalidArgumentError: the host or the port is missing, or the URL has more parts than host, port and secret_file.
     """
     parts = urlsplit(url)
     try:
         port = parts.port
     except ValueError:
-        # The port is not a number, or is too large. The error below says so.
+        # The port is not a number, or is too large. The code below raises the error.
         port = None
     if not parts.hostname or not port or parts.username is not None or parts.path or parts.fragment:
         raise InvalidArgumentError(
@@ -328,11 +334,11 @@ def parse_address(url: str) -> Address:
 
 
 def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
-    """The address in MASTER_ADDR and MASTER_PORT. A pure function.
+    """The address in MASTER_ADDR and MASTER_PORT, and the secret file of an env:// URL.
 
     Raises:
-        LaunchError: one of the variables is missing, or the port is not a number.
-        InvalidArgumentError: the URL has anything else but a secret_file.
+        LaunchError: one of the variables is missing, or the port is not a number from 1 to 65535.
+        InvalidArgumentError: the URL has other parts than a secret_file.
     """
     parts = urlsplit(url)
     if parts.netloc or parts.path or parts.fragment:

@@ -1,4 +1,4 @@
-"""The settings of a site, from its site file."""
+"""The settings of a site (a cluster or a machine), read from a site file in TOML."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class AlgorithmThresholds:
     """Sizes in bytes that decide which algorithm a collective uses. A size such as 2**62 switches an algorithm off.
 
     Attributes:
-        eager_bytes: the largest size for the eager algorithm, in bytes that a rank reads from its peers. A larger value means
-            fewer waits per call, but each rank reads and reduces everything, and the group needs more shared memory.
+        eager_bytes: a collective uses the eager algorithm if a rank reads at most this many bytes from its peers. A larger
+            value means fewer waits per call, but each rank reads and reduces all data, and the group needs more shared memory.
         window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write),
             and the smallest tensor for which the ranks compare whether the tensor is in a window. A smaller value means that
             more tensors are reduced in place, but each tensor takes whole pages.
@@ -52,7 +52,7 @@ class AlgorithmThresholds:
     ring_bytes: int = 128 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
-        """These sizes, each replaced by its environment variable if that is set, such as `ring_bytes` by SYNCLINE_RING_BYTES.
+        """A copy of these sizes. An environment variable such as SYNCLINE_RING_BYTES, if set, replaces its size (`ring_bytes`).
 
         Raises:
             InvalidArgumentError: a variable is not a positive integer.
@@ -95,7 +95,7 @@ class Settings:
     full_tracebacks: bool = _key(bool, False, "tracebacks that are printed at exit show the frames inside Syncline and torch")
     report_dir: str | None = _key(str, None, 'where ranks write reports when something fails; "": no reports')
 
-    #: The file of the settings, or None. This is not a key of the file.
+    #: The file from which the settings were read, or None. A site file cannot set `path`.
     path: str | None = None
 
     def changed(self) -> list[str]:
@@ -109,7 +109,7 @@ class Settings:
         return AlgorithmThresholds(**{entry.name: getattr(self, entry.name) for entry in fields(AlgorithmThresholds)})
 
     def spin_s_overridden(self, environ: Mapping[str, str] = os.environ) -> float:
-        """The setting `spin_s`, or the value of `SYNCLINE_SPIN_S` if it is set.
+        """The value of the environment variable `SYNCLINE_SPIN_S`; the setting `spin_s` if the variable is not set.
 
         Raises:
             InvalidArgumentError: the variable is not a number of seconds.
@@ -120,7 +120,7 @@ class Settings:
         try:
             value = float(text)
         except ValueError:
-            # Not a number at all: the check below says so.
+            # The text is not a number. The check below raises the error.
             value = -1.0
         if not value >= 0:
             raise InvalidArgumentError(f"{SPIN_VARIABLE}: expected a number of seconds, or inf for ever, found {text!r}")
@@ -131,10 +131,13 @@ _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Settings) if "ki
 
 
 def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Settings:
-    """Read the file that `SYNCLINE_SITE` names, else the default file if it exists. `SYNCLINE_TIMEOUT_S` overrides the file.
+    """Read the site file that the environment variable `SYNCLINE_SITE` names. If it names none, read the default file.
+
+    The default file need not exist. The environment variable `SYNCLINE_TIMEOUT_S` overrides the file's `timeout_s`.
 
     Raises:
-        SiteFileError: the named file does not exist, the file cannot be read, or `parse_settings` finds an error.
+        SiteFileError: the file that `SYNCLINE_SITE` names does not exist, the file cannot be read, or `parse_settings` finds an
+            error.
         InvalidArgumentError: `SYNCLINE_TIMEOUT_S` is not a number of seconds.
     """
     settings = _load_file(environ, default_path)
@@ -167,7 +170,11 @@ def _load_file(environ: Mapping[str, str], default_path: Path) -> Settings:
 
 
 def parse_settings(text: str, path: str) -> Settings:
-    """Check the content of a site file. A pure function.
+    """Make settings from the content of a site file.
+
+    Args:
+        text: the content of the file.
+        path: the path of the file, for messages.
 
     Raises:
         SiteFileError: the text is not TOML, or has an unknown key, a value of the wrong type, or an impossible value.
@@ -185,7 +192,7 @@ def _checked(key: str, value: Any, path: str) -> Any:
         hint = f"; did you mean '{close[0]}'?" if close else "."
         raise SiteFileError(f"{path}: unknown key '{key}'{hint} Known keys: {_known_keys()}")
     kind = _KEYS[key]
-    # The file may have 5 for 5.0. Compare with `type`, because for `isinstance` True is an int, too.
+    # Accept 5 where 5.0 is expected. Compare with `type`, because True is an int for `isinstance`.
     if not (type(value) is kind or (kind is float and type(value) is int)):
         raise SiteFileError(f"{path}: expected '{key}' to be {_IN_TOML[kind]}, found {value!r}")
     if kind is int and value < 1:

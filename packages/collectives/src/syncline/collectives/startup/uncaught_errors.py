@@ -46,7 +46,7 @@ from .user_secret import private_folder
 
 logger = logging.getLogger("syncline.collectives")
 
-# We assume that after a failure all ranks that fail because of it fail within this time.
+# We assume that one failure makes all affected ranks fail within this time.
 FRESH_S = 30.0
 # We assume that a launcher starts all ranks within this time. A rank may fail before the last rank has started.
 _STARTS_WITHIN_S = 5.0
@@ -69,7 +69,7 @@ def show_all_frames(are_shown: bool) -> None:
 
 
 def handle_uncaught_elsewhere() -> None:
-    """Leave uncaught exceptions to `syncline run`, which sees all of them and ends the job."""
+    """From now on, set no excepthook in this process. Called by `syncline run`, which handles uncaught exceptions itself."""
     global _is_handled
     _is_handled = True
 
@@ -83,7 +83,8 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
     """Set an excepthook that prints an exception in full on one rank of a node, and briefly on others. See Note [Who speaks].
 
     Before the ranks are connected, they do not know which other processes belong to their run. But ranks that one launcher has
-    started on a node share a parent process. If several of these fail with the same text, only the first prints this text.
+    started on a node share a parent process. If several of these ranks fail with the same text, only the first rank prints this
+    text.
 
     Args:
         is_connected: returns whether the ranks are connected. The hook calls it.
@@ -104,7 +105,10 @@ def print_failures_of_the_run(*, has_siblings: bool) -> None:
 
 
 class _OncePerNode:
-    """An excepthook that lets one rank of a node print the exception. If another hook was set before, that hook prints it."""
+    """An excepthook that lets one rank of a node print the exception; see Note [Who speaks].
+
+    If another hook was set before this hook, the other hook prints the exception.
+    """
 
     def __init__(self, previous: _Hook, is_connected: Callable[[], bool], has_siblings: bool) -> None:
         self._previous = previous
@@ -151,7 +155,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
 
 def _who_spoke(run: Run, error: BaseException) -> str | None:
-    """The rank of this node that has printed its error in full before, in words; None if this rank is to print its error."""
+    """The rank of this node that has already printed its error in full, in words; None if this rank must print its error."""
     name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", run_began_s()
     end_s = time.monotonic() + _VAGUE_S
     while _is_vague(error) and time.monotonic() < end_s:
@@ -169,7 +173,7 @@ def _is_vague(error: BaseException) -> bool:
 
 
 def also_failed(error: BaseException, trace: TracebackType | None) -> str:
-    """One line for a rank that fails after another rank has printed the reason. It shows no text of a `SynclineError`."""
+    """One line for a rank that fails after another rank has printed the reason. Leaves out the text of a `SynclineError`."""
     place = ""
     for frame in traceback.extract_tb(trace):
         # The last frame of the user's code counts, because it is nearest to the error.
@@ -209,7 +213,8 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
     """An exception as Python prints it, but without frames inside Syncline and torch, and without the causes of our errors.
 
-    Everything is shown if a setting asks for it, if logging is at DEBUG, or if the exception may be a bug of Syncline.
+    All frames and causes are shown if SYNCLINE_FULL_TRACEBACKS or the setting `full_tracebacks` asks for them, if logging is at
+    DEBUG, or if the exception may be a bug of Syncline.
     """
     shown = error
     if isinstance(error, SynclineError):
@@ -250,7 +255,7 @@ def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
 
 
 def _reached_user(error: BaseException) -> bool:
-    """Whether the user's code has caught the error, so that its traceback begins there, or takes part in it."""
+    """Whether the traceback of the error begins in the user's code (which has caught the error), or has a frame there."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     libraries = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return bool(files) and (
@@ -278,7 +283,7 @@ def _is_in(filename: str, folders: list[str]) -> bool:
 
 
 def _syncline_folders() -> list[str]:
-    """The folders of the packages. The name alone does not identify them: a user's folder may be called syncline, too."""
+    """The folders of Syncline's packages. We do not search for the name "syncline": a user's folder may have this name, too."""
     return [path + os.sep for path in getattr(sys.modules.get("syncline"), "__path__", [])]
 
 
@@ -301,7 +306,8 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
     process's run is ignored: it belongs to an earlier run.
 
     Args:
-        name: what this process would print, as a key: the same only for the same text from processes with the same parent.
+        name: a key for the text that this process would print. Two processes have the same key only if they have the same
+            parent process and would print the same text.
         began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
         folder: the folder of the file that lists which processes have printed. None: see `private_folder`.
     """
@@ -311,12 +317,12 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
     """Return the `who` of the process that has spoken (printed its error in full) for this name; None if none has spoken.
 
-    If none has spoken, note in a file that this process now speaks.
+    If none has spoken, the function writes to a file that this process now speaks.
 
     Args:
         name: as for `is_first`; for ranks that are connected, a key of their run.
         began_s: as for `is_first`.
-        who: this process in words, for the other processes. If None, only ask, and note nothing.
+        who: this process in words, for the other processes. If None, the function only reads the file.
         folder: as for `is_first`.
     """
     try:
@@ -361,10 +367,9 @@ def _lock(file: IO[str]) -> None:
 def run_began_s() -> float:
     """The earliest time at which a process of this process's run may have started, in seconds since the epoch.
 
-    With a process manager of MPI, this time is `_STARTS_WITHIN_S` before the start of this process. No earlier run has an entry
-    of the same parent in the file of `spoke_before`, because each run has a new process of the manager as the parent of its
-    ranks. Without a process manager, this time is the start of this process. The parent, such as torchrun's agent, may start
-    the next run at once. An earlier time could let an entry of the last run count for this run.
+    If a process manager of MPI started this process, the result is `_STARTS_WITHIN_S` before the start of this process, because
+    other ranks may have started earlier. Otherwise the result is the start of this process: a parent such as torchrun's agent
+    may start one run right after another, and with an earlier time, failures of the last run would count for this run.
     """
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 

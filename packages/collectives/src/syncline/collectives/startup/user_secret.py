@@ -18,7 +18,7 @@ from ..errors import LaunchError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is a loopback address, which other machines cannot reach. A pure function."""
+    """Whether a host's name or address is a loopback address, which other machines cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
 
 
 def user_secret(folder: Path | None = None) -> str:
-    """The secret of this user on this machine. The first process that asks makes the secret.
+    """The secret of this user on this machine. The first process that calls this function makes the secret.
 
     Args:
         folder: the folder of the secret's file; by default a folder of this user in the folder for temporary files.
@@ -73,8 +73,11 @@ _REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH
 
 
 def _make(path: Path) -> None:
-    """Write a secret to a new file, then link this file to `path`. The first process wins. No process reads half a secret."""
-    from ..stores import new_secret  # here, because it imports torch, which `syncline run` must not load
+    """Write a secret to a new file, then link this file to `path`. No process can read half a secret.
+
+    If several processes do this at the same time, the secret of the first link counts.
+    """
+    from ..stores import new_secret  # here, because `stores` loads torch, and `syncline run` must not load torch
 
     aside = path.with_name(f"secret-{secrets.token_hex(8)}")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
