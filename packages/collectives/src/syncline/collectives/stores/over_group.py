@@ -1,4 +1,4 @@
-"""GroupStore: a table on rank 0 of a process group. Other ranks reach it by send and receive. It opens no port."""
+"""GroupStore: a table on rank 0 of a process group. Other ranks reach the table by send and receive, without a port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("syncline.collectives")
 
 # The tags of messages: the length of a request and then the request, the length of an answer and then the answer.
 _ASK_LENGTH, _ASK, _ANSWER_LENGTH, _ANSWER = 1, 2, 3, 4
-_GOODBYE = -1  # sent in place of a length by a rank that will not ask again
+_GOODBYE = -1  # a rank that will not ask again sends this number in place of a length
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
 _LOOKS_SHARE = 20  # with many ranks a check takes long, so the server pauses at least 20 times as long as a check
 _GOODBYES_S = 5.0
@@ -75,11 +75,11 @@ class GroupStore(ServedStore):
             raise key_timeout((key for key in names if not self.check([key])), self.describe(), scope.timeout_s)
 
     def close(self) -> None:
-        """Tell rank 0 that this rank leaves, and close the group. A second call does nothing.
+        """Tell rank 0 that this rank will send no more requests, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most for all other ranks to leave. The group is aborted instead if a rank does not leave
-        in time, if rank 0 is gone, or if a call of this rank has ended before its answer. In a forked child of a rank, `close`
-        does nothing.
+        Rank 0 waits a few seconds at most for all other ranks to call `close`. The group is aborted instead of closed if a rank
+        does not call in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a forked
+        child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -125,7 +125,7 @@ class GroupStore(ServedStore):
         return status, fields
 
     def _ask(self, message: bytes) -> bytes:
-        # Without an error, this is set back below. An answer that comes after an error would be taken for that of a later call.
+        # Reset below if there is no error. After an error, a late answer would be taken for the answer to the next call.
         self._has_lost_an_answer = True
         self._group.send(torch.tensor([len(message)], device="cpu"), 0, _ASK_LENGTH)
         self._group.send(_as_tensor(message), 0, _ASK)
@@ -157,7 +157,7 @@ class _Server:
             return reply
 
     def stop(self) -> bool:
-        """Wait a few seconds for all other ranks to leave, then end the thread. Returns whether all of them have left."""
+        """Wait a few seconds until all other ranks have closed their stores, then end the thread. Returns whether all have."""
         if self._thread.is_alive():
             self._thread.join(_GOODBYES_S)
         self._stopping.set()
@@ -174,13 +174,12 @@ class _Server:
             self._group.abort()
 
     def _answer_all(self) -> None:
-        """Answer requests until all ranks have left, or the server is stopped.
+        """Answer requests until all other ranks have closed their stores, or `stop` is called.
 
         Note [A receive for each rank]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        A single receive from any rank would be enough. But MPICH 5.0.2 over UCX loses messages from other nodes to such a
-        receive while another thread (the script's) communicates. This happened in five of five jobs with two ranks on each of
-        two hosts.
+        The server starts one receive for each rank. A single receive from any rank (MPI_ANY_SOURCE) would be simpler. But with
+        MPICH 5.0.2 over UCX, such a receive loses messages from other nodes while another thread communicates.
         """
         awaited = {client: self._await(client) for client in range(1, self._group.size)}
         pause_s = _SHORTEST_PAUSE_S

@@ -135,7 +135,7 @@ forgets the wait of a client that is gone."""
 
 @dataclass(frozen=True)
 class _WaitingRequest:
-    """The request of a client that waits. The client gets its answer when all of `keys` exist, or at the time `until`."""
+    """The request of a client that waits. The client gets an answer when all of `keys` exist, at the latest at `until`."""
 
     keys: list[str]
     until: float
@@ -143,7 +143,7 @@ class _WaitingRequest:
 
 
 class Service(Generic[Client]):
-    """The server's table. Answers the requests of clients. `Client` is the type by which the caller names a client."""
+    """The server's table. Answers the requests of clients. `Client` is the type of a client's id, which the caller chooses."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -251,7 +251,7 @@ def _fields_of(fields: list[bytes], count: int) -> list[bytes]:
 
 
 class ServedStore(Store):
-    """The client's side. Each method that does not wait sends its operation to the server by `_call`."""
+    """A client's handle on the server's table. Each method here sends one operation to the server through `_call`."""
 
     @abstractmethod
     def _call(self, op: Op, *fields: bytes) -> list[bytes]:

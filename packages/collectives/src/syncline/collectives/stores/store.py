@@ -1,6 +1,6 @@
 """Store: the contract of a small key-value table that the processes of a job share to find each other.
 
-PrefixStore is the part of another store whose keys have a common prefix.
+PrefixStore gives access to those keys of another store that begin with a given prefix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class Store(ABC):
-    """A table from text to bytes that all processes (or threads) of a job share. An object of this class is a *handle* on it.
+    """A handle on a table from text to bytes. All processes (or threads) of a job share the table.
 
     **Who may call:** any thread of any process that has a handle, at any time. No method is a collective. A call that waits in
     one thread does not block other threads of the same handle, or other processes.
@@ -55,7 +55,7 @@ class Store(ABC):
     def _in_fork(self) -> None:  # noqa: B027 - a store without locks has nothing to do
         """Called in a forked child before other code runs.
 
-        Replace locks, because a thread that the child lacks may hold them.
+        A subclass replaces its locks here, because a thread of the parent may have held them at the fork.
         """
 
     @property
@@ -187,7 +187,7 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` again and again, at least once, until it returns true. Use it if nothing signals a change, as for a file.
+    """Call `done` again and again, at least once, until `done` returns true. For changes that nothing signals, as in a file.
 
     The pauses grow from 1 to 50 milliseconds. Each pause is shortened by a random part, so that processes do not ask at the
     same time.
@@ -205,13 +205,13 @@ def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
 
 
 class PrefixStore(Store):
-    """The key `k` of this store is the key `prefix/k` of `store`. So uses of `store` with other prefixes do not interfere.
+    """The key `k` of this store is the key `prefix/k` of `store`. So users with different prefixes can share one `store`.
 
     Args:
         prefix: the beginning of the keys, without the slash that follows.
         store: the store with the values. Closing this handle does not close `store`.
-        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of one limit does not change
-            the other.
+        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of `store`'s limit does not
+            change the limit of this handle.
     """
 
     def __init__(self, prefix: str, store: Store, timeout: timedelta | float | None = None) -> None:

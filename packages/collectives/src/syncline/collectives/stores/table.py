@@ -1,7 +1,7 @@
-"""Changes of one value of a table, as functions, and stores that carry out these functions under one lock.
+"""Functions that change one value of a table, and stores that call these functions under one lock.
 
-Such a function is called a change (type `Mutation`). It takes the value of a key (None if there is no value). It returns the
-new value (None to remove the key) and the answer for the caller.
+Such a function is called a change (type `Mutation`). A change takes the value of a key (None if there is no value), and returns
+the new value (None to remove the key) and the answer for the caller.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def setting(value: bytes) -> Mutation[None]:
 
 
 def adding(key: str, amount: int) -> Mutation[int]:
-    """Make a change, for `apply`, that adds `amount` to a value in decimal text. `key` is for the error."""
+    """Make a change, for `apply`, that adds `amount` to a value in decimal text. `key` is for error messages."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
         total = _number(key, old) + amount
@@ -62,7 +62,7 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """Make a change, for `apply`, that removes the value. Its answer says whether there was a value."""
+    """Make a change, for `apply`, that removes the value. The answer says whether there was a value."""
     return lambda old: (None, old is not None)
 
 
@@ -72,7 +72,10 @@ def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
 
 
 def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answer:
-    """Carry out `change` on one value of a table in memory, and return its answer. The caller holds the lock."""
+    """Carry out `change` on one value of a table in memory, and return the change's answer.
+
+    The caller makes sure that no other thread uses the table meanwhile.
+    """
     new, answer = change(values.get(key))
     if new is None:
         values.pop(key, None)
@@ -86,7 +89,7 @@ class LockedStore(Store):
 
     @abstractmethod
     def _apply(self, key: str, change: Mutation[Answer]) -> Answer:
-        """Carry out `change` on the value of `key`, atomically, and return its answer."""
+        """Carry out `change` on the value of `key`, atomically, and return the change's answer."""
 
     @override
     def set(self, key: str, value: bytes | str) -> None:

@@ -10,7 +10,8 @@ Python classes can derive from `torch.distributed.Store`, but there are traps (m
 * C++ keeps only the C++ half of the object. When the last Python reference is dropped (``PrefixStore("p", AsTorchStore(s))``,
   ``init_process_group(store=AsTorchStore(s))``), the Python half with the methods is freed, and the next call aborts with an
   internal assertion. So `AsTorchStore` keeps itself alive, until `release` or the end of the process.
-* The time limit is in the C++ half: `set_timeout` from C++ never reaches Python. So each call that waits reads the limit there.
+* The time limit is in the C++ half: if C++ calls `set_timeout`, Python does not see the call. So each call that waits reads the
+  limit from the C++ half.
 * In torch, a limit of zero means that there is no limit.
 
 Note [Waiting in torch's stores]
@@ -26,7 +27,7 @@ Note [Set in torch's TCPStore]
 ------------------------------
 torch's TCPStore sends a `set` without an answer, so another handle may still see the old value afterwards (measured between two
 handles on one machine: 10 times in 5,000). The server answers the requests of a handle in order. So `FromTorchStore` sends one
-more request after a `set`, and waits for its answer.
+more request after a `set`, and waits for the answer to this request.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class AsTorchStore(dist.Store):
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -115,13 +116,13 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as one of our stores.
 
-    A call that waits asks torch's store again and again. Some peculiarities of torch's stores remain: FileStore counts a key of
-    its own in `num_keys`, and TCPStore closes the connection of a client that calls `add` on text.
+    A call that waits asks torch's store again and again. Some peculiarities of torch's stores remain: FileStore counts an
+    internal key in `num_keys`, and TCPStore closes the connection of a client that calls `add` on text.
 
     Args:
         store: the store with the values.
-        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of one limit does not change
-            the other.
+        timeout: seconds or a timedelta; None takes the limit that `store` has now. A later change of `store`'s limit does not
+            change the limit of this object.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta | float | None = None) -> None:
@@ -165,7 +166,7 @@ class FromTorchStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         timeout_s, names = self._limit_s(timeout), as_keys(keys)
         if not poll(lambda: self.check(names), CancelScope(timeout_s)):
-            # All keys may have come since the last look. Then name them all.
+            # All keys may have been set since the last check. Then the message names all keys.
             raise key_timeout(self._missing(names) or names, self.describe(), timeout_s)
 
     @override
@@ -198,7 +199,7 @@ class FromTorchStore(Store):
         try:
             yield
         except StoreError:
-            # One of our own stores lies below torch's, and has explained the error already.
+            # torch's store uses one of our stores, which has explained the error already.
             raise
         except RuntimeError as error:
             raise self._failed(error) from error

@@ -2,15 +2,15 @@
 
 Note [A folder of our own]
 --------------------------
-Another user who can write into a folder could put a symbolic link there, with the name of a file that we are about to truncate,
-or false records that we would read. So:
+Another user who can write into a folder could attack us. This user could put a symbolic link there, with the name of a file
+that we are about to truncate. Or this user could write false records that we would read. So:
 
-1. Folders and files that we make are for their owner only, including folders above (folders 0700, files 0600).
+1. The folders and files that we make are for their owner only (folders 0700, files 0600), also the folders above that we make.
 2. We do not follow symbolic links when we open the folder and its files, and we open the files relative to the opened folder.
    So neither the folder nor a file can be replaced between the check and the use. Links above the folder are allowed:
    `~/scratch` is often a link.
-3. An opened folder or file must belong to this user, and nobody else may write it. We take the user's number from the owner of
-   a file that we make, because NFS may map root, or all users, to another number.
+3. An opened folder or file must belong to this user, and nobody else may write it. To learn the user id of this process, we
+   make a file and look at its owner, because NFS may map root, or all users, to another id.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Folder:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A context with a descriptor of the folder, to be used as `dir_fd`."""
+        """A context that gives a descriptor of the folder, for use as `dir_fd`."""
         descriptor = _open_here(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._check(self.path, descriptor)
@@ -119,11 +119,13 @@ def _refused(path: Path, reason: str) -> StoreUnavailableError:
 
 
 _LOCK = "lock"
-_LONGEST_NAME = 2000  # no more characters of a ticket are read; a ticket contains the host name three times
+_LONGEST_NAME = 2000  # read at most this many characters of a ticket; a ticket contains the host name three times
 
 
 class LinkLock:
-    """A lock called `lock` in `folder`, by a hard link. It excludes processes on any hosts. Any thread or process may use it.
+    """A lock between processes on any hosts. The lock is a hard link with the name `lock` in `folder`.
+
+    Any thread or process may use a `LinkLock`.
 
     Note [Locking by link]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -139,10 +141,11 @@ class LinkLock:
         4. release: unlink("lock"), but only if the ticket has two names; then unlink the ticket
 
     A process that is killed between 2 and 4 (some milliseconds) leaves the lock behind. A process on the same machine can find
-    out that the holder has ended (`ProcessIdentity`), and takes the lock away. Only one process may do so, and this process
-    must not take away the lock of the next holder. So it must first create the file `break-<the holder's ticket>`, which is
-    never removed. Processes on other machines cannot find out that the holder has ended. They fail at their time limit, with an
-    error that names the holder and the file to delete. If we broke the lock by its age, two processes could hold it.
+    out that the holder has ended (`ProcessIdentity`), and removes the lock. Only one process may do so, and this process must
+    not remove the lock of the next holder. So before a process removes the lock, it creates the file
+    `break-<the holder's ticket>`. If this file exists already, the process does not remove the lock. The `break` file is never
+    removed. Processes on other machines cannot find out that the holder has ended. Such a process fails at its time limit, with
+    an error that names the holder and the file to delete.
 
     Args:
         folder: a folder on a file system with hard links.
@@ -186,7 +189,7 @@ class LinkLock:
                 return False
             os.close(self._folder.open_file(folder, f"break-{theirs}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except OSError:
-            return False  # the lock was released meanwhile, or another process takes it away
+            return False  # the lock was released meanwhile, or another process removes the lock
         os.unlink(_LOCK, dir_fd=folder)
         return _take(folder, ticket)
 

@@ -7,22 +7,24 @@ that the process has just drawn. The folder has a store, the *rendezvous store*,
 of date, but they must have the form that a rendezvous writes::
 
     rank r > 0                                   rank 0
-    1. draws a number, sets join/r to it
-                                                 2. draws the id of a new run, reads every join/r (also of r that
-                                                    are not ranks of this run), sets offer to (run, size, {r: number})
-    3. reads offer until it has the number:
+    1. draws a number, sets join/r to the number
+                                                 2. draws the id of a new run (once)
+                                                 3. reads every join/r (also of r that are not ranks of this
+                                                    run), sets offer to (run, size, {r: number})
+    4. reads offer until offer has the number:
        then a live rank 0 has seen this rank;
-       sets here/<run>/r to its own size
-                                                 4. done when here/<run>/r exists for every r, else back to 2:
-                                                    a join/r of an earlier run is answered, too, which does no harm
+       sets here/<run>/r to its `world_size`
+                                                 5. done when here/<run>/r exists for every r, else back to 3
 
-Ranks that were given different sizes find this out in steps 3 and 4.
+A join/r of an earlier run gets an answer in step 3, too, which does no harm. Ranks that were given different values of
+`world_size` find this out in steps 4 and 5.
 
-The rendezvous store counts the processes that use the store of the run. A process that no longer uses it calls `leave_run`, and
-the last of them removes the run's store. A process that was killed stays in the count, so the folder of its run stays, too.
+The rendezvous store counts the processes that use the store of the run. A process that no longer uses the run's store calls
+`leave_run`. The last process to do so removes the run's store. A process that was killed stays in the count, so the store of
+its run is never removed.
 
-Each run has a new store, named by the random id of step 2. Two runs at the same time in the same rendezvous store could mix
-their ranks; `rendezvous_id` keeps them apart.
+Each run has a new store, named by the random id of step 2. Two runs that meet at the same time in the same rendezvous store
+could mix their ranks. Give such runs different `rendezvous_id`s.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def file_rendezvous(
     """Make a new file store for this run. The caller needs no id of the run.
 
     All processes of the run call this function with the same `path`, `world_size` and `rendezvous_id`. On rank 0 the function
-    returns when all have come.
+    returns when all ranks have called it; on another rank, when rank 0 has answered this rank.
 
     Args:
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
@@ -67,8 +69,9 @@ def file_rendezvous(
     Raises:
         StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
         StoreUnavailableError: the folder cannot be written, or others can write it.
-        StoreError: a record in the folder was not written by a rendezvous. All ranks raise it at once.
-        DisagreementError: the ranks were given different sizes.
+        StoreError: a record in the folder was not written by a rendezvous. All ranks raise the error at once, not at their time
+            limit.
+        DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
     if not 0 <= rank < world_size:
@@ -80,14 +83,14 @@ def file_rendezvous(
         try:
             _host(store, run, world_size)
         except BaseException:
-            # No process will use the run's store now. This process is counted as a user, so end the use.
+            # No process will use the run's store now. This process is counted as a user of the store, so undo the count.
             leave_run(own, rendezvous_id)
             raise
         return own
     offer = _join(store, rank)
-    own = _used(store, path, offer.run, timeout)  # first: after the next line rank 0 may go on and remove the store
+    own = _used(store, path, offer.run, timeout)  # before `set`: after `set`, rank 0 may go on and remove the store
     store.set(f"here/{offer.run}/{rank}", str(world_size))
-    # Raise only after this rank has told its own size, so that rank 0 sees the difference, too.
+    # Raise only after this rank has written its `world_size`, so that rank 0 sees the difference, too.
     if offer.size not in (0, world_size):
         leave_run(own, rendezvous_id)
         raise _other_size(store, rank, world_size, offer.size)
@@ -95,11 +98,13 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Give up this process's use of a run's store. The last process that does so removes the store. Store errors are ignored.
+    """Say that this process no longer uses a run's store. The last process of the run to call removes the store.
+
+    Errors of the store are ignored.
 
     Args:
-        store: the store from `file_rendezvous` or `join_latest_run`.
-        rendezvous_id: the same value as in that call.
+        store: the store that `file_rendezvous` or `join_latest_run` returned.
+        rendezvous_id: the value that was given to `file_rendezvous` or `join_latest_run`.
     """
     with suppress(StoreError):
         key, common = _users(store.folder.name), FileStore(store.folder.parent, rendezvous_id)
@@ -111,9 +116,10 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
 def join_latest_run(
     path: str | os.PathLike[str], *, rendezvous_id: str = "rendezvous", timeout: timedelta | float | None = None
 ) -> FileStore:
-    """The store of the latest run whose rank 0 came to this folder, for a process that starts later. Waits for such a run.
+    """The store of the latest run whose rank 0 came to this folder, for a process that starts later than the run.
 
-    The latest run may have ended long ago. This function does not check whether its processes are alive; the caller must.
+    If no run has come yet, the function waits. The latest run may have ended long ago. This function does not check whether the
+    run's processes are alive; the caller must.
 
     Args:
         path: as for `file_rendezvous`.
@@ -175,7 +181,7 @@ def _host(store: FileStore, run: str, world_size: int) -> None:
 
 
 def _join(store: FileStore, rank: int) -> _Offer:
-    _read_joined(store)  # raises for a bad record before this rank overwrites it, so that all ranks see it
+    _read_joined(store)  # raises for a bad record before this rank overwrites the record, so that all ranks raise
     number = secrets.token_hex(16)
     store.set(f"join/{rank}", number)
     offer = _Offer("", 0, {})
@@ -201,7 +207,7 @@ def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> Disag
 
 
 class _Offer(NamedTuple):
-    """What rank 0 writes: the id of the run, its size, and the random numbers that rank 0 has read, by rank.
+    """What rank 0 writes: the id of the run, `world_size`, and for each other rank the random number that rank 0 has read.
 
     The size is 0 if an earlier version of Syncline wrote the offer.
     """
@@ -212,7 +218,7 @@ class _Offer(NamedTuple):
 
 
 def _read_joined(store: FileStore) -> dict[str, str]:
-    """The random numbers that the ranks above 0 have drawn, by rank. Some may be from ranks of earlier runs."""
+    """For each rank above 0, the random number that this rank has drawn. Some numbers may be from ranks of earlier runs."""
     numbers = {key.removeprefix("join/"): store.get(key) for key in store.list_keys() if key.startswith("join/")}
     for rank, number in numbers.items():
         if not _NUMBER.fullmatch(number):

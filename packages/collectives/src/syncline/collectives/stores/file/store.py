@@ -28,7 +28,7 @@ _BODY = struct.Struct(">?I")  # whether there is a value, and the number of byte
 
 
 def encode(key: str, value: bytes | None) -> bytes:
-    """Encode one record, which says that `key` now has `value`, or was removed if `value` is None."""
+    """Encode one record: `key` now has `value`. If `value` is None, the record says that `key` was removed."""
     name = key.encode()
     body = _BODY.pack(value is not None, len(name)) + name + (value or b"")
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -66,7 +66,7 @@ def _split(body: bytes) -> tuple[str, bytes | None]:
 
 
 class Log:
-    """A table that is stored in the file `log` as a list of changes. A thread that uses the object holds `lock`.
+    """A table that is stored in the file `log` as a list of changes. A thread that uses the object must hold `lock`.
 
     Note [A log on a shared file system]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -75,11 +75,11 @@ class Log:
     appear.) So:
 
     1. The log is created when a store is opened. From then on its name does not change.
-    2. A writer holds the lock (Note [Locking by link] in `file.folder`), reads new records, appends one record, and syncs and
-       closes the file before it releases the lock. The sync also makes errors of a full disk or quota appear in the writer.
+    2. A writer takes the lock (Note [Locking by link] in `file.folder`), reads new records, appends one record, calls `fsync`,
+       closes the file, and releases the lock. `fsync` also raises the error of a full disk or quota in the writer.
     3. A reader takes no lock. It opens the file again each time, and reads on from where it stopped.
     4. A record contains its length and checksum. If a record is incomplete, a reader stops before it, and tries again later. A
-       writer holds the lock, so it knows that an incomplete record comes from a write that failed, and cuts it off.
+       writer holds the lock, so an incomplete record comes from a write that failed. The writer cuts this record off.
     5. Complete records are never removed, so the file grows. An NFS client sees from the new size that its cache is out of
        date.
 
@@ -88,7 +88,7 @@ class Log:
 
     Attributes:
         values: the table as of the last `refresh` or `append`.
-        lock: held by the thread that uses this object.
+        lock: every thread of this process must hold `lock` while the thread uses this object.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -100,7 +100,10 @@ class Log:
             pass
 
     def in_fork(self) -> None:
-        """In a forked child, read the file again. A thread of the parent may have been half-way through `refresh`."""
+        """In a forked child, forget the table, so that the next `refresh` reads the whole file.
+
+        A thread of the parent may have been half-way through `refresh` at the fork.
+        """
         self.lock = threading.Lock()
         self._end = 0
         self.values = {}
@@ -127,7 +130,10 @@ class Log:
         self._end += size
 
     def append(self, key: str, value: bytes | None) -> None:
-        """Write one record (see `encode`) to the end of the file. Before, take the lock and call `refresh`."""
+        """Write one record (see `encode`) to the end of the file.
+
+        The caller must hold the `LinkLock` of the folder, and must have called `refresh` since it took this lock.
+        """
         record = encode(key, value)
         with self._open(os.O_RDWR) as file:
             self._write(file, record)
@@ -164,7 +170,7 @@ class FileStore(table.LockedStore):
 
     It needs no daemon, port or lock server. Hard links and close-to-open consistency are enough, so NFS, Lustre, BeeGFS, GPFS
     and local file systems work. A change costs about twenty operations on the file system, including one sync. A read costs
-    two opens and one read. A call that waits reads every 1 to 50 ms. The log grows with every change, so use the store only to
+    two opens and one read. A call that waits reads every 1 to 50 ms. The file grows with every change, so use the store only to
     let processes meet, not as a database.
 
     Data of an earlier run is in the folder of *that* run, and is never read. So `run_id` has no default: give an id that only
@@ -175,7 +181,7 @@ class FileStore(table.LockedStore):
     Args:
         path: a folder that all processes reach under this name.
         run_id: letters, digits, dot, dash and underscore; the same in all processes of a run, and new in every run.
-        timeout: seconds or a timedelta; see `Store`. It also limits how long a change waits for the lock.
+        timeout: seconds or a timedelta; see `Store`. `timeout` also limits how long a change waits for the store's lock.
 
     Raises:
         StoreUnavailableError: the folder cannot be made or written, others can write it, it is a symbolic link, or its file

@@ -1,7 +1,7 @@
 """A store that one process serves to the others over TCP, protected by a shared secret. Using it needs pyzmq.
 
-The client's side is `store`, above `connection`. The server's side is `server`, whose thread runs `loop`. Both sides use
-`sockets` (settings and keys) and `stores.served` (the messages).
+The client is in the module `store`, which uses `connection`. The server is in the module `server`, which runs `loop` in a
+thread. Both use `sockets` (socket options and keys) and `stores.served` (the messages).
 """
 
 from .server import TCPStoreServer

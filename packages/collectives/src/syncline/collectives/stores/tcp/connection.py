@@ -36,7 +36,8 @@ class HungUpError(ConnectionError):
 class Connection:
     """A connection whose two ends have proved that they have the same secret. Only one thread at a time may use it.
 
-    It does not reconnect, because nobody could know whether a request that is sent again was already carried out.
+    A connection that broke is not made again: the server may have carried out the last request, so sending this request again
+    would not be safe.
 
     Args:
         host: the server's address or name.
@@ -117,8 +118,8 @@ class Connection:
         event, value = message["event"], message["value"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return
-        # The usual event if the secrets differ: the server cannot read the handshake, and hangs up. A server that ends does so,
-        # too, and `TCPStore._connect` tries again before it blames the secret.
+        # The usual event if the secrets differ: the server cannot read the handshake, and hangs up. A server that is about to
+        # end hangs up, too. So `TCPStore._connect` tries a second time before it raises an error about the secret.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             raise HungUpError(f"it hung up ({errno.errorcode.get(value, value)})")
         # The server could read the handshake, but refuses this client's key.

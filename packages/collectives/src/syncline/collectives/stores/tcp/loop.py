@@ -20,7 +20,9 @@ _ASKS_AT = "inproc://zeromq.zap.01"
 
 
 class ServerLoop:
-    """Authenticates clients and answers requests. The caller's thread makes the sockets; then only `run`'s thread uses them.
+    """Authenticates clients and answers requests.
+
+    The constructor makes the sockets. Afterwards only the thread that calls `run` uses the sockets.
 
     Args:
         endpoint: the one address to listen on, in ZeroMQ's form.
@@ -36,7 +38,7 @@ class ServerLoop:
         self._client_key = public_key(secret, "client")
         self._limit_bytes = limit_bytes
         self._service: Service[bytes] = Service()
-        self._table_id = secrets.token_bytes(8)  # identifies this server's table; a new server has another one
+        self._table_id = secrets.token_bytes(8)  # identifies this server's table; a new server has another id
         self._context = zmq.Context()
         try:
             self._zap_socket = self._context.socket(zmq.REP)
@@ -60,7 +62,7 @@ class ServerLoop:
         return int(self._client_socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def stop(self) -> None:
-        """Make `run` return, and wait until it has closed the sockets. Call it once, not on the thread of `run`."""
+        """Make `run` return, and wait until `run` has closed the sockets. Call `stop` once, and not on the thread of `run`."""
         self._context.term()
 
     def run(self) -> None:
@@ -89,7 +91,10 @@ class ServerLoop:
         return None if expiry is None else ceil(1000 * max(0.0, expiry - time.monotonic()))
 
     def _judge(self) -> None:
-        """Tell ZeroMQ whether to accept a client, by its public key. The client has proved that it has the private key, too."""
+        """Tell ZeroMQ whether to accept a client with the public key that ZeroMQ sends.
+
+        ZeroMQ has already checked that the client has the private key that belongs to this public key.
+        """
         version, number, _domain, _address, _identity, _mechanism, key, *_ = self._zap_socket.recv_multipart()
         is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")

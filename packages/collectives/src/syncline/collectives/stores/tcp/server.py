@@ -25,18 +25,19 @@ DEFAULT_PROOF_TIMEOUT_S = 10.0
 class TCPStoreServer:
     """Serves a table to every `TCPStore` that has the same secret, on a thread of its own, until `close`.
 
-    It listens on exactly one address. A client that does not prove that it has the secret can neither read nor write. For such
-    a client the server keeps at most about 100 KiB, until `proof_timeout` is over. Such a client delays no other client.
+    The server listens on exactly one address. A client that does not prove that it has the secret can neither read nor write.
+    For such a client the server keeps at most about 100 KiB, until `proof_timeout` is over. Such a client delays no other
+    client.
 
     Args:
         host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
         port: the port; 0 takes a free port, and the attribute `port` says which.
         secret: at least 16 bytes, known only to the processes of the job; `new_secret` makes one.
         max_message_bytes: the longest message that a client may send; a value must be a little shorter.
-        proof_timeout: seconds or a timedelta that a client may take to prove that it holds the secret; 10 s if None.
+        proof_timeout: how long a client may take to prove that it has the secret, in seconds or as a timedelta; 10 s if None.
 
     Raises:
-        StoreUnavailableError: the port is in use, the address is not one of this machine, or pyzmq is missing.
+        StoreUnavailableError: the port is in use, `host` is unknown or not an address of this machine, or pyzmq is missing.
         InvalidArgumentError: `host` is a wildcard, `port` is impossible, or the secret is too short.
     """
 

@@ -3,14 +3,14 @@
 Note [Keys from a secret]
 -------------------------
 Server and clients communicate through ZeroMQ's CURVE (CurveZMQ, RFC 26: Curve25519, XSalsa20, Poly1305; new keys for each
-connection). It encrypts and authenticates, and refuses messages that were forged, altered, repeated or reordered. Both key
+connection). CURVE encrypts and authenticates, and refuses messages that were forged, altered, repeated or reordered. Both key
 pairs are derived from the secret, so only the secret must be given to all processes::
 
     server's private key = HMAC-SHA256(secret, "... server")      client's private key = HMAC-SHA256(secret, "... client")
 
 * A client without the secret does not know the server's public key, which is never sent. So the server closes the connection.
-  Even with this key, the client would lack the client's private key, and the server's loop would refuse the client.
-* A server without the secret cannot decrypt the client's first message. So the client leaves before it has sent a request.
+  Even a client that has this public key lacks the client's private key, so the server refuses the client.
+* A server without the secret cannot decrypt the client's first message. So the client disconnects before it sends a request.
 * **Guessing:** a program that pretends to be the server can try many secrets on a client's first message. So a secret has a
   minimum length; `new_secret` gives 256 random bits.
 
@@ -39,7 +39,8 @@ _MOST_QUEUED_MESSAGES = 2
 # The kernel notices after 90 seconds that a peer's machine is dead. It does not notice a stopped process.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_PAUSE_S, _KEEPALIVE_PROBES = 60, 10, 3
 SHORTEST_SECRET_BYTES = 16
-# The number is the version of the protocol. If the protocol changes, change the number, so that the versions have other keys.
+# The number is the version of the protocol. If you change the protocol, change the number. Then the keys differ between
+# versions, so a client and a server of different versions refuse each other.
 _PROTOCOL = b"syncline store 2 "
 
 

@@ -28,19 +28,20 @@ class TCPStore(ServedStore):
     During a call, each thread has a connection of its own, so a thread that waits blocks no other thread. Connections are kept
     for later calls. Cost of a call: one round trip; six more for a new connection.
 
-    If the connection breaks during a call, the call fails at once. It is not repeated, because an `add` might count twice. A
-    connection that broke between two calls is replaced. If a new server then answers at this address, the call fails, because
-    the new server has a new table.
+    If the connection breaks during a call, the call fails at once. The call is not repeated, because an `add` might count
+    twice. A connection that broke between two calls is replaced. If a new server then answers at this address, the call fails,
+    because the new server has a new table.
 
     Args:
         host: address or name of the server.
         port: port of the server.
         secret: the server's secret.
-        timeout: seconds or a timedelta; see `Store`. It also limits how long to try to connect, because the server may start
-            later than its clients.
+        timeout: seconds or a timedelta; see `Store`. `timeout` also limits how long the constructor tries to connect: the
+            server may start later than its clients.
 
     Raises:
-        StoreTimeout: no server was there in time.
+        InvalidArgumentError: the secret is shorter than 16 bytes.
+        StoreTimeout: no server accepted the connection in time.
         StoreAuthenticationError: the server has another secret.
         StoreUnavailableError: pyzmq is missing.
         StoreError: the program at this port is not a store.
@@ -189,9 +190,9 @@ class TCPStore(ServedStore):
         return found[0]
 
     def _connect(self, scope: CancelScope) -> Connection:
-        """Connect. If the server hangs up twice, it has another secret.
+        """Connect. If the server hangs up, try once more. If the server hangs up twice, it has another secret.
 
-        A server that was about to end hangs up only once: at the second try it is gone.
+        A server that was about to end hangs up only once: at the second try nobody listens.
         """
         from .connection import Connection, HungUpError, other_secret
 
