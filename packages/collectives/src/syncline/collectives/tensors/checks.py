@@ -1,4 +1,4 @@
-"""Checks of a collective's arguments. Most are pure functions that return a problem as text for an error, or None."""
+"""Checks of a collective's arguments. Most functions return a problem as text for an error, or None if there is none."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def resolved(value: Any) -> Any:
 
     1. An `AsyncCollectiveTensor` (the result of torch's functional collectives) stands for the tensor that the collective
        writes. This function waits for the collective, and returns that tensor.
-    2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. A collective that gets one ends
-       at once, without communication, because other ranks may not call it at all (see `engine.observers.shown_to_observers`).
-    3. `no_memory` refuses all others, such as `DTensor` and `MaskedTensor`; the error names the class. It also refuses tensors
-       inside transformations of `torch.func`, and tensors whose memory was freed.
+    2. A `FakeTensor` stands for a tensor that does not exist: the program only computes shapes. A collective that gets a
+       `FakeTensor` ends at once, without communication, because other ranks may not call it at all (see
+       `engine.observers.shown_to_observers`).
+    3. `no_memory` refuses tensors of all other such classes, for example `DTensor` and `MaskedTensor`. `no_memory` also refuses
+       tensors inside transformations of `torch.func`, and tensors whose memory was freed.
     """
     if isinstance(value, list | tuple):
         return [resolved(entry) for entry in value]
@@ -210,7 +211,10 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
-    """The problem unless a list has a tensor for each rank: all with the dtype of `mine`, number `rank` also with its shape."""
+    """The problem unless a list has a tensor for each rank, with the dtype of `mine`.
+
+    The tensor at index `rank` must also have the shape of `mine`.
+    """
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -267,7 +271,10 @@ def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] 
 
 
 def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | None:
-    """The problem if `part` shares memory with `block` (the parts of all ranks) and is not exactly the block's part `rank`."""
+    """The problem if `part` shares memory with `block`, but is not exactly part number `rank` of `block`.
+
+    `block` consists of one part for each rank, in the order of the ranks.
+    """
     if not part.is_contiguous() or not block.is_contiguous():
         return None  # a tensor with gaps is copied before the call, and the copy shares no memory
     start, end = _extent(part)

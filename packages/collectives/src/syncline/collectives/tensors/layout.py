@@ -1,4 +1,4 @@
-"""The layout of tensors in memory. How a collective packs its tensors into contiguous ones, and unpacks the results."""
+"""The layout of tensors in memory: pack a collective's tensors into contiguous tensors, and unpack the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 
 def untracked() -> torch.inference_mode:
-    """A context in which any tensor may be written, also if it requires a gradient or was made in inference mode.
+    """A context in which any tensor may be written, even one that requires a gradient or was made in inference mode.
 
     `torch.no_grad()` is not enough: torch refuses to write a tensor that was made in inference mode on a thread that is not in
     inference mode. A collective may run on another thread than the caller's.
@@ -34,7 +34,7 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 
 def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any of the tensors can be written only in `untracked`. Most need no context, which costs more than this test."""
+    """Whether any of the tensors can be written only in the context `untracked`. This test costs less than the context."""
     for tensor in tensors:  # noqa: SIM110 - `any` with a generator would double the cost
         if tensor.requires_grad or tensor.is_inference():
             return True
@@ -42,7 +42,7 @@ def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two different indices mean the same place in memory. A pure function.
+    """Whether two different indices mean the same place in memory.
 
     Cost: a sort of the dimensions. If dimensions interleave (only in results of `as_strided`), also a look at every element.
     """

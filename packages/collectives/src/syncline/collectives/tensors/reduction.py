@@ -26,7 +26,10 @@ _PIECE_NUMEL = 64 * 1024
 
 
 def core_op(op: Reduction) -> ReduceOp:
-    """The operation between two terms: SUM for AVG and PREMUL_SUM, which only scale before or after the sum; else `op`."""
+    """The operation that combines two terms: SUM if `op` is AVG or PREMUL_SUM, otherwise `op`.
+
+    AVG divides after the sum. PREMUL_SUM multiplies each term before the sum.
+    """
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
 

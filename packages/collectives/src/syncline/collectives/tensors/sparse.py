@@ -39,15 +39,15 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
         group: the process group; all its ranks call this function.
         tensor: sparse COO. Every rank passes the same shape, dtype and number of sparse dimensions, and any elements.
         op: SUM, AVG or a `premul_sum`.
-        async_op: return at once, and not only when the result is there.
+        async_op: whether to return at once, without waiting for the result.
 
     Raises:
         InvalidArgumentError: `op` is another reduction.
         DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise it, from the call or from
             `wait()`.
 
-    Cost: an all-gather of the element counts, then one of the indices and one of the values. All tensors are padded to
-    the most elements that any rank has: each of p ranks gathers p times the bytes of the largest tensor. If most elements are
+    Cost: three all-gathers: of the element counts, the indices and the values. Every rank pads its indices and values to the
+    largest count of any rank. So each of p ranks gathers p times the bytes of the largest tensor. If most elements are
     present, a dense all-reduce is cheaper.
     """
     if not (isinstance(op, PremulSum) or op in (ReduceOp.SUM, ReduceOp.AVG)):
@@ -72,7 +72,7 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
     future = new_future([tensor])
 
     def finish(done: TensorsFuture) -> None:
-        """Set the future's result or error. Use it as a callback: torch's `then` would keep only the text of an error."""
+        """Set the future's result or error. torch's `then` is not used, because it would keep only the text of an error."""
         try:
             gather_elements(done)
         except Exception as error:  # noqa: BLE001 - the future's waiters must get it
@@ -90,7 +90,8 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
     """Gather all elements and add them up.
 
-    A callback calls this function, so its collectives run before all later calls: see Note [One total order] in `engine.queue`.
+    A callback calls this function, so the collectives here run before all later calls of the program: see Note [One total
+    order] in `engine.queue`.
     """
     values = mine.values()
     if isinstance(op, PremulSum):

@@ -38,18 +38,18 @@ def is_uneven(inputs: Sequence[torch.Tensor]) -> bool:
 def reduce_scatter(
     group: Reducing, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
 ) -> Work:
-    """Combine the r-th inputs of all ranks on rank r, for every r.
+    """Combine `inputs[r]` of all ranks into `output` on rank r, for every r.
 
     Args:
         group: the process group; all its ranks call this function.
         output: gets the result; has the shape and dtype of `inputs[rank]`, and shares no memory with any input.
-        inputs: one tensor for each rank, of any shape, also empty; number r has the same shape on every rank.
+        inputs: one tensor for each rank, of any shape, also empty. `inputs[r]` has the same shape on every rank.
         op: a reduction that is defined for the dtype.
-        async_op: return at once, and not only when the result is there.
+        async_op: whether to return at once, without waiting for the result.
 
     Cost: one `reduce` for each rank.
     """
-    # `reduce` overwrites the root's tensor, but inputs must not change. So where this rank is the root, it passes the output.
+    # `reduce` overwrites the root's tensor, but inputs must not change. So in the `reduce` to this rank, pass the output.
     with untracked():
         output.copy_(inputs[group.rank])
     terms = [output if rank == group.rank else entry for rank, entry in enumerate(inputs)]

@@ -30,7 +30,7 @@ NAME = "mpi"
 def init_as_mpi(timeout: timedelta | float | None = None) -> None:
     """Initialise torch.distributed with our MPI backend, under the name of torch's own backend "mpi".
 
-    Start the ranks with mpirun or srun. All ranks call this function. Without a launcher the process is alone.
+    Start the ranks with mpirun or srun. All ranks call this function. Without a launcher, the group has one rank.
 
     After this call `is_mpi_available()` of torch is true, and `new_group` of torch also makes groups of our MPI backend.
 
@@ -65,7 +65,7 @@ class ProcessGroupMPI:
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> TorchProcessGroup:
-        """Make a group of some ranks, this rank among them. For the default group torch passes an empty list: all ranks."""
+        """Make a group of `ranks`, which include this rank. An empty list means all ranks: torch's default group."""
         if ranks:
             ours: Any = dist.group.WORLD
             store, rank, size = ours.get_group_store(), list(ranks).index(dist.get_rank()), len(ranks)

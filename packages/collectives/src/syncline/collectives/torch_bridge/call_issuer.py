@@ -60,7 +60,7 @@ def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str)
 
 
 def time_limit_s(timeout: timedelta | None) -> float | None:
-    """The time limit in seconds, or None for the group's limit, which torch writes as a timeout of None, zero or below."""
+    """The time limit in seconds. None (the group's limit) if `timeout` is None, zero or negative, as in torch."""
     if timeout is None or timeout.days < 0 or not timeout:
         return None
     return timeout.total_seconds()
@@ -125,7 +125,7 @@ class TorchSideWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Call `wait`, which on CUDA orders the stream."""
+        """Call `wait`, which on CUDA orders the current stream after the collective."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -162,7 +162,7 @@ class TorchSideWork(dist.Work):
         """A future of the output tensors that also works in C++; see Note [Futures that fail] in `work`."""
         self._asked()
         future = self.ours.get_future()
-        # A callback of our queue may wait for the future, which works only with our own class of futures.
+        # A callback that runs on our queue's thread may wait for the future. This works only with futures of our own class.
         if a_queue_runs_here():
             return future
         return future_for_torch(future, self.ours.result())
@@ -206,10 +206,10 @@ Issue = Callable[[bool], Work]
 
 # How many of the latest works a group keeps alive; see Note [A work that only C++ holds].
 _WORKS_KEPT = 64
-# With torch 2.6: how many works a group keeps alive at most for which nobody has waited yet.
+# With torch 2.6, a group also keeps alive the works for which nobody has waited yet, but at most this many.
 _UNASKED_KEPT = 1024
 
-# These calls concern only two ranks. They are not counted, because the counts of ranks would differ.
+# These calls concern only two ranks. `_collectives_issued` does not count them, so that its value is the same on all ranks.
 _TRANSFERS = frozenset({"send", "recv", "recvAnySource"})
 
 # The result of a call that has finished: torch only calls its `wait`.
@@ -225,9 +225,9 @@ class CallIssuer(dist.ProcessGroup):
     reducer, which waits for the work in backward. Then no Python code holds the work. C++ keeps only the C++ half of the work,
     and the `wait` of this half would never return. So the group holds the latest works of this kind.
 
-    In torch 2.6 the same happens with every work that C++ gets, and C++ may wait for a work long after the call. So with torch
-    2.6 the group holds each work until somebody waits for the work or asks for its future. C++ may do both, one after the
-    other. So after the first, the group still holds the latest of these works.
+    In torch 2.6, C++ keeps only the C++ half of every work, and may wait for a work long after the call. So with torch 2.6 the
+    group holds each work until somebody waits for the work or asks for its future. C++ may first wait for a work and then ask
+    for its future, or the reverse. So the group still holds the latest of these works afterwards.
 
     Args:
         ours: our group, which becomes `syncline_group`.
@@ -260,8 +260,8 @@ class CallIssuer(dist.ProcessGroup):
         starts_only = is_async or limit_s is not None or self._coalesced is not None
         # A dispatch mode or a trace wants to see the call.
         if modes_active() or jit_trace() is not None:
-            # Only a wait for a watched call's work copies the results. Inside coalescing, nobody waits for the work of a single
-            # call. So issue the call unseen.
+            # If the mode sees a call, the results are copied only when somebody waits for the call's work. Inside coalescing,
+            # nobody waits for the work of a single call, so do not show the call to the mode.
             shown = None if seen is None or self._coalesced is not None else seen()
             work = watched.issue(self, title, shown, lambda: self._issued(title, inputs, issue, starts_only))
         else:
@@ -290,7 +290,7 @@ class CallIssuer(dist.ProcessGroup):
         torchs = TorchSideWork(work, limit_s, on_asked=asked)
         self._unasked[id(torchs)] = torchs
         if len(self._unasked) > _UNASKED_KEPT:
-            # Drop the oldest work. After so many later works, nobody will ask for it.
+            # Drop the oldest work. After so many later works, nobody will wait for the oldest work.
             self._unasked.pop(next(iter(self._unasked)))
         return torchs
 

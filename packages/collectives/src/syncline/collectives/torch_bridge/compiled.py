@@ -32,9 +32,10 @@ _served: dict[str, torch.library.Library] = {}
 
 
 def serve(device_types: frozenset[str]) -> None:
-    """Register our kernels of the three operators, for tensors on these devices. If a device has our kernels already, skip it.
+    """Register our kernels of the three operators, for tensors on these types of device. A second call for a type does nothing.
 
-    If torch.library has no `get_kernel`, torch's own kernels stay. On our groups these raise an error that there is no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay. On our groups, torch's kernels raise an error that there is
+    no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):
@@ -50,7 +51,7 @@ def serve(device_types: frozenset[str]) -> None:
 
 
 def _either(name: str, torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call our kernel, but for a batch of sends and receives on a group that is not ours, call torch's kernel.
+    """Call our kernel. Exception: call torch's kernel for a batch of sends and receives on a group that is not ours.
 
     The operator's last argument is the group, or the group's name.
     """
@@ -72,9 +73,10 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """A copy of the input if it overlaps the output at another place than this rank's part, otherwise the input itself.
+    """The input; a copy of the input if input and output share memory, but not as this rank's part of the larger tensor.
 
-    The compiler caches programs on disk. So a rank may run the program of another rank, which uses that rank's part.
+    torch.compile caches compiled programs on disk. So this rank may run a program that was compiled on another rank, and that
+    uses the other rank's part.
     """
     part, block = (tensor, out) if tensor.numel() < out.numel() else (out, tensor)
     return tensor if checks.not_own_part(part, block, group.rank()) is None else tensor.clone()

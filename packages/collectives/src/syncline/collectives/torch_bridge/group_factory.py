@@ -37,8 +37,9 @@ def share_default_group() -> None:
     and collectives use our group, and new groups of torch are made from our group. `torch.distributed.destroy_process_group()`
     does not close our group.
 
-    A collective, because it makes a store for torch. If the ranks of our group met in a store, torch gets a part of that store.
-    Otherwise a thread of rank 0 serves torch's store, by messages of a group.
+    All ranks must call this function, because it makes a store for torch. If the ranks of our group met in a store, torch uses
+    the same store with a prefix for its keys. Otherwise torch gets a `GroupStore` over a new group of the same ranks (or
+    a HashStore if there is only one rank).
 
     Raises:
         NotInitializedError: we have no default group.
@@ -88,7 +89,7 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
         ours = _connect(torch_name, backend, options, timeout_s)
     else:
         ours = _root(torch_name, members).subset(members, options.group_id, timeout_s=timeout_s)
-    # Check first: a group that is refused must not be remembered as the group of all ranks.
+    # Check before the lines below put the group into `_everybody`: a group that is refused must not be there.
     _check_device(torch_name, devices, options, ours)
     compiled.serve(ours.device_types)
     is_root = torch_name not in _everybody and ours.size == _world_size(ours)
@@ -147,7 +148,10 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
 
 
 def _choice(size: int) -> str:
-    """The backend that `choose_backend` chooses; if it has no part for GPUs and NCCL works here, NCCL is added for GPUs."""
+    """The name of the backend that `choose_backend` chooses.
+
+    If there are GPUs, the chosen backend does not serve them separately, and NCCL works here, NCCL is added for GPUs.
+    """
     launch = take_launch(os.environ, is_given=True)
     choice = choose_backend(
         None,
