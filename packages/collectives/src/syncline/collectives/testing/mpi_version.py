@@ -27,7 +27,7 @@ _CONDITION = re.compile(r"([<>=!]=?)\s*(\d+(?:\.\d+)*)")
 
 
 def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
-    """Whether an MPI library and its version are among those that a predicate describes. A pure function.
+    """Whether an MPI library and its version fit a predicate such as "openmpi<5.0.0".
 
     Args:
         predicate: a library's name, then conditions on its version: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2". All

@@ -32,8 +32,8 @@ def run_processes(
     The first call starts a server process (`rank_server`), which loads torch. The ranks of all calls are forks of this server.
     This has two effects:
 
-    - Environment variables that Python and torch read when they start (PYTHON*, OMP_*, MKL_*) have the values of the first
-      call.
+    - Python and torch read some environment variables only when they start (PYTHON*, OMP_*, MKL_*). So the values at the first
+      call hold for all calls.
     - All ranks have the same seed of `hash`. So a program that depends on the order of a set of strings may work here, and
       fail under a launcher.
 
@@ -42,14 +42,15 @@ def run_processes(
         world_size: the number of ranks.
         folder: a folder in which the ranks may find each other (as in `file://FOLDER`) and write results. The file `output-r`
             in this folder has what rank r printed.
-        timeout_s: time limit of all ranks together, in seconds. When the limit is over, ranks that still run are killed. The
-            error shows their output, with the stacks of all their threads.
+        timeout_s: time limit of all ranks together, in seconds. When the limit is over, ranks that still run print the stacks
+            of their threads and are killed. Then this function prints the output of all ranks.
         killed: ranks that are expected to die of a signal.
         preload: modules that the server loads before it forks the ranks. They stay loaded for later calls. For example, the
             first optimizer of torch loads `torch._dynamo`, which would take more than a second in each rank.
 
     Raises:
-        AssertionError: a rank did not end as expected. The message has the output of all ranks.
+        AssertionError: a rank did not end as expected, or the server ended. In the first case, the message has the output of
+            all ranks.
         subprocess.TimeoutExpired: the ranks took too long.
     """
     outputs = [folder / f"output-{rank}" for rank in range(world_size)]
@@ -75,7 +76,7 @@ def run_processes(
 
 
 class _RankServer:
-    """The server process, which forks ranks. `run` starts the server if it does not run.
+    """The server process, which forks ranks. The method `run` starts the server if there is none.
 
     The server and its ranks are one process group. Only one thread at a time can run a job. If that thread stops waiting,
     because of a signal, an error or the end of its process, the server and its ranks are killed. A fork of the process that
@@ -101,7 +102,7 @@ class _RankServer:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                with suppress(BrokenPipeError):  # the server has ended: `readline` below then returns nothing
+                with suppress(BrokenPipeError):  # the server has ended, so `readline` below returns an empty text
                     process.stdin.write(json.dumps(job) + "\n")
                     process.stdin.flush()
                 if line := process.stdout.readline():

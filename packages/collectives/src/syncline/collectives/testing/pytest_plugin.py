@@ -12,7 +12,7 @@
 4. Outside mpirun, tests marked `mpi` are skipped.
 
 Fixtures: `mpi_group` is a group over backend "mpi". All tests share this group until a test fails. `world` is the default group
-over backend "mpi". Each test that uses it gets a new one.
+over backend "mpi". Each test that uses `world` gets a new default group.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Under mpirun, start MPI together with the other ranks, and register a `RankPlugin`.
 
-    This runs after pytest has made its terminal reporter, so that ranks can silence the reporter.
+    This hook is marked `trylast`, so pytest has made its terminal reporter before. The `RankPlugin` replaces the reporter on
+    all ranks but 0.
     """
     config.addinivalue_line("markers", "mpi: needs mpirun; runs under N ranks")
     if _mpi_launch() is None:
@@ -80,7 +81,7 @@ def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Generator[ProcessGroup, None, None]:
-    """Return the default group of all ranks over backend "mpi". It is made for this test, and destroyed after the test."""
+    """Return a new default group of all ranks over backend "mpi". The group is destroyed after the test."""
     plugin = request.config.pluginmanager.get_plugin(_RANK_PLUGIN)
     if not isinstance(plugin, RankPlugin):
         pytest.fail("the fixture world needs mpirun; mark the test with pytest.mark.mpi")

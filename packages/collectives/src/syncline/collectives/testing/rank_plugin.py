@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Agreement:
     """Exchanges small objects between all ranks of the MPI job.
 
-    It uses mpi4py directly. It does not use our collectives, because the tests check our collectives.
+    An `Agreement` uses mpi4py, and not our collectives, because the tests check our collectives.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class Agreement:
         self.size = self._communicator.Get_size()
 
     def exchange(self, value: Any, scope: CancelScope) -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks.
+        """Return the values of all ranks, in the order of the ranks. All ranks must call this method.
 
         Raises:
-            TimeoutError: not all ranks called `exchange` in time. It cannot be cancelled, so the caller must end the job.
+            TimeoutError: not all ranks called in time. The exchange cannot be cancelled, so the caller must end the job.
         """
         payload = pickle.dumps(value)
         lengths = bytearray(8 * self.size)
@@ -78,7 +78,8 @@ def _gathered(payloads: bytearray, counts: list[int], starts: list[int]) -> Any:
     return payloads, (counts, starts), MPI.BYTE
 
 
-# A rank that has finished a test waits for others this much longer than a test may take. So a rank that hangs reports first.
+# A rank that has finished a test waits for the others this much longer than a test may take. So a rank that hangs in the test
+# reaches its time limit earlier, and prints its stacks.
 _LONGER_S = 3.0
 
 
@@ -98,9 +99,9 @@ class RankOutcome:
 
 
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
-    """Return the message with which a phase fails on every rank, or None if all ranks have the same outcome and none failed.
+    """Return the error message of a phase that must fail on every rank; None if the phase need not fail.
 
-    A pure function.
+    A phase need not fail if all ranks passed it, or all ranks skipped it.
 
     Args:
         rank_outcomes: the outcomes of this phase on all ranks, in the order of the ranks.
@@ -125,7 +126,8 @@ class RankPlugin:
     Args:
         config: pytest's configuration.
         limit_s: the time limit of one test on one rank, in seconds.
-        patience_s: how long a rank waits for the other ranks after a test failed on it, and at the session's end, in seconds.
+        patience_s: how long a rank waits for the other ranks after a test failed on this rank, and at the session's end, in
+            seconds.
     """
 
     def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
@@ -177,7 +179,10 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Let each phase fail on all ranks if it failed on one, before pytest decides whether the next phase runs."""
+        """If a phase of a test (setup, call, teardown) failed on one rank, let this phase fail on all ranks.
+
+        pytest calls this hook before it decides whether to run the test's next phase.
+        """
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
         rank_outcomes = self._agree(mine)
@@ -215,7 +220,7 @@ class RankPlugin:
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
         """Return the values of all ranks, in the order of the ranks.
 
-        End the job if a rank does not come to its exchange in time, or if ranks are in different tests or phases.
+        End the job if another rank does not call this method within `patience_s` seconds, or passes a different `place`.
         """
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
@@ -244,7 +249,7 @@ class RankPlugin:
             self._group = None
 
     def _silence(self, config: pytest.Config) -> None:
-        """Replace the terminal reporter by one that discards its output. Without a reporter, some plugins would fail."""
+        """Replace pytest's terminal reporter by a reporter that prints nothing. Without a reporter, some plugins would fail."""
         config.pluginmanager.unregister(name="terminalreporter")
         self._silent_output = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the session
         config.pluginmanager.register(TerminalReporter(config, self._silent_output), "terminalreporter")
@@ -259,15 +264,15 @@ def _text(report: pytest.TestReport) -> str:
     return "\n".join([report.longreprtext, *sections])
 
 
-# When a test hangs, time is up on all ranks at once. Each rank waits this long after it has printed its stacks, so that the
-# other ranks can print their stacks before the job ends.
+# When a test hangs, all ranks reach its time limit at about the same time. After a rank has printed its stacks, it waits this
+# long, so that the other ranks can print their stacks before the job ends.
 _OTHERS_S = 1.0
 # If C code never releases the GIL, the timer's thread cannot run. faulthandler's thread needs no GIL, and ends the process.
 _LAST_RESORT_S = 5.0
 
 
 class Watchdog:
-    """Ends the job when a time limit passes. First it writes the name of this rank and the stacks of all threads.
+    """When a time limit passes, writes the name of this rank and the stacks of all its threads, and then ends the job.
 
     Args:
         who: the name of this rank, for messages.

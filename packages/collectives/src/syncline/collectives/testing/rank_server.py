@@ -1,11 +1,11 @@
 """A process that loads torch once, and then forks ranks. A new process for each rank would need seconds to load torch.
 
 `run_processes` starts this process. Each line of its input is a job, as JSON. For each job, the process writes one line that
-says how the ranks ended. It runs one job at a time, and ends when its input ends.
+says how the ranks ended. The process runs one job at a time, and ends when its input ends.
 
 This process has one thread and runs no kernels, so a fork loses nothing. A rank runs its script as the main module, with the
-arguments, environment and folder of the job, and ends as any interpreter does. A rank differs from a new process in two ways:
-all ranks have the same seed of `hash`, and torch and numpy have read their environment variables already.
+arguments, environment and folder of the job, and ends like any Python process. A rank differs from a new process in two ways:
+all ranks have the same seed of `hash`, and torch and numpy have already read their environment variables.
 """
 
 from __future__ import annotations

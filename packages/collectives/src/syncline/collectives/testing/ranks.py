@@ -36,8 +36,8 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
         The results of the body, in the order of the ranks.
 
     Raises:
-        TimeoutError: a rank did not return in time. The message has the rank's stack. The rank's thread cannot
-            be ended, and goes on.
+        TimeoutError: a rank did not return in time. The message has the rank's stack. The rank's thread cannot be ended, so the
+            thread goes on.
     """
     groups = create_groups(world_size, name="ranks", timeout_s=0.9 * timeout_s)
     ranks = _Ranks([_Rank(group, body, args) for group in groups])
@@ -135,7 +135,8 @@ def _names(ranks: Sequence[_Rank[T]]) -> str:
 def _with_note(error: BaseException, note: str) -> BaseException:
     """Attach a note to an error.
 
-    Python 3.10 has no notes. There, follow `__cause__` to the last error, and set its `__cause__` to an error with the note.
+    Python 3.10 has no notes. There, the function follows `__cause__` from error to error, and sets the `__cause__` of the last
+    error to an error with the note.
     """
     if sys.version_info >= (3, 11):
         error.add_note(note)

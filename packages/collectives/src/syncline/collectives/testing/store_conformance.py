@@ -44,7 +44,7 @@ def values_are_bytes_and_the_last_one_counts(open_store: OpenStore) -> None:
 
 
 def keys_are_any_text(open_store: OpenStore) -> None:
-    """Check that keys may have slashes, spaces, other alphabets or 1000 letters, and that no two of them are taken as one."""
+    """Check keys with slashes, spaces, other alphabets and 1000 letters. Different keys must keep different values."""
     writer, reader = open_store(), open_store()
     keys = ["a", "a/b", "a//b", "../a", "A", " a ", "schlüssel", "鍵", "k" * 1000]
     for key in keys:
@@ -61,7 +61,7 @@ def a_megabyte_fits(open_store: OpenStore) -> None:
 
 
 def add_counts_in_decimal_text(open_store: OpenStore) -> None:
-    """Check `add` to a missing key, to a number that `set` wrote, and below zero. `get` returns the number as text."""
+    """Check `add` to a missing key and to a number that `set` wrote, and sums below zero. `get` returns a sum as text."""
     one, other = open_store(), open_store()
     _expect(one.add("count", 5), 5, "add to an absent key")
     _expect(other.add("count", -7), -2, "add through another handle")
@@ -81,7 +81,10 @@ def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
 
 
 def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
-    """Check that `check` is true only if every key exists. `check` must not wait: the handle's time limit is very long."""
+    """Check that `check` is true only if every key exists, and that it does not wait.
+
+    The handle's time limit is one hour, so a `check` that waits for a key would block the test.
+    """
     store = open_store()
     store.set_timeout(3600)
     _expect(store.check(["a"]), False, "check of an absent key")
@@ -141,7 +144,7 @@ def a_key_that_never_comes_is_named(open_store: OpenStore) -> None:
 
 
 def the_limit_of_the_handle_is_honoured(open_store: OpenStore) -> None:
-    """Check that `set_timeout`, in seconds or as a timedelta, sets the limit of `get` and `wait` on this handle."""
+    """Check that `set_timeout` sets the time limit of `get` and `wait`. The limit may be a number of seconds or a timedelta."""
     store = open_store()
     for limit in (SHORT_S, timedelta(seconds=SHORT_S)):
         store.set_timeout(limit)
@@ -250,7 +253,7 @@ def compare_set_lets_one_win(open_store: OpenStore) -> None:
 
 
 def all_meet_all(open_store: OpenStore) -> None:
-    """Check several rounds in which each thread sets its own key and waits for the keys of all threads."""
+    """Check several rounds. In each round, every thread sets one key, and waits for the keys of all threads."""
 
     def meet(rank: int) -> list[list[bytes]]:
         store = open_store()

@@ -30,7 +30,7 @@ from .values import (
 _NUMEL = 15
 
 # The value of rank r at index i, as a Python number. The expected result is Python's own reduction over the ranks. With up to
-# eight ranks, sums and products are exact in every dtype. With more ranks, integers wrap around.
+# eight ranks, sums and products are exact in every floating-point dtype. Small integers may wrap around.
 _ELEMENT: dict[ReduceOp, Callable[[int, int], int]] = {
     ReduceOp.SUM: lambda rank, index: (rank + 1) * (1 + index % 5),
     ReduceOp.AVG: lambda rank, index: (rank + 1) * (1 + index % 5),

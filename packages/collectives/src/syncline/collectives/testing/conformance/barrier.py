@@ -14,7 +14,7 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 def waits_for_all(group: ProcessGroup) -> None:
     """Check that no rank leaves before the last rank has come.
 
-    The check compares times of one clock, so it proves nothing, and passes, if the ranks are on several nodes.
+    The check compares times of one node's clock. If the ranks are on several nodes, the check passes without comparing.
     """
     jitter = random.Random(group.rank)
     stamps = []

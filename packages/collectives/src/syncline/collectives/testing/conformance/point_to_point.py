@@ -91,7 +91,7 @@ def futures(group: ProcessGroup) -> None:
 
 
 def refusals(group: ProcessGroup) -> None:
-    """Check that the rank itself, a rank outside the group, and a tag below 0 are refused."""
+    """Check that calls are refused if the peer is the rank itself or outside the group, or if the tag is below 0."""
     tensor = torch.zeros(2)
     for name, call in (
         ("send to oneself", partial(group.send, tensor, group.rank)),

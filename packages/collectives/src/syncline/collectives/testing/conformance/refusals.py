@@ -44,7 +44,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check that a small tensor is refused if it overlaps the call's large tensor, but is not this rank's part of it."""
+    """Check that a part is refused if it overlaps the call's large tensor, but is not this rank's part of that tensor."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -52,7 +52,7 @@ def overlapping_parts(group: ProcessGroup) -> None:
 
 
 def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
-    """Check that an input may have overlapping memory, and that an output of one element may have been expanded."""
+    """Check that several elements of an input may share memory, and that an output of one element may come from `expand`."""
     outputs = [torch.empty(3, 4) for _ in range(group.size)]
     group.all_gather(outputs, torch.full((1, 4), float(group.rank)).expand(3, 4))
     for rank, output in enumerate(outputs):
@@ -131,7 +131,7 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 
 
 def wrong_numbers(group: ProcessGroup) -> None:
-    """Check that roots, counts and other numbers are refused if they are not integers, or too large."""
+    """Check that roots, tags, splits and sizes are refused if they are no integers, and sizes also below 0 or too large."""
     size = group.size
     unchecked: Any = group  # as in a caller's code without types
     for root in (0.5, "0", None):

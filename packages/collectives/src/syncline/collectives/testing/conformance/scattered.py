@@ -1,4 +1,4 @@
-"""Checks of all_gather_into_tensor, reduce_scatter and reduce_scatter_tensor. Their large tensor has a part for each rank."""
+"""Checks of all_gather_into_tensor, reduce_scatter and reduce_scatter_tensor. Part r of the large tensor is rank r's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of split. Groups have some of the ranks, or another order, are parts of parts, or are in use at the same time."""
+"""Checks of `split`: groups of some ranks, another order of ranks, a split of a split group, and groups in use together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def without_color(group: ProcessGroup) -> None:
 
 
 def nested_and_together(group: ProcessGroup) -> None:
-    """Check a part of a part. Parent and part each keep their own order while both have collectives in flight."""
+    """Check a split of a split group, and that parent and part can have collectives in flight at the same time."""
     part = group.split(0, group.rank)
     assert part is not None
     inner = part.split(part.rank)

@@ -42,7 +42,7 @@ class _LabelledCollectives:
         self.log.append(label)
 
     def expect_in_order(self, expected: list[str]) -> None:
-        """Check that every collective had the same label on all ranks, and that the collectives finished here in this order."""
+        """Check that every collective had one label on all ranks, and that `log` on this rank has the labels `expected`."""
         # On CUDA, each callback waited on its own stream. The callbacks' futures have no tensors, so the current stream does
         # not wait for these streams. After the barrier, all collectives have finished.
         self._group.barrier()

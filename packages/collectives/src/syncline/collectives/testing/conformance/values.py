@@ -28,7 +28,7 @@ MOVABLE_DTYPES = [
 ]
 
 _MODULUS = 127  # so that a value fits into every dtype
-_UNTOUCHED = 99  # lies between the elements of a tensor with gaps
+_UNTOUCHED = 99  # the value of the memory between the elements of a tensor with gaps
 
 
 class CheckError(AssertionError):
@@ -57,7 +57,7 @@ def sum_of_terms(shape: Sequence[int], size: int, dtype: torch.dtype = torch.flo
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory layout of a tensor: a block, and a view of it."""
+    """A memory layout of a tensor: the shape of a contiguous block, and a function that makes the tensor as a view of it."""
 
     name: str
     block_shape: tuple[int, ...]
@@ -132,7 +132,7 @@ def expect_equal(found: Any, expected: Any, what: str) -> None:
     """Compare with `==`.
 
     Raises:
-        CheckError: they differ.
+        CheckError: `found` and `expected` differ.
     """
     if found != expected:
         raise CheckError(f"{what}: expected {expected!r}, found {found!r}")
