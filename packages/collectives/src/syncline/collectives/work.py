@@ -26,8 +26,8 @@ Devices: TypeAlias = list[int | str | torch.device] | None
 
 
 #: A thread calls each of these functions before it blocks. The argument is a function that tells whether the wait is over. Each
-#: function does the work that only this thread can do to end the wait: for example, the thread is in a callback of a queue, and
-#: must run this queue.
+#: function does the work that only this thread can do to end the wait. For example, if the thread is in a callback of a queue,
+#: the function runs the calls of this queue.
 before_blocking: list[Callable[[Callable[[], bool]], object]] = []
 
 
@@ -85,10 +85,10 @@ def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
     """Complete a future with any error.
 
-    Two kinds of errors do not work with torch. torch refuses an error that is not an `Exception`, such as KeyboardInterrupt.
-    A future of CUDA tensors pickles its value, to look for tensors in it. If an error cannot be pickled (for example, because
+    Two kinds of errors do not work with torch. First, torch refuses an error that is not an `Exception`, such as
+    KeyboardInterrupt. Second, a future of CUDA tensors pickles its value. If an error cannot be pickled (for example, because
     its class was defined in a function), waiters would see the pickler's error instead. In both cases the future gets a
-    `TransportError` that names the error, and whose cause is the error.
+    `TransportError` that names the error, and whose `__cause__` is the error.
 
     Args:
         future: a future that is not complete.
@@ -116,9 +116,10 @@ def _wait_as_torch_does(future: Any) -> None:
 
 
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
-    """A future of `tensors` that is done when all `futures` are done. If some fail, it gets the error of the first of these.
+    """A future of `tensors` that is done when all `futures` are done.
 
-    The error keeps its class: `torch.futures.collect_all(...).then(...)` would make a RuntimeError of its text.
+    If some of `futures` fail, the new future gets the error of the first failed one in the list. The error keeps its class.
+    (`torch.futures.collect_all(...).then(...)` would make a RuntimeError of the error's text.)
     """
     joined = new_future(tensors)
     lock = threading.Lock()
@@ -161,10 +162,10 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     RuntimeError with the text of the exception, which names the call, the rank and the group.
 
     Our own futures keep the exception itself, because our callers catch it by its class. So torch never gets these futures.
-    If torch asks a work of our groups for its future, torch gets a new future from this function. The same is true for the
-    futures of our hooks under torch's DDP.
+    If torch asks a work of our groups for its future, torch gets a new future from this function. Our hooks under
+    torch's DDP return new futures of this function, too.
 
-    There is one exception: if a work is asked for its future *inside a callback* of our groups, it gives our own future,
+    One case is different: if torch asks a work for its future *inside a callback* of our groups, torch gets our own future,
     because only this future can be waited for in a callback (see `GroupFuture.wait`). This is safe: if the callback raises the
     future's error, torch's `then` lets C++ see this error. In a callback, never wait for a new future of this function; wait
     for the work instead.
@@ -189,7 +190,7 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
-    """The CUDA devices of tensors; None if there are none. A future of torch must get them when it is made."""
+    """The CUDA devices of tensors; None if there are none. The constructor of a torch future needs them."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
     return devices or None
 
@@ -242,7 +243,7 @@ class Work(ABC):
         """
 
     def before_end(self, action: Callable[[], None]) -> None:
-        """Run a quick action once the call is over, before any thread returns from `wait`; at once if the call is over already.
+        """Run a quick action when the call is over, before any `wait` returns. If the call is over already, run the action now.
 
         The action must take no lock and call nothing of Syncline. (A work that ends when its future is done, such as
         `FutureWork`, runs the action as a callback of the future. This may come a moment after `wait` has returned.)
@@ -430,7 +431,7 @@ class FutureWork(Work):
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """The error of the future; None if it has none or is not done."""
+        """The error of the future; None if the future has no error or is not done."""
         if not self._future.done():
             return None
         try:

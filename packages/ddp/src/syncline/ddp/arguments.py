@@ -1,4 +1,4 @@
-"""Check and convert the arguments of DistributedDataParallel. Of the values that torch accepts, some are refused here."""
+"""Check and convert the arguments of DistributedDataParallel. Some values that torch accepts are refused here."""
 
 from __future__ import annotations
 

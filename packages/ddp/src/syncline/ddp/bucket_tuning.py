@@ -67,9 +67,9 @@ class ReductionCosts:
 
 
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Lower a time if a larger size took less time: to the shortest such time. A pure function.
+    """Replace the time of each size by the shortest time of this size and of all larger sizes.
 
-    Disturbances only make times longer, so the shorter time is closer to the truth.
+    Disturbances only make times longer, so the shortest time is closest to the truth.
 
     `seconds` has the measured time of each size, in ascending order of sizes.
     """
@@ -77,10 +77,10 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
-    """Return how much of an all-reduce's processor time the model's computation loses, from 0 to 1. A pure function.
+    """Return the share of an all-reduce's processor time that the model's computation loses, from 0 to 1.
 
-    Consider this rank and all ranks that may run on one of its cores. Of all cores of these ranks, the result is the share that
-    is busy.
+    Take this rank and all ranks that may run on one of its cores. The result is the number of cores that these ranks keep busy,
+    divided by the number of all cores of these ranks.
 
     Args:
         rank: this rank's position in the two lists.
@@ -93,18 +93,15 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Return the bucket sizes for the measured steps. Small buckets show more exactly when each gradient comes.
-
-    A pure function.
-    """
+    """Return the bucket sizes for the measured steps. Small buckets show more exactly when each gradient comes."""
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
-    """Predict the seconds of a step for each pair of sizes: of the first bucket, and of the others. A pure function.
+    """Predict the seconds of a step for each pair of sizes in bytes: (first bucket, other buckets).
 
     Args:
-        workload: the measured step. In it, each all-reduce of a bucket has delayed the gradients that came after its start.
+        workload: the measured step. In this step, each all-reduce has delayed the gradients that came later.
         costs: the costs of all-reduces in this group.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
@@ -117,7 +114,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """Return the sizes with the shortest step, or the default sizes if their step is hardly longer. A pure function."""
+    """Return the sizes with the shortest step, or the default sizes if their step is hardly longer."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
@@ -148,8 +145,8 @@ class BucketTuning:
 
         step 1               the reducer learns the order of the gradients, and builds the buckets in this order
         steps 2 and 3        are not measured, because the times still change
-        steps 4 to 9         each rank measures when each bucket can start; of these times the latest counts
-        after step 9         the ranks measure all-reduces of several sizes, up to that of all gradients; rank 0 predicts
+        steps 4 to 9         each rank measures when each bucket can start; for each bucket, the latest rank's time counts
+        after step 9         the ranks measure all-reduces, up to the size of all gradients together; rank 0 predicts
                              a step for each pair of bucket sizes, and broadcasts the best pair; the next forward builds the
                              buckets anew
 
@@ -160,8 +157,8 @@ class BucketTuning:
     Attributes:
         caps_bytes: the sizes of the first bucket and of the other buckets; None until the sizes are chosen.
 
-    An all-reduce may use cores that the model needs. Then it delays the gradients that come during the all-reduce. The delay is
-    the processor time of the all-reduce, multiplied by the share of these cores that the ranks keep busy.
+    An all-reduce may use cores that the model needs. Then the all-reduce delays the gradients that come meanwhile. The delay is
+    the processor time of the all-reduce, multiplied by the `share_of_cores`.
 
     Cost: the measured all-reduces together reduce five to ten times the bytes of all gradients.
     """
@@ -176,7 +173,7 @@ class BucketTuning:
         self.caps_bytes: list[int] | None = None
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Note the times of a step, after its backward has averaged the gradients. The call for step 9 is a collective."""
+        """Record the times of a step, after its backward has averaged the gradients. The call for step 9 is a collective."""
         # Before the rebuild the buckets have another order, so their times mean nothing.
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return

@@ -63,7 +63,7 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Look again whether the module has buffers, because the module may have got new buffers."""
+        """Check again whether the module has buffers. Call this method if the module may have got new buffers."""
         self._exist = bool(self._state.buffers())
 
     @property
@@ -73,7 +73,7 @@ class Buffers:
 
     @property
     def are_out_of_reach(self) -> bool:
-        """Whether `torch.func.functional_call` has put other tensors, which are the caller's, in the places of buffers."""
+        """Whether the module runs in a `torch.func.functional_call` that replaces buffers by tensors of its caller."""
         if not self._exist:
             return False
         given = torch_internals.given_to_functional_call()

@@ -28,5 +28,5 @@ def builtin_hook(kind: dist.BuiltinCommHookType) -> CommunicationHook | None:
 
 
 def average_as_float16(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in float16. `syncline.hooks` has such a hook, too, but syncline.ddp cannot import that package."""
+    """Average the bucket in float16. A communication hook; its state is ignored. See `average_in`."""
     return average_in(torch.float16, bucket)

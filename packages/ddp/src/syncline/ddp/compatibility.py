@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .logging_data import RuntimeSamples
 
-# By these attributes, of the module and of each tensor, torch marks the parameters and buffers that DDP must ignore.
+# torch sets the first attribute on the module, and the second one on each parameter or buffer that DDP must ignore.
 _NAMES_TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
 _IS_IGNORED = "_ddp_ignored"
 
@@ -149,7 +149,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether buffers may differ between ranks. Then the next forward synchronises them, if forwards do this at all."""
+        """Whether buffers may differ between ranks. If True, the next forward synchronises buffers (if this is enabled)."""
         return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter
@@ -192,7 +192,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets were built in the order in which gradients arrived. torch's ZeRO optimizer waits until then."""
+        """Whether the buckets were built in the order in which gradients arrived. torch's ZeRO optimizer reads this."""
         return self._reducer.has_rebuilt_buckets
 
     @property

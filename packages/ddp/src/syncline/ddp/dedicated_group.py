@@ -1,6 +1,6 @@
 """A dedicated group is a second group with the same ranks as another group.
 
-It runs collectives that have no fixed position in the order of the other group's collectives.
+The dedicated group runs collectives that have no fixed position in the order of the other group's collectives.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
             bucket. With "auto", DDP measures about ten steps, and then chooses the sizes with the shortest predicted step; see
             `tuned_bucket_cap_mb`.
-        find_unused_parameters: True: a backward may leave out parameters, and each rank may leave out other parameters. A
+        find_unused_parameters: True: a backward may leave out parameters, and ranks may leave out different parameters. A
             parameter that no rank used keeps its previous `grad`.
         check_reduction: deprecated; every reduction is checked.
         gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket. This saves a copy, and as much memory as the
@@ -104,8 +104,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             parameters.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`.
         batched_grad_copy: has no effect, because copies into buckets are always batched.
-        forward_sync_buffers: whether to broadcast buffers at the start of each forward. With this argument, buffers are always
-            broadcast at construction.
+        forward_sync_buffers: whether to broadcast buffers at the start of each forward. If this argument is given, even as
+            False, buffers are also broadcast at construction (unless `init_sync` is False).
         lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning, because Syncline always keeps its buckets
             between backwards.
 
@@ -468,9 +468,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         Every rank of the new group must call this method.
 
-        The ranks compare parameters and buffers, but do not change them. So first give a new rank the parameters and buffers of
-        the other ranks. The communication hook stays. If the hook's state holds the old group, register the hook again. After
-        the next backward, the reducer rebuilds the buckets and learns a static graph again, as after the very first backward.
+        The ranks compare parameters and buffers, but do not change them. So before this call, give each new rank the parameters
+        and buffers of the other ranks. The communication hook stays. If the hook's state holds the old group, register the hook
+        again. After the next backward, the reducer rebuilds the buckets and learns a static graph again, as after the very
+        first backward.
 
         Args:
             process_group: as at construction.
@@ -551,8 +552,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Record the times of this model's steps inside the context. Entering and leaving the context are collectives.
 
         Each rank writes a file in the folder. When the last step is over, rank 0 merges the files into `trace.json`, which
-        ui.perfetto.dev opens. `syncline report` shows tables of the steps. To trace without a change to the script, set
-        `SYNCLINE_TRACE`.
+        ui.perfetto.dev opens. `syncline report` shows tables of the steps. To trace without a change to the script, set the
+        environment variable `SYNCLINE_TRACE`.
 
         Args:
             folder: the folder for the files. It is created if it is missing.
@@ -583,8 +584,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def watch_stragglers(self, every: int) -> None:
         """Let rank 0 log, after every `every` steps, which rank most often finished its gradients last, and how much later.
 
-        Every rank must call this method with the same number. The variable `SYNCLINE_STRAGGLERS` has the same effect as this
-        method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group changes.
+        Every rank must call this method with the same number. The environment variable `SYNCLINE_STRAGGLERS` has the effect of
+        this method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group
+        changes.
 
         Args:
             every: the number of steps from one line of the log to the next.
@@ -606,10 +608,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The ranks compare a hash of 16 bytes per parameter.
 
-        Every rank must call this method with the same number. The variable `SYNCLINE_CHECK_REPLICAS` has the same effect as
-        this method. If replicas differ, the backward that finds the difference raises a `DisagreementError` on all ranks. The
-        error names the first parameter that differs. The checks end when ranks may have different numbers of steps: in a join
-        context, or when the group changes.
+        Every rank must call this method with the same number. The environment variable `SYNCLINE_CHECK_REPLICAS` has the effect
+        of this method. If replicas differ, the backward that finds the difference raises a `DisagreementError` on all ranks.
+        The error names the first parameter that differs. The checks end when ranks may have different numbers of steps: in a
+        join context, or when the group changes.
 
         Args:
             every: the number of steps from one check to the next. A check reads all parameters once.
@@ -632,8 +634,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
         The sizes are equal on all ranks.
 
-        None without "auto", and before the sizes are chosen. To keep the sizes, pass them to a later run as
-        `bucket_cap_mb_list`.
+        The value is None without "auto", and also before the sizes are chosen. To use the same sizes in a later run, pass this
+        value as `bucket_cap_mb_list`.
         """
         caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
         return None if caps is None else [cap / 2**20 for cap in caps]
@@ -655,10 +657,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return recording
 
     def _tell(self, listener: Listener) -> None:
-        """Add a listener, which is called after each step.
-
-        Without listeners, a step costs the reducer one comparison with None.
-        """
+        """Add a listener, which is called after each step."""
         self._listeners.add(listener)
         self._reducer.on_iteration(self._listeners)
 

@@ -46,7 +46,7 @@ class _Phase(Enum):
 
 
 class _NotAppliedError(Exception):
-    """The step was not applied, and must be repeated. This error ends the body of `with elastic.step():`, which catches it."""
+    """The step was not applied, and must be repeated. This error ends the body of `with elastic.step():`. `step` catches it."""
 
 
 class Elastic:
@@ -63,13 +63,14 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` inside `with elastic.step():` ends the body at the line that raised it. Then `batches` gives the failed
-    batch again, divided among the remaining ranks. Before the first `optimizer.step()` the ranks agree that all apply the step.
-    After this agreement the body must not communicate: code after a failed collective would run on some ranks only. So a
-    collective that fails after the agreement raises a `MisuseError`. Outside of `with elastic.step():`, for example in an
-    evaluation, the loss of a rank raises an error as usual, and a report is written. If a step recovers from a loss, no report
-    is written. After the loss of a rank the model has a new group: read `model.join_process_group`. If the old group was the
-    default group, the new group becomes the default.
+    A `TransportError` inside `with elastic.step():` ends the body at the line that raised the error. Then `batches` gives the
+    failed batch again, divided among the remaining ranks. Before the first `optimizer.step()` the ranks agree that all apply
+    the step. After this agreement the body must not communicate: if a collective failed then, the code after the collective
+    would run on some ranks only. So a collective that fails after the agreement raises a `MisuseError`.
+
+    Outside of `with elastic.step():`, for example in an evaluation, the loss of a rank raises an error as usual, and a report
+    is written. If a step recovers from the loss of a rank, no report is written. After the loss of a rank the model has a new
+    group: read `model.join_process_group`. If the old group was the default group, the new group becomes the default.
 
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
     all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The error
@@ -96,7 +97,7 @@ class Elastic:
             [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
         give_up_s: how many seconds one recovery may take. A newcomer also waits at most this long to be let in.
         admit_every: the ranks look for newcomers each time this number of steps was applied. If the group cannot let ranks in
-            (`ProcessGroup.missing_for_admit`), they do not look.
+            (`ProcessGroup.missing_for_admit`), the ranks do not look.
 
     Attributes:
         applied_steps: how many steps were applied.
@@ -263,7 +264,7 @@ class Elastic:
         try:
             yield
         except TransportError as error:
-            # Before the agreement a loss is no error: `step` recovers from it.
+            # Before the agreement the loss of a rank is no error: `step` recovers from this loss.
             if self._phase is not _Phase.APPLYING:
                 raise
             raise MisuseError(

@@ -11,7 +11,7 @@ from syncline.collectives import InvalidArgumentError
 
 
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
-    """Return the first sample of batch `number`, and the first sample after this batch. A pure function.
+    """Return the first sample of batch `number`, and the first sample after this batch.
 
     The epoch has `samples` samples in `batches` batches, whose sizes differ by one at most.
     """
@@ -19,10 +19,7 @@ def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
 
 
 def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]:
-    """Return the first sample of a rank's share of the batch from `begin` to `end`, and the first sample after the share.
-
-    A pure function.
-    """
+    """Return the first sample of a rank's share of the batch from `begin` to `end`, and the first sample after the share."""
     return begin + rank * (end - begin) // ranks, begin + (rank + 1) * (end - begin) // ranks
 
 
@@ -86,7 +83,7 @@ class ElasticSampler(Sampler[list[int]]):
     def weight(self) -> float:
         """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
 
-        The average over the ranks counts the gradient of each rank equally, although one share may have a sample more than
+        The average over the ranks counts the gradient of each rank equally, although one share may have one sample more than
         another. The weight corrects this, so that the result is the average over the whole batch. If all shares are equal, the
         weight is 1.
         """

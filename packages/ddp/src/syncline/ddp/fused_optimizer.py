@@ -88,7 +88,7 @@ class FusedOptimizer:
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Step the parameters that have an optimizer here. Their gradients are averaged already."""
-        if not self.optimizers:  # usual; to look up each parameter would take as long as to copy its gradient
+        if not self.optimizers:  # the usual case; looking up each parameter would take as long as copying its gradient
             return
         for parameter in parameters:
             for optimizer in self.optimizers.get(parameter, ()):

@@ -46,7 +46,10 @@ class JoinHook:
         """
 
     def leave(self) -> None:
-        """Undo what the hook has changed, because the context ends, possibly with an error. This is no collective."""
+        """Undo what the hook has changed. `Join` calls this method when the context ends, also after an error.
+
+        This is no collective.
+        """
 
 
 class Joinable(ABC):
@@ -79,8 +82,9 @@ class Joinable(ABC):
 class Join:
     """A context in which ranks may have different numbers of inputs.
 
-    A rank that leaves the loop early waits at the end of the context. It takes part in the other ranks' collectives there,
-    until they have left the loop, too. If an error leaves the context, it is raised at once, without waiting for other ranks.
+    A rank that leaves the loop early stays at the end of the context, and takes part there in the collectives of the other
+    ranks, until these ranks have left the loop, too. If the body of the context raises an error on a rank, this rank raises the
+    error at once, without waiting for other ranks.
 
     Args:
         joinables: all objects that communicate in the loop over one group, such as a `DistributedDataParallel` or an optimizer.
@@ -93,7 +97,7 @@ class Join:
 
     Raises:
         InvalidArgumentError: there is no joinable, or their groups differ.
-        MisuseError: at the start, if a joinable is already in a join context, or cannot take part in a join context.
+        MisuseError: when the context is entered, if a joinable is already in a join context, or cannot take part.
         DisagreementError: with `throw_on_early_termination`, on every rank. The text names the ranks that are out of inputs.
     """
 

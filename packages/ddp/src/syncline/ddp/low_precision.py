@@ -58,11 +58,11 @@ class LowPrecision:
 
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    During a forward the module's attributes hold casts of its parameters. Each forward looks which parameters the module has,
-    because the script may have changed the module, or may have given other tensors by `torch.func.functional_call`. Each cast
-    is a differentiable function of its parameter. So gradients reach the parameters through the casts, and have the parameters'
-    own dtype. Reducer and optimizer see only this dtype. Outside of the module's own computation, `module.parameters()` returns
-    the parameters.
+    During a forward the module's attributes hold casts of its parameters. Each forward finds out which parameters the module
+    has, because the script may have changed the module, or may have given other tensors by `torch.func.functional_call`. Each
+    cast is a differentiable function of its parameter. So gradients reach the parameters through the casts, and have the
+    parameters' own dtype. Reducer and optimizer see only this dtype. Outside of the module's own computation,
+    `module.parameters()` returns the parameters.
 
     Backward computes with the module, too: a checkpoint runs a part of the forward again. So when backward reaches an output of
     a forward, the module's attributes get the casts of this forward again, and keep them until this backward ends. A callback
@@ -78,7 +78,7 @@ class LowPrecision:
     version counter.
 
     Args:
-        state: says which module to run, and which of its parameters to cast: all that are shared and floating point.
+        state: the state of the module to run. All floating point parameters are cast, except ignored ones.
         dtype: the dtype of the computation. Floating point inputs are cast to this dtype.
 
     Raises:
@@ -118,7 +118,7 @@ class LowPrecision:
 
     @disable_dynamo
     def _look(self) -> _Found:
-        """Look which parameters the module has now. This costs a microsecond for each submodule."""
+        """Find the parameters that the module has now and that need a cast. This costs a microsecond for each submodule."""
         ignored = self._state.ignored_parameters()
         index_of: dict[int, int] = {}
         found = _Found([], [], [])

@@ -1,4 +1,4 @@
-"""The backend "in_process": ranks are threads of one process. It serves tests, and is the simplest example of a backend."""
+"""The backend "in_process": ranks are threads of one process. It is for tests, and is the simplest example of a backend."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class SharedState:
     """The memory that the ranks of a group share, as threads of one process.
 
     It holds rounds, messages and receives. In a round, each rank calls `exchange` once, and gets the values of all ranks. A
-    message goes to the oldest receive that matches; without such a receive it waits for one. One condition variable guards
-    everything.
+    message goes to the oldest receive that matches. If no receive matches, the message is kept until a matching receive begins.
+    One condition variable guards everything.
     """
 
     def __init__(self, size: int) -> None:
@@ -157,7 +157,7 @@ class InProcessTransport(LibraryTransport):
     """The collectives of ranks that are threads.
 
     Most collectives have two rounds. In the first round, the ranks show each other their tensors, and then read them. The
-    second round is a barrier. After it all ranks have read all tensors, so a rank may overwrite its own tensor.
+    second round is a barrier. After the barrier all ranks have read all tensors, so a rank may overwrite its own tensor.
     """
 
     backend_name = "in_process"
@@ -338,7 +338,7 @@ class _Receiving(Request):
 
 
 class InProcessReconnector(StoreReconnector):
-    """Connects ranks that are threads again, after a rank was lost or a new one came. They meet in the memory that they share.
+    """Connects the ranks anew after a rank was lost or a new rank came. The ranks are threads of one process.
 
     Args:
         store: a store in memory, which all ranks share.
@@ -378,7 +378,7 @@ class InProcessGroup(ShrinkableGroup):
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
-        """For tests: make a group for a new thread, which is alone in it until the ranks admit it. Any thread may call this."""
+        """For tests: make a group of one rank. A new thread uses it to join this group by `admit`. Any thread may call this."""
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 
@@ -403,7 +403,7 @@ def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) 
 
 
 class InProcessBackend(Backend):
-    """A group of one rank, for a script that was started without a launcher."""
+    """Makes a group of one rank, for a script that was started without a launcher."""
 
     def missing(self) -> str | None:
         """Always None: this backend needs nothing."""

@@ -1,4 +1,4 @@
-"""Make communicators when they are first needed, after each rank has said which GPU it uses. Destroy them at the end."""
+"""Make a group's NCCL communicators when they are first needed, and destroy the communicators when the group closes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Direction: TypeAlias = tuple[int, int]
 # How long `close` waits for CUDA graphs, which the program may never delete.
 _GRAPHS_S = 30.0
 
-#: For tests: if this variable has a different text on each rank, several ranks can share one GPU. NCCL then treats them as
-#: ranks of different hosts, which communicate over sockets. This is slow, and not for training.
+#: For tests: if this environment variable has a different text on each rank, several ranks can share one GPU. NCCL then
+#: treats these ranks as ranks of different hosts, which communicate over sockets. Sockets are too slow for training.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
-#: If this variable is 1 on each rank, and NCCL has at least this version, ranks of one host can share a GPU.
+#: If this environment variable is 1 on each rank, and NCCL has at least this version, ranks of one host can share a GPU.
 MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 
@@ -52,13 +52,15 @@ class StreamCommunicator:
 
 
 class Connector:
-    """Connects the ranks of one group over NCCL. The group may contain only some of the ranks of the job.
+    """Connects the ranks of one group over NCCL. The group may be a part of the job.
+
+    The job is all processes that use the rendezvous.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
         runtime: makes streams on the GPUs.
-        rendezvous: lets the ranks of the job exchange messages before NCCL connects them.
-        ranks: the group's ranks, as ranks of the job.
+        rendezvous: lets the ranks of the job exchange messages before NCCL connects these ranks.
+        ranks: for each rank of the group, in order, the same process's rank in the job.
         rank: this process's rank in the group.
         name: the group's name.
     """
@@ -79,7 +81,7 @@ class Connector:
         return Connector(self.nccl, self.runtime, self.rendezvous, ranks, list(members).index(self.rank), name)
 
     def agree(self, topic: str, payload: Payload, decide: Callable[[list[Payload]], Payload], scope: CancelScope) -> Payload:
-        """Let all ranks of the group agree on a payload, by messages on the host; see `Rendezvous.agree`."""
+        """Let all ranks of the group agree on a payload (a dictionary) without the GPU; see `Rendezvous.agree`."""
         return self._agree(topic, self.ranks, payload, decide, scope)
 
     def _agree(
@@ -88,17 +90,17 @@ class Connector:
         return self.rendezvous.agree(f"{self.name}/{topic}", ranks, self.ranks[self.rank], payload, decide, scope)
 
     def connect(self, topic: str, members: Sequence[int], device: torch.device, scope: CancelScope) -> StreamCommunicator:
-        """Connect some ranks of the group. All these ranks call it.
+        """Connect some ranks of the group. Each of these ranks must call this method.
 
         Args:
             topic: a name for this connection; used only once.
             members: the ranks to connect, as ranks of this group, in the order of the new communicator.
             device: this rank's GPU.
-            scope: the time limit for everything.
+            scope: the time limit for the whole call.
 
         Raises:
             DisagreementError: the ranks cannot be connected; for example, two ranks have chosen the same GPU.
-            TransportError: a rank did not come, or NCCL failed.
+            TransportError: a rank did not call this method in time, or NCCL failed.
         """
         with mapped(self.nccl, "ncclGetVersion"):
             version = version_in_words(self.nccl)
@@ -115,7 +117,7 @@ class Connector:
     def split(
         self, whole: StreamCommunicator, members: Sequence[int] | None, color: int | None, scope: CancelScope
     ) -> StreamCommunicator | None:
-        """Split the communicator of all ranks. All ranks call this method. Returns None if this rank is in no part."""
+        """Call `Communicator.split`. All ranks must call this method. Returns None if this rank is in no new group."""
         stream = self.runtime.stream(whole.stream.device, is_own=True)
         made = self.within(scope, stream.device, lambda: whole.communicator.split(members, color, stream.handle))
         return None if made is None else StreamCommunicator(made, stream)
@@ -140,7 +142,7 @@ class Connector:
 
 
 class Connections:
-    """A group's communicators on one GPU: one of all ranks, and two with each rank that this rank sends to or receives from.
+    """A group's communicators on one GPU: one for all ranks, and two for each rank that this rank sends to or receives from.
 
     If a method fails, some ranks may be inside NCCL and others not. So each failure ends the group.
 
@@ -172,7 +174,7 @@ class Connections:
 
     @property
     def device(self) -> torch.device:
-        """The GPU that the group serves. Before the first call: the current GPU, which a barrier as first call would select."""
+        """The GPU of the group's first call, which is the only GPU that the group serves. Before this call: the current GPU."""
         return self._connector.runtime.current_device() if self._device is None else self._device
 
     def background(self) -> AbstractContextManager[object]:
@@ -210,10 +212,10 @@ class Connections:
         return pair
 
     def split(self, members: Sequence[int] | None, color: int | None, scope: CancelScope) -> StreamCommunicator | None:
-        """Make the communicator of a part of the group with ncclCommSplit.
+        """Call ncclCommSplit, to make a communicator for a new group of some of this group's ranks.
 
-        Returns None if this rank is in no part, or if this group is not connected yet. A part without a communicator connects
-        by itself when it is first used.
+        Returns None if this rank is in no new group, or if this group is not connected yet. A new group without a communicator
+        connects when it is first used.
 
         Raises:
             FatalError: the communicator could not be made.
@@ -228,17 +230,18 @@ class Connections:
             return self._connector.split(self._of_all, members, color, scope)
 
     def note_capture(self) -> None:
-        """Note that a CUDA graph now refers to a communicator."""
+        """Record that a CUDA graph now refers to a communicator."""
         self._was_captured = True
 
     def give_back(self) -> None:
-        """Destroy the communicators. Call it when no operation is in flight.
+        """Destroy the communicators. Call this method when no operation is in flight.
 
         Each communicator is destroyed on a separate thread: NCCL waits for the other ranks, and these may destroy their
-        communicators in another order. NCCL also waits for CUDA graphs.
+        communicators in another order. NCCL also waits until the program has deleted the CUDA graphs that use a communicator.
 
         Raises:
-            TransportError: the time limit was reached.
+            TransportError: the group's time limit was reached. (If a call was captured in a CUDA graph, the limit is at most 30
+                seconds.)
         """
         scope = CancelScope(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
         calls = [DetachedCall(made.communicator.destroy, "syncline-nccl-destroy", self.background) for made in self._made]
@@ -251,11 +254,11 @@ class Connections:
     def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, StreamCommunicator]:
         """Connect with one other rank. Returns one communicator for each direction (sender, receiver).
 
-        There are two communicators, because both ranks may send first: a receive must not wait behind a send.
+        There are two communicators, because both ranks may send before they receive: a receive must not wait behind a send.
 
         NCCL connects two ranks only at their first send and receive, and blocks the CPU until the other rank has made the
-        matching call. If the user's calls came first, two ranks that both send first would wait for each other. So this method
-        first sends a byte in each direction, in the same order on both ranks.
+        matching call. If these were calls of the user, two ranks that both send before they receive would wait for each other.
+        So this method sends one byte in each direction, in the same order on both ranks.
         """
         low, high = sorted((self._connector.rank, peer))
         scope, made = self._scope(), {}
@@ -271,7 +274,7 @@ class Connections:
         return made
 
     def _scope(self) -> CancelScope:
-        """A scope for connecting. It also ends when the group fails."""
+        """A cancel scope for connecting. Waiting in this scope ends at the time limit, or when the group fails."""
         return CancelScope(self._timeout_s(), self._in_flight.reason_to_give_up)
 
     # ---- errors ----
@@ -314,7 +317,7 @@ def _fatal() -> Iterator[None]:
 
 
 def _send_a_byte(connected: StreamCommunicator, runtime: DeviceRuntime) -> None:
-    """Send a byte from rank 0 of two ranks to rank 1."""
+    """Send one byte from rank 0 to rank 1 of a communicator of two ranks."""
     device, communicator = connected.stream.device, connected.communicator
 
     def body() -> None:
@@ -333,7 +336,7 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 class Pair:
     """The transfers between two ranks, issued in order. The first transfer connects the ranks, without blocking the caller.
 
-    Blocking would be wrong: in a ring where all ranks send first, each rank would wait until the next rank connects. So a
+    Blocking would be wrong: in a ring where all ranks begin with a send, each rank would wait for the next rank. So a
     separate thread issues the transfers that are submitted before the connection exists. The thread ends when no transfer is
     left. From then on, the caller issues transfers itself.
 
@@ -363,7 +366,7 @@ class Pair:
         return self._made is not None
 
     def submit(self, direction: Direction, task: Task) -> None:
-        """PlannedCall a transfer on the communicator of its direction: now, or when the ranks are connected."""
+        """Issue a transfer: call `task` with the communicator of this direction, now or when the ranks are connected."""
         with self._lock:
             if self._made is None:
                 self._waiting.append((direction, task))
@@ -382,7 +385,7 @@ class Pair:
                 task(made[direction])
         except BaseException as error:  # noqa: BLE001 - the group's waiters raise it
             self._fail(error)
-            self._waiting.clear()  # only after `fail`, which must reach the works: the tasks keep these alive
+            self._waiting.clear()  # only after `fail`: the tasks keep the works alive that `fail` must reach
 
     def _next(self, made: Mapping[Direction, StreamCommunicator]) -> tuple[Direction, Task] | None:
         with self._lock:
@@ -418,7 +421,7 @@ def peer_info(rank: int, pci_id: str, version: str) -> Payload:
 
 
 def find_conflict(peers: Sequence[Payload]) -> str | None:
-    """Why these ranks cannot be connected; None if they can. A pure function."""
+    """Why these ranks cannot be connected; None if they can."""
     return _one_gpu_twice(peers) or _two_versions(peers)
 
 

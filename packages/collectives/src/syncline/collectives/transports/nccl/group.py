@@ -57,20 +57,20 @@ class NcclGroup(EngineGroup):
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
-    1. All collectives of the group run on one stream, in the order of issue. Each is issued on the caller's thread, when the
-       group's queue gives this thread its turn. It starts after all operations on this thread's current stream, so its tensors
-       are ready.
-    2. The call returns when the collective is on the stream. `wait` orders the current stream after the collective. It blocks
-       the CPU only with a timeout, or for a barrier. But if NCCL must connect ranks first, the call waits for them: at the
-       group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see `NcclPlan`).
-       Transfers between two ranks connect on a separate thread.
-    3. For the CPU, a future is complete at once. A callback runs on the thread that attaches it, before this thread issues
-       another call, on a stream that is ordered after the collective. So a call that the callback issues has the same place in
-       the order on every rank, and the callback can wait for this call without blocking a thread.
+    1. All collectives of the group run on one stream, in the order of issue. The caller's thread issues a collective when the
+       group's queue gives this thread its turn. The collective starts after all operations that are on this thread's current
+       stream at that moment, so the tensors of the collective are ready.
+    2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until they
+       are connected: at the group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see
+       `NcclPlan`). Transfers between two ranks connect on a separate thread. `wait` orders the current stream after the
+       collective. `wait` blocks the CPU only with a timeout, or for a barrier.
+    3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
+       before this thread issues another call, on a stream that is ordered after the collective. So a call that the callback
+       issues has the same place in the order on every rank, and the callback can wait for this call without blocking a thread.
     4. `send` and `recv` have no place in the order: each direction between two ranks has its own communicator and stream.
     5. A future's callback may issue collectives. So a thread that completes a future, with or without an error, holds no lock:
-       it settles a work after the turn in which the work was issued. If an error must end the group, this error first leaves
-       the turn as a `FatalError`.
+       it calls `StreamWork.settle` after its turn in the queue. If an error must end the group, this error first leaves the
+       turn as a `FatalError`.
 
     The group serves the GPU of its first call. Its communicator is made at this call. A group that was split from a connected
     group has its communicator already.
@@ -79,17 +79,18 @@ class NcclGroup(EngineGroup):
     collective before the capture connects the group.
 
     If NCCL cannot reduce as `ReduceOp` says, the ranks exchange the terms and reduce in rank order; see `NcclPlan`. Two
-    differences remain, as in torch, because they make NCCL fast: float16 and bfloat16 are rounded at each addition, and AVG
-    multiplies by 1/size first. With `reproducible` both are as `ReduceOp` says, at the cost of copies of the tensor.
+    differences remain, as in torch, because NCCL is faster with them: float16 and bfloat16 are rounded at each addition, and
+    AVG multiplies each term by 1/size before the addition. With `reproducible` neither difference exists, at the cost of
+    copies of the tensor.
 
     Note [Verification over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NCCL does not compare calls: if ranks disagree, they get wrong sums or wait for ever. So the ranks compare their histories
     (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the group does
-    one comparison after the other, and a training step does not wait for it. If a comparison finds a difference, it ends the
-    group, and the next call on the group raises the error. A barrier with `async_op=False` waits for a comparison, and raises
-    the comparison's error even if NCCL never ends the barrier. `close` waits for a comparison, too, for at most `_CLOSE_S`
-    seconds. With more than `_COMPARED_EACH_TIME` ranks, not every backward is compared.
+    one comparison after the other, and a training step does not wait for a comparison. If a comparison finds a difference, the
+    group ends, and the next call on the group raises the error. A barrier with `async_op=False` waits for a comparison, and
+    raises the comparison's error even if NCCL never ends the barrier. `close` waits for a comparison, too, for at most
+    `_CLOSE_S` seconds. With more than `_COMPARED_EACH_TIME` ranks, there is no comparison after some backwards.
 
     Calls are recorded and digested in the order in which they are put on the stream. Calls in a CUDA graph are recorded at the
     capture, not at a replay.
@@ -159,7 +160,7 @@ class NcclGroup(EngineGroup):
         return None if failure is None else failure.error
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
-        """Allocate with torch, by default on the current GPU. CuPy 14 cannot register memory with NCCL."""
+        """Allocate with torch, by default on the current GPU. CuPy 14 cannot register the memory with NCCL."""
         return super().allocate(numel, dtype, self._runtime.current_device() if device is None else device)
 
     # ---- collectives ----
@@ -207,7 +208,7 @@ class NcclGroup(EngineGroup):
         return work
 
     def _issue_in_turn(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
-        """Put a call on the stream, or into the batch that this thread fills. Runs in the queue's turn.
+        """Put a call on the stream, or into the batch that this thread fills. Call it in this thread's turn.
 
         Returns:
             The work, and whether the call is on the stream.
@@ -271,7 +272,7 @@ class NcclGroup(EngineGroup):
         self.recorder.add(call)
 
     def _begin(self, call: Call) -> None:
-        """Give the call its place in the order."""
+        """Record that the call begins, and add the call to the history that the ranks compare."""
         self.recorder.begin(call)
         # A transfer between two ranks has no number, and no place in the order.
         if self._compares_later and call.number is not None:
@@ -305,12 +306,13 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """A context in which all calls of this thread become one call of NCCL. Each call returns the same `Work`.
+        """A context in which all collectives of this thread become one call of NCCL. All of them return one `Work`.
 
-        The calls must have `async_op=True`.
+        The collectives must have `async_op=True`. `send` and `recv` are issued as outside of the context.
 
         Raises:
-            MisuseError: a call waits, or takes several steps (see `NcclPlan`), or contexts are nested.
+            MisuseError: a call has `async_op=False`, is a barrier, or takes several steps (see `NcclPlan`). Or contexts are
+                nested.
         """
         batch = self._queue.run_in_turn(self._open_batch)
         try:
@@ -419,7 +421,8 @@ class NcclGroup(EngineGroup):
         return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all)
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
-        """Make a group of the members, which connects when it is first used. A number tells apart groups of the same name."""
+        """Make a group of `members`. The group connects when it is first used. All members call this method."""
+        # The number distinguishes groups with the same name and members.
         asked = (name, tuple(members))
         self._subsets_made[asked] += 1
         topic = f"{name}/{'-'.join(map(str, members))}.{self._subsets_made[asked]}"
@@ -443,7 +446,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """As `ProcessGroup.agree_on_calls`. With `async_op`, returns None at once: the comparison runs beside the next step."""
+        """As `ProcessGroup.agree_on_calls`. With `async_op`, returns None at once: a thread compares during the next step."""
         if async_op:
             self._asked_to_compare += 1
             # All ranks count alike, so they skip the same comparisons.
@@ -467,7 +470,7 @@ class NcclGroup(EngineGroup):
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """Begin to compare the calls issued so far, on a separate thread of the group. Runs in the queue's turn."""
+        """Begin to compare the calls issued so far, on a separate thread of the group. Call it in this thread's turn."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
@@ -535,9 +538,9 @@ class NcclGroup(EngineGroup):
 
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
-        """Shrink the host group, which finds out which ranks are left, and make a new group over NCCL of these ranks.
+        """Shrink the host group, which finds out which ranks are left. Then make a new NCCL group of these ranks.
 
-        NCCL itself only reports that something has failed.
+        NCCL itself does not report which rank has failed.
         """
         host = self._connector.rendezvous.group
         assert host is not None
@@ -559,9 +562,10 @@ class NcclGroup(EngineGroup):
         """Let the GPU finish, then give the communicators back.
 
         Raises:
-            TransportError: the group had failed, but no call has raised the error yet, so results since then are garbage; or
-                calls in flight do not finish; or NCCL keeps a communicator. (NCCL keeps it while a CUDA graph with a collective
-                of the group exists.)
+            BaseException: the error that ended the group, if no call has raised this error yet. Results since the failure are
+                garbage.
+            TransportError: calls in flight do not finish, or NCCL keeps a communicator. (NCCL keeps a communicator while a CUDA
+                graph with a collective of the group exists.)
         """
         if self._closed:
             return  # another thread has aborted the group meanwhile
@@ -590,7 +594,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _abort(self, failure: BaseException) -> None:
-        """Fail all calls in flight. Does not wait for the turn, because the thread that has the turn may be stuck in NCCL."""
+        """Fail all calls in flight, without waiting for a turn in the queue: the thread that has it may be stuck in NCCL."""
         self._end_in_flight(failure)
         if self._owns_rendezvous:
             self._connector.rendezvous.abort()
@@ -615,7 +619,7 @@ class NcclGroup(EngineGroup):
         failure = self._in_flight.failure
         # If the group is closed, the base class raises another error, so the program does not see the failure here.
         if failure is not None and not self._closed:
-            failure.tell()  # only to note it: the base class raises the error
+            failure.tell()  # to record that the program sees the error, which the base class raises
         super()._check_usable(signature)
 
 

@@ -55,8 +55,8 @@ class InFlight:
     next operation of this thread on the group raises the recorded error: a new collective, a wait for the failed collective,
     or `close`.
 
-    The monitor calls `look` while a launch is in flight. `look` holds no lock while it asks CUDA or NCCL. So if CUDA or NCCL
-    never returns, another thread can still abort the communicators.
+    The monitor (a thread of the process) calls `look` while a launch is in flight. `look` holds no lock while it asks CUDA or
+    NCCL. So if CUDA or NCCL never returns, another thread can still abort the communicators.
 
     Args:
         place: returns the group and the rank in words, for errors.
@@ -221,7 +221,7 @@ class InFlight:
     # ---- the end; see Note [Failure over NCCL] ----
 
     def fail(self, error: BaseException) -> None:
-        """End the group. Any thread that holds no lock may call it. Only the first failure has an effect."""
+        """End the group. Any thread that holds no lock may call this method. Only the first failure has an effect."""
         # Launches that are over by now stay successful, so release them first.
         try:
             self._reap()

@@ -1,4 +1,4 @@
-"""Find CuPy and, through it, NCCL; or say in one sentence what is missing."""
+"""Find CuPy and its NCCL module. If something is missing, say in one sentence what to install."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
 
 
 def preload_nccl() -> None:
-    """Load NCCL before CuPy looks for it: the library that torch has loaded, else the site's, else the one from PyPI.
+    """Load NCCL's library before CuPy looks for it.
 
-    If there is no library, do nothing: `cupy_problem` then reports this.
+    Load the first library that exists of these: the library that torch has loaded, the library on the system's search path,
+    the library from PyPI. If there is none, do nothing: `cupy_problem` then reports this.
     """
     for candidate in ("libnccl.so.2", *map(str, _from_pypi())):
         try:

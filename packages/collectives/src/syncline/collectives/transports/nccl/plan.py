@@ -16,10 +16,10 @@ from .communicator import Communicator, NativeReduction, as_reduced, native_redu
 
 
 class NcclPlan(Plan):
-    """Runs the calls of one signature. Run it while the communicator's stream is current. It never waits for the GPU.
+    """Runs the calls of one signature. Call `run` while the communicator's stream is current. `run` does not wait for the GPU.
 
-    The group does not pack the tensors, as `HostGroup` does: `run_planned` packs all calls of a batch before the first runs.
-    As in all plans, `part` is the data of one rank. In an all-reduce, reduce or broadcast it is the entire tensor.
+    `run_planned` packs the tensors of all calls of a batch, before it runs the first call. As in all plans, `part` is the data
+    of one rank. In an all-reduce, reduce or broadcast, `part` is the entire tensor.
 
     If NCCL can do a reduction, the plan makes one call of NCCL. For any other reduction, the ranks exchange their terms and
     reduce them in rank order, which takes several calls, one after the other (`in_steps`). A collective that reduces nothing
@@ -86,7 +86,7 @@ class NcclPlan(Plan):
                 comm.send(part, 1)
             case "recv":
                 comm.recv(part, 0)
-            case name:  # in all others, every rank has a block
+            case name:  # in all other collectives, every rank has a block
                 assert block is not None
                 self._run_on_block(name, part, block)
 
@@ -134,7 +134,7 @@ class NcclPlan(Plan):
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
         """Reduce in rank order: each of p ranks reduces one slice, then all gather the slices.
 
-        As in a ring, each rank sends 2 n (p-1)/p bytes for n bytes.
+        For a tensor of n bytes, each rank sends 2 n (p-1)/p bytes, as in a ring.
         """
         size = self._comm.size
         # Each rank reduces one slice, so all slices must have the same size.
@@ -197,7 +197,7 @@ def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
 
 
 class PlannedCall(NamedTuple):
-    """A call with its plan and its tensors. It holds the tensors itself, because the call may drop its references."""
+    """A call with its plan and its tensors. `reads` and `writes` stay valid after the call has released its tensors."""
 
     plan: NcclPlan
     call: Call

@@ -52,7 +52,7 @@ class Rendezvous(ABC):
         decide: Callable[[list[Payload]], Payload],
         scope: CancelScope,
     ) -> Payload:
-        """Meet and agree. All of `ranks` call this method. They may agree on several topics in any order.
+        """Meet and agree. All of `ranks` call this method. Several threads of a rank may agree on different topics at once.
 
         Args:
             topic: the name of the agreement; used only once.
@@ -60,7 +60,7 @@ class Rendezvous(ABC):
             rank: this process's rank of the job.
             payload: this process's payload.
             decide: called on the first rank with all payloads, in the order of `ranks`.
-            scope: the time limit for everything.
+            scope: the time limit for the whole call.
 
         Raises:
             TransportError: a rank did not come in time, or the first rank could not decide.
@@ -113,7 +113,7 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def announce(self, name: str, failure: str) -> None:
-        """Tell the other ranks of the group `name` that it has failed on this rank. May block."""
+        """Tell the other ranks of the group `name` that the group has failed on this rank. May block."""
 
     @abstractmethod
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
@@ -172,7 +172,7 @@ class StoreRendezvous(Rendezvous):
 
 
 class GroupRendezvous(Rendezvous):
-    """Sends payloads as messages of a host group, such as an MPI group. Its ranks are the ranks of the job.
+    """Sends payloads as messages of a host group, such as an MPI group. The ranks of the job are ranks in this host group.
 
     Args:
         group: the host group. This class uses only `send` and `recv`, because they have no place in the order of collectives.
@@ -207,7 +207,7 @@ class GroupRendezvous(Rendezvous):
         return str(lost) if isinstance(lost, RankLostError) and not set(lost.ranks).isdisjoint(ranks) else None
 
     def send(self, topic: str, to: int, sender: int, payload: Payload, scope: CancelScope) -> None:
-        """Send the length, then the text."""
+        """Send two messages: the number of bytes (int64), then the payload as a JSON text (uint8)."""
         text = json.dumps({"topic": topic, "payload": payload}).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         with self._lock:
@@ -217,7 +217,7 @@ class GroupRendezvous(Rendezvous):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
     def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
-        """Receive length and text. A message of another topic with the same tag is kept for the thread that wants it."""
+        """Receive a payload. If a payload of another topic with the same tag comes first, keep it for the thread that waits."""
         with self._lock:
             inbox = self._inboxes.setdefault((sender, _tag(topic)), _Inbox())
         return inbox.take(topic, lambda: self._receive_next(sender, _tag(topic), scope), scope)

@@ -152,7 +152,7 @@ class StreamWork(Work):
     Note [Memory in flight] says which object holds the tensors, and how long.
 
     Args:
-        title: the call that messages name: the only call, or a call named "coalesced" for a batch.
+        title: the call that error messages name. For a batch, this is a call with the name "coalesced".
         calls: the calls whose tensors are in flight.
         tensors: the output tensors of these calls.
         place: returns the group and the rank in words, for errors.
@@ -218,7 +218,7 @@ class StreamWork(Work):
         self.settle()
 
     def settle(self) -> None:
-        """Wake threads that wait until the call is issued, and complete the future if it was asked for. Callbacks run here."""
+        """Wake threads that wait until the call is issued, and complete the future, if there is one. Callbacks run here."""
         with self._changed:
             self._is_settled = True
             self._changed.notify_all()
@@ -270,7 +270,7 @@ class StreamWork(Work):
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """The sender's rank, for a receive. NCCL must know it beforehand."""
+        """The sender's rank, for a receive. NCCL must know the sender beforehand."""
         return self._source
 
     def get_future(self) -> TensorsFuture:

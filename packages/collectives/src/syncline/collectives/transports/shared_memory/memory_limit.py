@@ -46,7 +46,11 @@ class Room(NamedTuple):
 
 
 def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
-    """The room for each process of a node, from the limits of each process; None if no limit is known. A pure function."""
+    """Return how much memory each process of a node can have. None if no limit is known.
+
+    Args:
+        limits: for each process of the node, the limits that this process is under.
+    """
     known = [limit for own in limits for limit in own]
     sharers = Counter(identity for own in limits for identity in {limit.identity for limit in own})
     rooms = (
@@ -57,7 +61,7 @@ def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
 
 
 def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
-    """The limits that this process is under. Limits that it cannot read are left out.
+    """The limits that this process is under. Limits that the process cannot read are left out.
 
     Args:
         proc: the folder of the proc file system.
@@ -68,7 +72,7 @@ def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
 
 
 class _Kind(NamedTuple):
-    """The names that one version of control groups uses: of its file system, its controller, and the files of a group."""
+    """The names that one version of control groups uses for its file system, its controller, and the files of a group."""
 
     filesystem: str
     controller: str  # as in /proc/self/cgroup
@@ -96,7 +100,7 @@ def _groups(proc: Path) -> tuple[tuple[_Kind, Path], ...]:
 
 
 def _folders(kind: _Kind, proc: Path) -> Iterator[Path]:
-    """The folders of this process's control group and of the groups around it, as far up as they are mounted."""
+    """The folders of this process's control group and of the groups that contain it. Unmounted folders are left out."""
     own = _own_group(kind, proc)
     for line in _lines(proc / "self/mountinfo"):
         mount, _, source = line.partition(" - ")

@@ -52,7 +52,7 @@ def find_fence(machine: str | None = None) -> Fence | None:
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """The size of a huge page of this system; 0 if it has no huge pages of a useful size."""
+    """The size of a huge page of this system; 0 if the system has no huge pages of a useful size."""
     try:
         nbytes = int(_SIZE.read_text())
     except (OSError, ValueError):
@@ -64,9 +64,9 @@ def huge_page_bytes() -> int:
 def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
     """Make the kernel replace small pages by huge pages with the same content, as far as it can within the time given.
 
-    Call it at any time, also while the memory is in use. One process calls it for all processes that share the memory. Only
-    speed depends on huge pages. Kernels before 6.1 cannot replace pages; later kernels can, unless their setting for shared
-    memory is `deny`. Measured cost: 1 to 4 ms for each page of 2 MiB.
+    Call this function at any time, also while the memory is in use. If several processes share the memory, one of them calls
+    this function for all. Huge pages make access faster, and change nothing else. Kernels before 6.1 cannot replace pages;
+    later kernels can, unless their setting for shared memory is `deny`. Measured cost: 1 to 4 ms for each page of 2 MiB.
 
     Args:
         mapping: the mapped memory.

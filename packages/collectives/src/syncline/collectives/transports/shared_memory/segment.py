@@ -145,9 +145,9 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 def create_file(name: str, nbytes: int) -> int:
-    """Make a new file in memory, and return its descriptor. The file vanishes with its last user.
+    """Make a new file in memory, and return its descriptor. The kernel frees the file when no process uses it any more.
 
-    It is not in /dev/shm, so it needs no room there, and a crash leaves nothing behind.
+    The file is not in /dev/shm, so it needs no room there, and a crash leaves nothing behind.
 
     Raises:
         OSError: this system has no such files, or does not allow this size.
@@ -164,8 +164,8 @@ def create_file(name: str, nbytes: int) -> int:
 def reserve(file: int, part_bytes: int, part: int) -> None:
     """Allocate the pages of a part now, so that a lack of memory is an error here and not a bus error later.
 
-    The error shows that the machine lacks memory, or that the size of files is limited. Ask `memory_limit` before: if a process
-    exceeds the limit of its control group, there is no error, but the kernel kills the process.
+    The error shows that the machine lacks memory, or that the size of files is limited. Check `memory_limits`
+    before this call: if a process exceeds the limit of its control group, there is no error, but the kernel kills the process.
 
     Raises:
         OSError: no memory is left.
@@ -174,10 +174,15 @@ def reserve(file: int, part_bytes: int, part: int) -> None:
 
 
 def open_peer_fd(pid: int, file: int, name: str) -> int:
-    """Open a file that another process of this machine made with `create_file`.
+    """Open a file that another process of this machine made with `create_file`, and return a new descriptor.
+
+    Args:
+        pid: the other process.
+        file: the descriptor of the file in the other process.
+        name: the name that the other process gave to `create_file`.
 
     Raises:
-        OSError: this process may not look into the other one (another user, another namespace of users or processes, a
+        OSError: this process may not look into the other process (another user, another namespace of users or processes, a
             restricted /proc), or `file` is the descriptor of another file.
     """
     path = f"/proc/{pid}/fd/{file}"
@@ -190,12 +195,11 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
 class FdServer:
     """Offers a file at an abstract socket. Such a socket is in no file system; clients need only the same network namespace.
 
-    A client gets the file if it knows the token. The token travels by MPI, so only ranks of this job know it. (Everybody can
-    see the socket's name, and asking the kernel for the peer's user does not help: a user namespace shows all foreign users as
-    one.)
+    A client gets the file if it knows the token. The token travels by MPI, so only ranks of this job know it. (The socket's
+    name is no secret.)
 
-    `serve` never waits. Call it when all clients have connected and sent the token. For this they need only the kernel, not
-    `serve`.
+    Call `serve` after all clients have connected and sent the token. (The kernel lets clients connect and send before `serve`
+    runs.) `serve` never waits.
 
     Args:
         file: the file's descriptor.
