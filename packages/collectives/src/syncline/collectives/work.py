@@ -162,8 +162,8 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     RuntimeError with the text of the exception, which names the call, the rank and the group.
 
     Our own futures keep the exception itself, because our callers catch it by its class. So torch never gets these futures.
-    If torch asks a work of our groups for its future, torch gets a new future from this function. Our hooks under
-    torch's DDP return new futures of this function, too.
+    If torch asks a work of our groups for its future, torch gets a new future from this function. Our hooks under torch's DDP
+    return new futures of this function, too.
 
     One case is different: if torch asks a work for its future *inside a callback* of our groups, torch gets our own future,
     because only this future can be waited for in a callback (see `GroupFuture.wait`). This is safe: if the callback raises the
@@ -227,7 +227,7 @@ class Work(ABC):
 
     @abstractmethod
     def result(self) -> list[torch.Tensor]:
-        """The output tensors: the same objects that were passed to the call. Call it after `wait`."""
+        """The output tensors: the same objects that were passed to the call. Call this method after `wait`."""
 
     def source_rank(self) -> int | None:
         """The sender's rank in the group, for a receive that has finished; None for everything else."""
@@ -246,7 +246,7 @@ class Work(ABC):
         """Run a quick action when the call is over, before any `wait` returns. If the call is over already, run the action now.
 
         The action must take no lock and call nothing of Syncline. (A work that ends when its future is done, such as
-        `FutureWork`, runs the action as a callback of the future. This may come a moment after `wait` has returned.)
+        `FutureWork`, runs the action as a callback of the future, perhaps a moment after `wait` has returned.)
         """
         self.get_future().add_done_callback(lambda _: action())
 
@@ -273,7 +273,7 @@ class FinishedWork(Work):
         return True
 
     def exception(self) -> BaseException | None:
-        """Always None: if such a collective fails, the call itself raises."""
+        """Always None: if the collective fails, the call itself raises the error."""
         return None
 
     @override
@@ -327,7 +327,7 @@ class PendingWork(Work):
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Set the outcome. Only the first call does so: an abort may come while another thread still runs the collective."""
+        """Set the outcome. Only the first call has an effect: an abort may come while another thread runs the collective."""
         with self._lock:
             if self._is_done:
                 return
@@ -400,7 +400,7 @@ class PendingWork(Work):
 
 
 class FutureWork(Work):
-    """A work that is over when a future is done. It stands for several collectives, or for a collective with a step after it.
+    """A work that is over when a future is done. It stands for several collectives, or for a collective and a step after it.
 
     Args:
         future: its value is the list of output tensors.

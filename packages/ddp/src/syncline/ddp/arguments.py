@@ -94,7 +94,7 @@ def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bo
 
 
 def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
-    """Warn if `lazy_bucket_allocation` is True: in Syncline it saves no memory. It never changes gradients."""
+    """Warn if `lazy_bucket_allocation` is True, because this argument has no effect in Syncline."""
     if lazy_bucket_allocation:
         warnings.warn("lazy_bucket_allocation=True saves no memory: buckets are kept between backwards", stacklevel=4)
 

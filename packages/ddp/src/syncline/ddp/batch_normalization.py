@@ -20,7 +20,7 @@ class BatchNormalization(torch.autograd.Function):
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    The sums are over all ranks. One all_reduce adds up both sums of all channels, with 16 bytes for each channel. The gradients
+    The sums are over all ranks. One all_reduce adds up sum(g) and sum(g * x'), with 16 bytes for each channel. The gradients
     of weight and bias come only from this rank's part of the batch, like the gradients of all other parameters. The reducer
     averages the gradients of all parameters.
     """

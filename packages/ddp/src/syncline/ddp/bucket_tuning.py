@@ -262,7 +262,7 @@ class BucketTuning:
         )
 
     def _timed(self, tensor: torch.Tensor) -> tuple[float, float, float]:
-        """Return seconds until an all-reduce is issued, seconds until it is over, and its processor time on all threads."""
+        """Return seconds until an all-reduce is issued, seconds until it is over, and the processor time of all threads."""
         # All ranks begin together, so no rank measures its wait for a late rank.
         self._group.barrier()
         busy, began = _clocks()

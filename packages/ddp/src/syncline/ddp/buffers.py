@@ -129,7 +129,7 @@ class Buffers:
 
     @contextmanager
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Keep the graphs of earlier forwards valid, except a graph whose backward would compute with other values.
+        """Keep the graphs of earlier forwards valid, except a graph whose backward would compute with changed values.
 
         A graph may have saved any buffer. A write of equal values does no harm. A write to the statistics of batch
         normalisation in training does no harm, either: the graph saves these statistics, but backward does not read them.

@@ -314,8 +314,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _follow_module(self) -> None:
         """If the module has changed since it was wrapped, average the gradients of its present parameters from now on.
 
-        A collective, if the module has changed: the ranks compare the module. With `init_sync` they also get rank 0's values of
-        the new parameters.
+        If the module has changed, and `init_sync` is True, this is a collective: the ranks compare their modules, and get rank
+        0's values of the new parameters.
         """
         watch = self._watch
         if not watch.has_changed():
@@ -739,7 +739,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         stragglers_every: int | None,
         check_every: int | None,
     ) -> None:
-        """Compare with the other ranks the options that decide which collectives are issued."""
+        """Check that all ranks have the same options, which decide what collectives are issued. A collective."""
         sparse = self._state.sparse_parameters()
         options = {
             "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,

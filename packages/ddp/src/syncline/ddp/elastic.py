@@ -35,7 +35,15 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """What a rank does at present. In JOINING the rank is a newcomer that has not yet got the state of the training."""
+    """What a rank does at present.
+
+    - JOINING: the rank is a newcomer that has not yet got the state of the training.
+    - BETWEEN_STEPS: the rank is outside of `with elastic.step():`.
+    - COMPUTING: the rank is in a step, and has not begun to agree.
+    - AGREEING: the rank waits for the agreement to apply the step.
+    - APPLYING: the ranks have agreed. The rank applies the step.
+    - ENDING_EPOCH: the rank waits for the agreement that the epoch has ended.
+    """
 
     JOINING = auto()
     BETWEEN_STEPS = auto()
@@ -79,7 +87,7 @@ class Elastic:
 
     **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
     constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
-    `admit_every` applied steps. A newcomer gets the state of the lowest rank among those that have taken part in the most
+    `admit_every` applied steps. A newcomer gets the state of the lowest rank among the ranks that have taken part in the most
     agreements. The state is the parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
     and the state of the communication hook. The newcomer continues at the step of the other ranks. From this step on, its
     script must issue exactly the same collectives as the other ranks. So the script must loop over `epochs`.

@@ -114,7 +114,7 @@ class Join:
         self._throws = throw_on_early_termination
         self._kwargs = kwargs
         self._group = joinables[0].join_process_group
-        # This is mostly the CPU: the host reads the roll call at once, and would have to wait for a GPU.
+        # This is mostly the CPU. The host reads the roll call at once, and a GPU would make the host wait.
         self._device = message_device(self._group, joinables[0].join_device)
         self._present: tuple[int, ...] = tuple(range(self._group.size))
         self._hooks: list[JoinHook] = []

@@ -178,7 +178,7 @@ class LowPrecision:
         )
 
     def _enter_backward(self, found: _Found, casts: Tensors) -> None:
-        """Put the casts of a forward into their places for this backward.
+        """Put the casts of a forward into the module's attributes for this backward.
 
         Autograd calls this method before it uses the gradient of an output.
         """

@@ -118,7 +118,8 @@ class SharedState:
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
         """The shared state of a subset of the ranks.
 
-        The first calls of all members for this subset get one object, their second calls get another one, and so on.
+        For one subset, every member's first call returns one common object. Every member's second call returns another common
+        object, and so on.
         """
         with self._condition:
             number = self._asked[name, members, rank]
@@ -256,7 +257,7 @@ class InProcessTransport(LibraryTransport):
         self._meet(call, None)
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Give the receiver a copy."""
+        """Give the receiver a copy of the tensor."""
         self._shared_state.send(self._rank, dst, tag, tensor.clone())
         return _Sent()
 
@@ -353,7 +354,7 @@ class InProcessReconnector(StoreReconnector):
         self._states = states
 
     def newcomer(self) -> InProcessReconnector:
-        """Make the reconnector of a new thread, which wants to join the group."""
+        """Make the reconnector for a new thread that wants to join the group."""
         me = self._join_queue.take_number()
         return InProcessReconnector(self.store, Generation(WAITING, (me,), me), self._first_size, self._states)
 
@@ -378,7 +379,7 @@ class InProcessGroup(ShrinkableGroup):
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
-        """For tests: make a group of one rank. A new thread uses it to join this group by `admit`. Any thread may call this."""
+        """For tests: make a group of one rank for a new thread, whose `admit` joins this group. Any thread may call this."""
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 

@@ -130,7 +130,7 @@ class Connector:
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
-        """Call NCCL on a separate thread. If NCCL does not return in time, stop waiting for the thread, and raise an error."""
+        """Call NCCL on a separate thread. If NCCL does not return in time, raise a `CollectiveTimeout`."""
         call = DetachedCall(connect, "syncline-nccl-connect", partial(self.runtime.background, device))
         try:
             return call.wait(scope)
@@ -338,12 +338,12 @@ class Pair:
 
     Blocking would be wrong: in a ring where all ranks begin with a send, each rank would wait for the next rank. So a
     separate thread issues the transfers that are submitted before the connection exists. The thread ends when no transfer is
-    left. From then on, the caller issues transfers itself.
+    left. From then on, the caller of `submit` issues the transfer itself.
 
     Args:
-        connect: makes the communicator for each direction; called on the thread.
-        fail: called with the error if `connect` fails, or if a transfer fails on the thread.
-        context: makes a context that the thread enters.
+        connect: makes the communicator for each direction; called on this separate thread.
+        fail: called with the error if `connect` fails, or if a transfer fails on this thread.
+        context: makes a context that this thread enters.
     """
 
     def __init__(

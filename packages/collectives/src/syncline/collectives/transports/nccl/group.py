@@ -72,8 +72,8 @@ class NcclGroup(EngineGroup):
        it calls `StreamWork.settle` after its turn in the queue. If an error must end the group, this error first leaves the
        turn as a `FatalError`.
 
-    The group serves the GPU of its first call. Its communicator is made at this call. A group that was split from a connected
-    group has its communicator already.
+    The group serves the GPU of its first call. The group's communicator is made at this call. A group that was split from a
+    connected group has its communicator already.
 
     All calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph, once the group is connected. A
     collective before the capture connects the group.
@@ -155,7 +155,7 @@ class NcclGroup(EngineGroup):
 
     @property
     def first_failure(self) -> BaseException | None:
-        """The first error of a call, or None. See Note [Failure over NCCL] in `in_flight`."""
+        """The error that ended the group, or None. See Note [Failure over NCCL] in `in_flight`."""
         failure = self._in_flight.failure
         return None if failure is None else failure.error
 
@@ -183,7 +183,7 @@ class NcclGroup(EngineGroup):
         return work
 
     def _barrier(self, signature: Signature, async_op: bool) -> StreamWork:
-        """Put a barrier on the stream. Without `async_op`, wait until it is over and the ranks have compared their calls."""
+        """Put a barrier on the stream. Without `async_op`, wait for its end, and until the ranks have compared their calls."""
         if self._runtime.is_capturing():
             raise MisuseError(
                 f"{signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
@@ -208,7 +208,7 @@ class NcclGroup(EngineGroup):
         return work
 
     def _issue_in_turn(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
-        """Put a call on the stream, or into the batch that this thread fills. Call it in this thread's turn.
+        """Put a call on the stream, or into the batch that this thread fills. Called in a turn of the group's queue.
 
         Returns:
             The work, and whether the call is on the stream.
@@ -306,7 +306,7 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """A context in which all collectives of this thread become one call of NCCL. All of them return one `Work`.
+        """A context in which all collectives of this thread become one call of NCCL. All of them return the same `Work` object.
 
         The collectives must have `async_op=True`. `send` and `recv` are issued as outside of the context.
 
@@ -446,7 +446,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """As `ProcessGroup.agree_on_calls`. With `async_op`, returns None at once: a thread compares during the next step."""
+        """As `ProcessGroup.agree_on_calls`. With `async_op`, returns None at once, and a thread compares the calls."""
         if async_op:
             self._asked_to_compare += 1
             # All ranks count alike, so they skip the same comparisons.
@@ -470,7 +470,7 @@ class NcclGroup(EngineGroup):
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """Begin to compare the calls issued so far, on a separate thread of the group. Call it in this thread's turn."""
+        """Begin to compare the calls issued so far, on a separate thread of the group. Called in a turn of the queue."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
@@ -594,7 +594,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _abort(self, failure: BaseException) -> None:
-        """Fail all calls in flight, without waiting for a turn in the queue: the thread that has it may be stuck in NCCL."""
+        """Fail all calls in flight. Do not wait for a turn in the queue: the thread whose turn it is may be stuck in NCCL."""
         self._end_in_flight(failure)
         if self._owns_rendezvous:
             self._connector.rendezvous.abort()

@@ -48,7 +48,7 @@ class InFlight:
        later `wait`s raise it, too. Works that were over before stay successful.
     3. The communicators are aborted: their kernels leave the GPU. Streams that wait for these kernels go on, with garbage. Each
        communicator is aborted on a separate thread, because an abort waits for kernels of other communicators, or for CUDA
-       graphs. Only the end of the process waits for these threads, for a few seconds.
+       graphs. When the process ends, it waits a few seconds for these threads.
     4. If the ranks met in a store, the failure is written to the store. The other ranks read it within about `_HEAR_S` seconds.
 
     A thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`) wakes because of step 3. The
@@ -124,7 +124,7 @@ class InFlight:
             launch.fail(failure)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no launch is in flight. False if this takes longer than `timeout_s` seconds, or the group fails."""
+        """Wait until no launch is in flight. Return False if this takes longer than `timeout_s` seconds, or the group fails."""
         scope, pause_s = CancelScope(timeout_s), FIRST_LOOK_S
         while self._failure is None:
             try:

@@ -16,7 +16,7 @@ _OLDEST_CUPY = 14
 
 
 def problem() -> str | None:
-    """Why NCCL cannot work in this process, with the remedy; None if it can.
+    """Return why NCCL cannot work in this process, and what to do. None if NCCL can work.
 
     The cheap checks come first, so a machine without a GPU never imports CuPy.
     """

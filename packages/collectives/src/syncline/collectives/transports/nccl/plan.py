@@ -206,7 +206,7 @@ class PlannedCall(NamedTuple):
 
     @classmethod
     def of(cls, plan: NcclPlan, call: Call) -> PlannedCall:
-        """Take the tensors that the call has now."""
+        """Make a `PlannedCall` with the tensors that the call has now."""
         return cls(plan, call, call.reads, call.writes)
 
 

@@ -55,7 +55,7 @@ class Failure:
         self.was_told = False
 
     def tell(self) -> BaseException:
-        """Return the error, and note that the program sees it."""
+        """Return the error, and record that the program sees this error."""
         self.was_told = True
         return self.error
 
@@ -73,7 +73,7 @@ class Launch:
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
-    `InFlight` holds the launch, but not the work. (The work keeps the outputs, because they are its result.) So after `wait`,
+    `InFlight` holds the launch, but not the work. (The work itself holds the outputs, which are its result.) So after `wait`,
     memory is free as soon as the caller drops the work and the tensors. We do not need `record_stream`, which would delay
     reuse. Copies that a collective needs are allocated on the communicator's stream, and need no protection.
 
@@ -98,7 +98,7 @@ class Launch:
         self._work = weakref.ref(work)
 
     def note_on_stream(self, event: Event, *, captured: bool) -> None:
-        """Note that the launch is on a stream or was captured, and at which event it will be over."""
+        """Record that the launch is on a stream or was captured. When `event` is over, the launch is over."""
         self._event, self.captured = event, captured
 
     def is_over(self) -> bool:
@@ -204,7 +204,7 @@ class StreamWork(Work):
         self._tensors += call.writes
 
     def note_on_stream(self, stream: Stream, event: Event, *, captured: bool) -> None:
-        """Note that all calls are on a stream, or captured into a CUDA graph. Call `settle` next, while you hold no lock."""
+        """Record that all calls are on a stream, or captured into a CUDA graph. Call `settle` next, while you hold no lock."""
         self._stream, self._event = stream, event
         self.launch.note_on_stream(event, captured=captured)
         if captured:  # the recorder sees the calls as over, but the tensors are needed until `wait` has ordered the stream
@@ -274,7 +274,7 @@ class StreamWork(Work):
         return self._source
 
     def get_future(self) -> TensorsFuture:
-        """A CUDA future. On the CPU it is complete once the collective is issued.
+        """A CUDA future. For the CPU, this future is complete once the collective is issued.
 
         Waiting for the future makes the current stream wait for the collective.
 
@@ -294,7 +294,8 @@ class StreamWork(Work):
     def _due(self) -> TensorsFuture | None:
         """The future, if the caller must complete it now; else None.
 
-        The caller must complete it if a user has asked for it, the call is issued, and no other thread completes it.
+        The caller must complete the future if a user has asked for this future, the call is issued, and no other thread
+        completes the future.
 
         The caller holds `_changed`.
         """

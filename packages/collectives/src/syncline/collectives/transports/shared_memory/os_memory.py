@@ -94,8 +94,8 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
 def create_memory_file(name: str) -> int:
     """Make a new file that is in no file system, and return its descriptor.
 
-    Python has `os.memfd_create` only if it was built with a C library that has the function (glibc 2.27). The kernel has the
-    system call since 3.17. So if Python lacks the function, make the system call directly.
+    Python has `os.memfd_create` only if Python was built with a C library that has the function (glibc 2.27). The kernel has
+    the system call since 3.17. So if Python lacks the function, make the system call directly.
 
     Raises:
         OSError: this system has no such files.
