@@ -278,7 +278,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
         """Prepare a forward. Return the inputs on the module's device, and the futures for which the end of backward waits."""
-        # The script may have assigned another module to this attribute.
+        # The script may have assigned another module to `self.module`.
         self._state.module = self.module
         if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
             if has_backward:

@@ -132,7 +132,7 @@ class Elastic:
     # 2. The sum needs every rank. So if one rank has the sum, every rank has begun the `all_reduce`, and every rank that still
     #    runs can apply the step.
     # 3. If a rank dies, the `all_reduce` may succeed on some ranks and fail on others. So after `shrink` the survivors tell
-    #    each other how often they have agreed. If a rank has agreed once less than another, it was in this `all_reduce`, has
+    #    each other how often they have agreed. A rank that has agreed once less than another was in this `all_reduce`, has
     #    the gradients, and applies the step. If all have agreed equally often, no rank has applied the step, and all repeat it.
     #
     # The ranks agree once more at the end of an epoch. Otherwise a rank whose last agreement failed would repeat the last step

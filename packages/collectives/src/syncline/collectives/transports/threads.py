@@ -244,7 +244,7 @@ class InProcessTransport(LibraryTransport):
         sent = [part.numel() for part in parts]
         result = torch.cat(parts)
         self.barrier(call)
-        # Compare only after the barrier: if this rank raised an error before it, the other ranks would wait there.
+        # Compare only after the barrier: if this rank raised an error earlier, the other ranks would wait in the barrier.
         if sent != list(output_counts):
             raise DisagreementError(
                 f"the other ranks send {sent} elements to rank {self._rank}, which expects {list(output_counts)}; make the "
@@ -316,7 +316,7 @@ class _Receiving(Request):
         self._source: int | None = None
 
     def wait(self, scope: CancelScope) -> None:
-        # The message comes only once. The program may call `wait` again, or after `test`; then return at once.
+        # The message was received by an earlier call of `wait` or `test`.
         if self._source is not None:
             return
         source, message = self._shared_state.collect(self._receive, scope)

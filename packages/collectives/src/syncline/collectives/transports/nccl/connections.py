@@ -106,7 +106,7 @@ class Connector:
             version = version_in_words(self.nccl)
         mine = peer_info(self.ranks[self.rank], self.runtime.pci_id(device), version)
         decision = self._agree(topic, [self.ranks[member] for member in members], mine, self._decide, scope)
-        # The conflict travels as a decision, so every rank raises it, and no rank waits inside NCCL.
+        # All ranks get the conflict as the decision. So every rank raises an error, and no rank waits inside NCCL.
         if "conflict" in decision:
             raise DisagreementError(f"group '{self.name}' cannot be connected: {decision['conflict']}")
         stream = self.runtime.stream(device, is_own=True)
@@ -391,7 +391,7 @@ class Pair:
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
-            # No transfer is left, and no caller can add one while this thread holds the lock. From now on, callers issue them.
+            # No transfer is left, and no caller can add one while this thread holds the lock. Now callers issue transfers.
             self._made = made
             return None
 

@@ -415,7 +415,7 @@ class NcclGroup(EngineGroup):
         with self._ending_the_group_if_fatal():
             self._check_usable(Signature("split"))
             of_all = self._queue.run_in_turn(self._connections.split, members, color, scope)
-        # This rank gets no group. It came here because all ranks must take part in NCCL's split.
+        # This rank gets no group, but all ranks must take part in NCCL's split.
         if members is None:
             return None
         return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all)
@@ -576,7 +576,7 @@ class NcclGroup(EngineGroup):
             is_drained = self._in_flight.drain(self.timeout_s)
             self._is_over = True
             if is_drained:
-                # Stop before the communicators are destroyed: from now on, the monitor does not ask them.
+                # Stop before the communicators are destroyed: from now on, the monitor does not ask them for errors.
                 self._in_flight.stop()
                 self._connections.give_back()
                 return
@@ -585,7 +585,7 @@ class NcclGroup(EngineGroup):
                 TransportError(f"what was in flight did not finish when the group was closed on {self.place()}")
             )
             failure = self._in_flight.failure
-            # If the program has not seen the failure, it would trust the results since then.
+            # A program that has not seen the failure would trust the results since then.
             if failure is not None and not failure.was_told:
                 raise failure.tell()
         finally:

@@ -32,7 +32,7 @@ _COULD_NOT = "could not decide"
 # the store answers no other thread, and nothing can interrupt the wait.
 _FIRST_PAUSE_S = 0.5e-3
 _LONGEST_PAUSE_S = 0.05
-# While one thread receives, a thread that waits for it checks its scope this often.
+# The seconds between two checks of the time limit, in a thread that waits while another thread receives.
 _LOOK_S = 0.1
 
 
@@ -157,7 +157,7 @@ class StoreRendezvous(Rendezvous):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         received: Payload = json.loads(self._store.get(key))
-        self._store.delete_key(key)  # only this rank reads it; each step has a comparison, so keys would pile up
+        self._store.delete_key(key)  # only this rank reads the key; without this, each step would leave keys
         return received
 
     @override
