@@ -11,9 +11,10 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Distribute items over `count` fragments of about the same size.
 
     Items are placed from the largest to the smallest. Each item goes to the fragment that is the smallest so far. If several
-    fragments are equally small, it goes to the first of them. (Longest processing time first, Graham 1969: the largest fragment
-    is at most 4/3 of the largest fragment of the best division.) The paper on Streaming DiLoCo instead
-    takes every n-th block of a transformer. All blocks have the same size, so all fragments have the same size.
+    fragments are equally small, the item goes to the fragment with the fewest items.
+
+    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (longest processing time first). The largest fragment is
+    at most 4/3 of the largest fragment of the best division.
 
     Args:
         sizes: the sizes of the items, 0 or above.
@@ -39,8 +40,8 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 def starts_at(step: int, fragment: int, fragments: int, sync_every: int) -> bool:
     """Whether the average of fragment number `fragment` (counted from 0) starts after step `step` (counted from 1).
 
-    Each fragment has its turn every `sync_every` steps, and the turns of the fragments are spread evenly over these steps. A
-    single fragment starts at steps `sync_every`, 2 `sync_every`, ...
+    The average of each fragment starts once every `sync_every` steps. The starts of the fragments are spread evenly over these
+    steps. If there is only one fragment, its average starts after steps `sync_every`, 2 `sync_every`, ...
     """
     turn = sync_every * (fragment + 1) // fragments
     return step % sync_every == turn % sync_every

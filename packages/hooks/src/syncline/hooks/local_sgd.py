@@ -16,9 +16,9 @@ _KIND = "post-local SGD"
 
 
 class PostLocalSGDState:
-    """The settings of `post_localSGD_hook`, and a count of steps. Both are the same on every rank.
+    """The settings of `post_localSGD_hook`, and a count of steps.
 
-    The arguments are those of torch's class.
+    The arguments are those of torch's class. They are the same on every rank, except that each rank passes its own subgroup.
 
     Args:
         process_group: the group that averages gradients in the first `start_localSGD_iter` steps. None means the group of the
@@ -26,7 +26,7 @@ class PostLocalSGDState:
         subgroup: the group that averages gradients in all later steps, for example the ranks of a node. It is a group of
             Syncline or of torch. You must give a subgroup unless `post_local_gradient_allreduce` is False. (If torch's class
             gets None, it makes a subgroup for each node.)
-        start_localSGD_iter: the number of first steps that average over all ranks, 0 or above.
+        start_localSGD_iter: the number of steps at the start of the training that average over all ranks, 0 or above.
         post_local_gradient_allreduce: if False, no gradient is averaged after the first `start_localSGD_iter` steps.
 
     Raises:
@@ -59,7 +59,7 @@ class PostLocalSGDState:
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps so far, without the groups. It is the same on every rank, and fits a job of any size."""
+        """The number of steps so far. The groups are not saved, so a job with any number of ranks can load the state."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -74,10 +74,10 @@ class PostLocalSGDState:
 
 @communication_hook
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket over all ranks in the first steps. Later average it over a subgroup, or not at all.
+    """Average the bucket over all ranks in the first steps, and over a subgroup (or not at all) in later steps.
 
-    After the first `start_localSGD_iter` steps the replicas drift apart. A model averager makes them equal again. See
-    `PostLocalSGDOptimizer`.
+    After the first `start_localSGD_iter` steps the replicas drift apart. Use `PostLocalSGDOptimizer`, which makes the replicas
+    equal again.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 
@@ -88,8 +88,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_reduce of the bucket's bytes, in the group or in the subgroup. Without `post_local_gradient_allreduce`, later
-    steps cost nothing.
+    Cost: one all_reduce of the bucket's bytes, in the group or in the subgroup. If `post_local_gradient_allreduce` is False,
+    later steps cost nothing.
 
     Raises:
         MisuseError: the state is not a PostLocalSGDState.

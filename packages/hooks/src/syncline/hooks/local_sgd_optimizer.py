@@ -13,13 +13,14 @@ from .wrapping_optimizer import WrappingOptimizer
 
 
 class PostLocalSGDOptimizer(WrappingOptimizer):
-    """Steps a local optimizer, which changes only this rank's replica. Then averages the replicas, if an average is due.
+    """An optimizer that steps a local optimizer, and averages the replicas after some of the steps.
 
     The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer. The new optimizer shows the local optimizer's parameter groups, state and defaults.
-        averager: the averager, which is called after every step.
+        optim: the local optimizer, which changes only this rank's replica. The `PostLocalSGDOptimizer` shows the local
+            optimizer's `param_groups`, `state` and `defaults` as its own.
+        averager: called after every step. The averager decides after which steps the replicas are averaged.
 
     Cost: the cost of `ModelAverager.average_parameters`.
     """
@@ -32,7 +33,7 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's state. Its key "step" has the averager's step."""
+        """The local optimizer's state, and in addition the averager's `step` under the key "step"."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

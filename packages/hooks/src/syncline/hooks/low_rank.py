@@ -1,4 +1,4 @@
-"""Decides which gradients are worth a low-rank approximation. Only their shapes count."""
+"""Decides from a gradient's shape whether a low-rank approximation is worthwhile."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
     """Decide how one gradient is sent, by the rule in torch's documentation.
 
     Args:
-        shape: the gradient's shape. Its first dimension becomes the rows, the others the columns.
+        shape: the gradient's shape. The first dimension becomes the rows, and all other dimensions together become the columns.
         rank: the largest number of columns of the factors.
         min_compression_rate: the gradient is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`.
-            With a rate below 1, a gradient may be compressed although its factors are larger, for example a vector.
+            With a rate below 1, a gradient may be compressed although its factors have more elements than the gradient.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
@@ -46,7 +46,7 @@ def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compressio
     """The number of elements in gradients of these shapes, divided by the number of elements that are sent.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
-    appendix F. The paper compresses every gradient that becomes smaller. This is the same as a `min_compression_rate` of 1.
+    appendix F. The paper compresses every gradient that becomes smaller. A `min_compression_rate` of 1 has the same effect.
     """
     plans = [plan_matrix(shape, rank, min_compression_rate) for shape in shapes]
     return sum(plan.rows * plan.columns for plan in plans) / sum(plan.numel_sent for plan in plans)

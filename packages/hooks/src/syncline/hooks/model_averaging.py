@@ -1,4 +1,4 @@
-"""Model averaging: makes replicas that have drifted apart equal again."""
+"""Model averaging: averages the parameters of all replicas, so that the replicas are equal again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from syncline.collectives import (
 
 
 class ModelAverager(ABC):
-    """After some of an optimizer's steps, averages the parameters over a group.
+    """Averages a model's parameters over a group, after some of the optimizer's steps.
 
     Args:
         process_group: a group of Syncline or of torch; None means torch's default group.
-        warmup_steps: the number of steps at the start of a training without averaging, 0 or above.
+        warmup_steps: the number of steps without averaging at the start of a training, 0 or above.
 
     Attributes:
         step: how often `average_parameters` was called. To resume a training, set this number.
@@ -65,7 +65,7 @@ class PeriodicModelAverager(ModelAverager):
     Args:
         period: the number of steps from one average to the next, 1 or above. (A period of 1 costs as much as averaging
             gradients.)
-        warmup_steps: the number of steps at the start of a training without averaging.
+        warmup_steps: the number of steps without averaging at the start of a training.
         process_group: a group of Syncline or of torch; None means torch's default group.
 
     Raises:
@@ -91,18 +91,18 @@ class HierarchicalModelAverager(ModelAverager):
 
     Args:
         period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together.
-            Periods rise, and sizes do not fall. With few ranks some sizes may be equal. The last size is the size of the whole
-            group, and all other sizes divide it.
-        warmup_steps: the number of steps at the start of a training without averaging.
-        process_group: a group of Syncline or of torch; None means torch's default group. The constructor splits the group,
-            which is a collective.
+            Periods rise, and sizes do not fall. The last size is the size of the whole group, and all other sizes divide the
+            last size.
+        warmup_steps: the number of steps without averaging at the start of a training.
+        process_group: a group of Syncline or of torch; None means torch's default group. The constructor splits the group, so
+            all ranks of the group must call the constructor.
 
     Source: the hierarchy of torch's averager of this name.
 
     Raises:
-        InvalidArgumentError: there is no period, a period is below 1, periods do not rise, or sizes fall or do not fit the
-            group.
-        MisuseError: the group cannot be divided, such as a `RoundRobinGroup` of torch's groups.
+        InvalidArgumentError: there is no period, a period is below 1, periods do not rise, sizes fall or do not fit the group,
+            or the warm-up is negative.
+        MisuseError: the group cannot be divided (for example, a `RoundRobinGroup` of torch's groups).
     """
 
     def __init__(self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, process_group: Any = None) -> None:
@@ -136,7 +136,7 @@ def _consecutive(group: ProcessGroup, size: int) -> ProcessGroup:
     if size == group.size:
         return group
     if not group.can_split:
-        # Only torch can divide a group of torch, and it can divide no group that it does not know, such as a bare backend.
+        # Only torch can divide a group of torch. torch cannot divide a bare backend, because `new_subgroups` doesn't know it.
         divided = group.torch_group if isinstance(group, TorchGroup) else None
         if not isinstance(divided, dist.ProcessGroup):
             raise MisuseError(
@@ -151,7 +151,7 @@ def _consecutive(group: ProcessGroup, size: int) -> ProcessGroup:
 
 
 def group_of_ranks(process_group: Any) -> ProcessGroup:
-    """A group of Syncline or of torch, as a group of Syncline. None means torch's default group.
+    """Return `process_group` as a group of Syncline. None means torch's default group.
 
     Raises:
         MisuseError: the argument is neither a process group nor None, or this rank is not in the group.

@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 
 _QR_ABOVE_COLUMNS = 2
-# Projecting out the earlier columns shortens a column. It counts as dependent if the new length is at most this number, times
-# the dtype's epsilon, times the old length.
+# Projecting out the earlier columns shortens a column. The column counts as linearly dependent if the new length is at most
+# this number, times the dtype's epsilon, times the old length.
 _DEPENDENT = 32
 
 
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    Matrices with one or two columns use modified Gram-Schmidt, which subtracts from each column its projection on the earlier
-    columns, twice ("twice is enough": Giraud, Langou, Rozloznik, 2005). Other matrices use Householder QR. Every matrix of a
-    batch is treated separately. A column that is zero or depends on earlier columns is replaced by an independent column, so
-    that the result always has full rank. A matrix with a NaN or an infinity yields NaN.
+    For matrices with one or two columns the function uses Gram-Schmidt, and subtracts each projection twice ("twice is enough":
+    Giraud, Langou, Rozloznik, 2005). For other matrices the function uses Householder QR. Every matrix of a batch is treated
+    separately. A column that is zero or depends on earlier columns is replaced by an independent column, so that the result
+    always has full rank. A matrix with a NaN or an infinity yields NaN.
 
     Args:
-        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. They are not changed. For 16-bit
-            matrices the function computes in float32.
-        epsilon: 0 or above. Each column is divided by its length plus epsilon. QR ignores epsilon, as in torch.
+        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. The function does not change them. For
+            16-bit matrices the function computes in float32.
+        epsilon: 0 or above. Gram-Schmidt divides each column by its length plus epsilon. QR ignores epsilon, as in torch.
 
     Returns:
         The matrices with orthonormal columns, in the shape and dtype of `matrices`.
@@ -73,6 +73,6 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _spare_column(matrices: torch.Tensor, number: int) -> torch.Tensor:
-    """The column that replaces a dependent column. Gradients hardly ever have its direction. It is the same on every rank."""
+    """The column that replaces a dependent column: the same on every rank, in a direction that gradients hardly ever have."""
     rows = torch.arange(1, matrices.shape[1] + 1, dtype=matrices.dtype, device=matrices.device)
     return torch.cos(rows * (number + 1)).view(1, -1, 1).expand(matrices.shape[0], -1, 1)

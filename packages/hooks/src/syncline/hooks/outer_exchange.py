@@ -1,4 +1,4 @@
-"""Averages a fragment's parameters over all replicas, while the replicas go on. The average is used some steps later."""
+"""Averages some of the parameters over all replicas while training continues. The average is used some steps later."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from .statistics import HookStatistics
 
 
 class PendingAverage(ABC):
-    """An average that may still be under way. All ranks wait for averages in the order in which they were started."""
+    """An average that may still be under way. All ranks call `wait` in the order in which the averages were started."""
 
     _averages: list[torch.Tensor] | None = None
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait for the averages. Return them in the parameters' shapes and `math_dtype`. Every rank gets the same bits."""
+        """Wait for the average, and return one tensor for each parameter. Every rank gets the same bits.
+
+        Each tensor has the shape of its parameter, and the dtype that `math_dtype` returns for the parameter's dtype.
+        """
         if self._averages is None:
             self._averages = self._receive()
         return self._averages
@@ -49,11 +52,11 @@ class OuterExchange:
     The anchors are the parameters after the latest synchronisation.
 
     Args:
-        group: a group of one rank of each replica. None on a rank that is not the first of its site, because the first rank
-            communicates for the whole site.
-        inside: a group of the ranks of this replica's site, which have the same parameters. The first rank gives the average to
-            the others. None without sites.
-        compressor: compresses the differences, with error feedback. None: whole parameters are averaged.
+        group: the group over which parameters are averaged. With sites (see `Sites`), the group contains only the first rank of
+            each site, and `group` is None on all other ranks.
+        inside: the group of all ranks of this rank's site, which have the same parameters. The first rank of the site
+            broadcasts the average in this group. None if there are no sites.
+        compressor: compresses the differences, with error feedback. If None, whole parameters are averaged.
         seed: the compressor's seed, the same on every rank.
     """
 
@@ -90,7 +93,7 @@ class OuterExchange:
         own: PendingAverage
         if self._group is None:
             own = KnownAverage(shaped)  # the broadcast from the site's first rank fills it
-            # This rank compresses nothing, so errors that it has loaded from a first rank's state are not its own.
+            # This rank compresses nothing. If it has loaded errors, they belong to the first rank of a site.
             self.error_feedback.clear()
             self.origin = Origin()
         elif self.compressor is None:
@@ -112,7 +115,7 @@ class OuterExchange:
     ) -> PendingAverage:
         copies = [anchor.clone() for anchor in anchors]
         members = zip(names, parameters, anchors, strict=True)
-        # Leave out parameters without elements: compressors need not know of them, and there is nothing to average.
+        # Leave out parameters without elements, so that compressors need not handle them.
         filled = [member for member in members if member[2].numel() > 0]
         if not filled:
             return KnownAverage(copies)
@@ -131,7 +134,7 @@ class OuterExchange:
 
 
 class _WholeAverage(PendingAverage):
-    """The average of whole parameters: one all_reduce for each dtype."""
+    """The average of whole parameters: one all_reduce for all parameters that have the same `math_dtype`."""
 
     def __init__(
         self,

@@ -15,11 +15,14 @@ from .contract import Bucket, names_in
 
 
 class ParameterNames:
-    """Names for the parameters of buckets. What a hook keeps under these names stays valid when the buckets change.
+    """Names for the parameters of buckets. A parameter keeps its name when DDP divides the parameters into new buckets.
 
-    A parameter's name is the given name. Without given names it is the model's own name, which the buckets of Syncline's DDP
-    know. The buckets of torch's DDP know no names. There the parameters are numbered in the order in which buckets first
-    contain them. See Note [Numbers and a resumed run].
+    A parameter's name comes from the first of these sources that exists:
+
+    1. `named_parameters`.
+    2. The bucket: the buckets of Syncline's DDP know the model's own names.
+    3. A number. The buckets of torch's DDP know no names, so the parameters are numbered in the order in which buckets first
+       contain them. See Note [Numbers and a resumed run].
 
     Args:
         named_parameters: as from `model.named_parameters()`, or None.
@@ -31,12 +34,13 @@ class ParameterNames:
 
     # Note [Numbers and a resumed run]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # The same numbers must mean the same parameters in the run that saves and in the run that loads. This holds if both runs
-    # number all parameters in their first step: DDP orders its buckets anew after this step. So:
+    # A number must mean the same parameter in the run that saves a state and in the run that loads the state. This is true if
+    # both runs number all parameters in their first step. (After this step, DDP changes the order of its buckets.) So:
     #
     # [1] Hooks call `of` in every step, also in steps without compression.
-    # [2] A schedule numbers for states that join later.
-    # [3] A state that has given numbers in several steps cannot be loaded: the order depends on when parameters were added.
+    # [2] `ScheduleState` also numbers the parameters for the states of later phases.
+    # [3] A state that has given numbers in several steps cannot be loaded: its numbers depend on the step in which each
+    #     parameter was added.
     # [4] After loading, the first step must have exactly the parameters of the saved state, with the same shapes.
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
@@ -47,7 +51,7 @@ class ParameterNames:
         self._latest: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
         self._numberings = 0  # the number of steps in which parameters got numbers
         self._is_step_numbered = False
-        self._source: ParameterNames | None = None  # has given the numbers, if another did
+        self._source: ParameterNames | None = None  # the object whose numbers this one uses, if any
         self._loaded: dict[str, torch.Size] = {}  # empty as soon as a step has shown that the loaded state fits
         self._met: set[str] = set()
         for name, parameter in named_parameters or ():
@@ -58,11 +62,12 @@ class ParameterNames:
 
         Args:
             bucket: a bucket. Call `of` with every bucket of a step.
-            numbers: has numbered these parameters already. If nothing is numbered here yet, parameters get these numbers.
+            numbers: another `ParameterNames` that has already numbered these parameters. If this object has no names yet, it
+                takes the numbers of the other object.
 
         Raises:
-            MisuseError: the constructor got names, and a parameter is not among them. Or the state that was loaded is of other
-                parameters. Or buckets of two models have the same names.
+            MisuseError: a parameter is missing in the names that the constructor got, a parameter's shape has changed, the
+                loaded state belongs to other parameters, or two models have a parameter of the same name.
         """
         parameters = bucket.parameters()
         names = None if self.are_given else names_in(bucket)
@@ -81,14 +86,14 @@ class ParameterNames:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameters' shapes by name, and the number of steps in which parameters got numbers. Only numbers and texts."""
+        """The parameters' shapes by name, and the number of steps in which parameters got numbers."""
         return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "numberings": self._numberings}
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Note a loaded state. Later calls of `of` check that the buckets have the parameters of the state that was saved.
+        """Keep a loaded state. Without given names, later calls of `of` check that the buckets fit this state.
 
         Raises:
-            MisuseError: the saved state's numbers say nothing about the parameters here. Or a parameter has another shape.
+            MisuseError: the numbers in the saved state may mean other parameters in this run, or a parameter has another shape.
         """
         if state["numberings"] > 1:
             raise MisuseError(
@@ -107,7 +112,7 @@ class ParameterNames:
         self._check_shapes(self.shapes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the parameters. A copy gets names from its first buckets, and checks that they fit."""
+        """Pickle without the parameters. A copy names the parameters of its first buckets, and checks that these names fit."""
         return _copy_that_expects, (self.state_dict(),)
 
     # ---- new parameters ----
@@ -123,7 +128,7 @@ class ParameterNames:
         if not self._is_step_numbered:
             self._is_step_numbered = True
             self._numberings += 1
-        # Own numbers and another's must not mix, because equal numbers would mean two parameters.
+        # Take numbers from another object only if this object has given none, or two parameters could get the same number.
         if not self.shapes:
             self._source = numbers
         if self._source is None or parameter not in self._source._names:
@@ -132,8 +137,8 @@ class ParameterNames:
         return self._note(str(self._source._names[parameter]), parameter)
 
     def _note_models(self, name: str, parameter: torch.Tensor) -> None:
-        """Note the model's own name of a parameter that is new, or takes another parameter's place."""
-        # Another parameter has taken the name, and now the former parameter is back.
+        """Store the model's own name of a parameter that is new, or that replaces another parameter of the same name."""
+        # This parameter had the name, then another parameter took the name, and now this parameter is back.
         if parameter in self._names and self._names[parameter] == name:
             raise MisuseError(
                 f"the hook's state gets buckets of two models that have a parameter '{name}'; make a state for each model"
@@ -159,8 +164,9 @@ class ParameterNames:
         if not is_last:
             return
         unknown, missing = sorted(self._met - self._loaded.keys()), sorted(self._loaded.keys() - self._met)
-        # A name stays the same if other parameters are frozen or thawed, so some parameters may be new, or some may be missing.
-        # Both at once means other names. A number may mean another parameter as soon as one parameter is missing or new.
+        # A user may freeze or unfreeze parameters between the two runs. So with names, some parameters may be missing, or some
+        # may be new. If some are missing and others are new, the names have changed. With numbers, no parameter may be missing
+        # or new, because then a number may mean another parameter.
         if (unknown and missing) or (self._numberings and (unknown or missing)):
             raise MisuseError(
                 f"the loaded state is of other parameters: {_some(missing)} only there, {_some(unknown)} only here; pass "

@@ -30,7 +30,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
 
-    1. Each gradient becomes a matrix [first dimension, all other dimensions]. The error of the previous step is added.
+    1. Each gradient becomes a matrix M [first dimension, all other dimensions]. The error of the previous step is added to M.
     2. P = M Q. Here Q is the previous step's Q or a random Q, after its columns were made orthonormal.
     3. One all_reduce averages the Ps together with the gradients that are not worth compressing.
     4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages the Qs.
@@ -43,8 +43,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Args:
         state: the settings, and the errors and factors of earlier steps.
-        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16
-            bits.
+        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends numbers
+            of 16 bits.
 
     Returns:
         A future of the bucket's buffer.
@@ -68,15 +68,14 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")
     floating_buffer(bucket, "for PowerSGD")
-    # Number the parameters in steps without compression, too. A resumed run numbers them in its first step, so every run must
-    # do this.
+    # Number the parameters in steps without compression, too; see Note [Numbers and a resumed run] in `parameter_names`.
     state.names.of(bucket)
     if not state.compresses:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(state.process_group, bucket)
     group = group_of(state.process_group, bucket)
     state.enter(group)
-    # An empty bucket is empty on all ranks, so none of them communicates.
+    # An empty bucket is empty on all ranks, so no rank communicates.
     if bucket.buffer().numel() == 0:
         state.maybe_increase_iter(bucket)
         return finished(bucket.buffer())
@@ -89,10 +88,8 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 class _Batch:
     """Gradients of one matrix shape. One batched call multiplies them, but each gradient has its own factors.
 
-    `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` does not share memory with the
-    gradients, because `matrices` later becomes the next error. A batch of one gradient reuses the memory of the gradient's
-    latest error, if there is an error. Without error feedback, `matrices` is a view of a single gradient if its memory and
-    dtype allow this. If not, or for several gradients, `matrices` is a copy.
+    `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` later becomes the next error, so it
+    does not share memory with the gradients. Without error feedback, `matrices` may be a view of the gradient.
     """
 
     def __init__(
@@ -147,7 +144,8 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
         # No gradient of this bucket is compressed, so there is no second all_reduce.
         if not batches:
             return buffer
-        # torch adds the epsilon to the length of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
+        # torch adds the epsilon to the length of a sum over the ranks. Our `p` is a mean, so the epsilon is divided by the
+        # number of ranks, too.
         ps = [orthogonalize(p, state.orthogonalization_epsilon / group.size) for p in ps]
         qs = [torch.bmm(batch.matrices.transpose(1, 2), p) for batch, p in zip(batches, ps, strict=True)]
         wire = _packed(qs, buffer.dtype)
@@ -184,8 +182,8 @@ def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], 
 
 
 def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], dtype: torch.dtype) -> list[torch.Tensor]:
-    """For every batch the Qs of the previous step, or random Qs."""
-    # If a single gradient of a batch has no factor, all gradients of this batch get new factors.
+    """Return the Qs of the previous step, or random Qs, for every batch."""
+    # If at least one gradient of a batch has no factor, all gradients of this batch get new factors.
     missing = [batch for batch in batches if not (state.warm_start and all(name in state.factors for name in batch.names))]
     if missing:
         drawn = state.random_factors([batch.factor_shape for batch in missing], missing[0].matrices, dtype)
@@ -212,7 +210,7 @@ def _remember(state: PowerSGDState, batch: _Batch, p: torch.Tensor, q: torch.Ten
         if state.warm_start and is_sound:
             state.factors[name] = factor
         else:
-            # After a bad step, the next step begins with a random factor.
+            # Without warm start, or after a step with NaN or infinity, the next step begins with a random factor.
             state.factors.pop(name, None)
 
 

@@ -47,8 +47,8 @@ class PowerSGDState:
             start.
         min_compression_rate: compress a gradient only if it becomes smaller by more than this factor. With a factor below 1, a
             gradient may be compressed although it becomes larger.
-        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
-            much memory as the gradients that are compressed.
+        use_error_feedback: keep the part of a gradient that was not sent, and add this part to the next step's gradient. The
+            kept parts take as much memory as the gradients that are compressed.
         warm_start: begin each step with the latest factors instead of random factors.
         orthogonalization_epsilon: each column of a factor is divided by its length plus this epsilon. For factors of more than
             two columns the epsilon has no effect. You can leave it at 0, because a column of zeros is replaced.
@@ -56,8 +56,9 @@ class PowerSGDState:
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
         batch_tensors_with_same_shape: multiply all gradients of one shape in one batched call, which costs a copy. Each
             gradient still has its own factors.
-        named_parameters: as from `model.named_parameters()`. `state_dict` saves errors and factors under these names. If you
-            give none, Syncline's DDP knows the names, and under torch's DDP the parameters' numbers are the keys.
+        named_parameters: as from `model.named_parameters()`. `state_dict` saves errors and factors under these names. If None,
+            the state takes the names from the buckets of Syncline's DDP. torch's DDP knows no names, so there the state numbers
+            the parameters.
 
     Raises:
         InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
@@ -123,7 +124,7 @@ class PowerSGDState:
         return self.iter >= self.start_powerSGD_iter
 
     def enter(self, group: ProcessGroup) -> None:
-        """Check that a loaded state fits this rank and group; see `Origin.settle`. Call `enter` before each compression."""
+        """Check that a loaded state fits this rank and group; see `Origin.settle`. Hooks call `enter` before they compress."""
         self.origin.settle(group.rank, group.size, self.error_feedback)
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
@@ -186,7 +187,8 @@ class PowerSGDState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, the first step notices another model.
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, the hook raises the error for another model in
+                the first step.
         """
         check_kind(state, _KIND)
         for name in _SHAPING:
@@ -195,7 +197,7 @@ class PowerSGDState:
                     f"the saved PowerSGD state has {name}={state['settings'][name]}, this one {getattr(self, name)}; construct "
                     "it with the saved value"
                 )
-        # Without given names, parameters get their names with the first bucket. Then `expect` in `_take` compares them.
+        # Without given names, the names are unknown until the first step. In this step `ParameterNames.of` compares the names.
         if self.names.are_given:
             check_parameters(_of_parameters(state["errors"]), self.names.shapes)
         self._take(state)
@@ -214,9 +216,9 @@ class PowerSGDState:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle. The group becomes None; set `process_group` for another group.
+        """Restore a pickle. `process_group` becomes None, which means the DDP's group. Set it to use another group.
 
-        The first buckets name or number the parameters. If these are other parameters, the hook raises a MisuseError.
+        In the first step, the hook raises a MisuseError if the buckets have other parameters than the pickled state.
         """
         self.process_group = None
         for name, value in state["settings"].items():
@@ -227,7 +229,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """The key, made of parameter names, under which `batched_powerSGD_hook` keeps a bucket's factor and padding error."""
+    """The key, made of parameter names, under which `batched_powerSGD_hook` keeps a bucket's factor and its padding's error."""
     return f"[{', '.join(names)}]"
 
 

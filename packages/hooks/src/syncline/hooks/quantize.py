@@ -61,14 +61,15 @@ class Int8(_Symmetric):
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
-    One scale is sent for each tensor, or for each channel (each index of the first dimension). A NaN or infinity spoils all
-    numbers with the same scale. The error of a number is at most half of its scale.
+    One scale is sent for each tensor, or for each channel (each index of the first dimension). If a number is NaN or infinite,
+    all numbers with the same scale become NaN or infinite. The error of a number is at most half of its scale.
 
     Args:
         per_channel: send one scale for each channel, not for each tensor. This is more accurate if the channels' magnitudes
             differ, but sends more scales.
 
-    Bytes sent by each rank: 1 for each number, 4 (8 for float64) for each scale. A rank receives as many from every other rank.
+    Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives as many bytes from every
+    other rank.
     """
 
     _bits, _largest = 8, 127
@@ -77,8 +78,7 @@ class Int8(_Symmetric):
 class Int4(_Symmetric):
     """4-bit quantization: like `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
 
-    Four bits are coarse, so use error feedback. The paper on Streaming DiLoCo instead sends 4-bit floats (E3M0),
-    which are finer near 0.
+    Four bits are coarse, so use error feedback.
 
     Args:
         per_channel: as for `Int8`.
@@ -105,7 +105,7 @@ def _quantized(rows: torch.Tensor, scale: torch.Tensor, largest: int) -> torch.T
     # If all numbers are 0, any divisor will do. If the scale is not finite, any divisor will do, too: the receiver multiplies
     # by the scale, so the result is not finite.
     divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1).unsqueeze(1)
-    # int8 has no NaN, so a NaN travels in the scale: it makes the scale NaN, and the scale makes the received numbers NaN.
+    # int8 has no NaN. But a NaN in `rows` has made the scale NaN, and the scale makes the received numbers NaN.
     return torch.nan_to_num(rows / divisor).round().clamp(-largest, largest).to(torch.int8)
 
 
@@ -116,9 +116,9 @@ class OneBit(Compressor):
     DNNs", 2014; the mean magnitude follows Karimireddy et al., "Error feedback fixes SignSGD", 2019. This compressor needs
     error feedback.
 
-    Zero counts as positive. A NaN or infinity spoils the whole tensor.
+    Zero counts as positive. If a number is NaN or infinite, the whole tensor becomes NaN or infinite.
 
-    Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each tensor. A rank
+    Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each mean magnitude. A rank
     receives as many bytes from every other rank.
     """
 

@@ -1,9 +1,9 @@
 """Saved states: plain dictionaries of numbers, texts and tensors, which `torch.load(..., weights_only=True)` can load.
 
 The errors of error feedback differ between ranks. Everything else in a state is the same on all ranks. So a state with
-errors also contains the rank that saved it and the number of ranks, and fits only a job with this number of ranks. For another
-number, `merge_states` makes one state that fits all ranks. The merged state has the mean of all ranks' errors, which is enough:
-training depends only on this mean.
+errors also contains the rank that saved it and the number of ranks, and fits only a job with this number of ranks. For a job
+with another number of ranks, `merge_states` makes one state that fits all ranks. The merged state has the mean of all ranks'
+errors, which is enough: training depends only on this mean.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "errors" in merged:
         holders = _holders(states)
         errors = {name: torch.stack([state["errors"][name] for state in holders]).mean(0) for name in holders[0]["errors"]}
-        # Without a rank, `Origin.settle` accepts the errors on every rank.
+        # If "world_size" is None, `Origin.settle` accepts the errors on every rank.
         merged.update(errors=errors, rank=None, world_size=None)
     if "states" in merged:  # the state of a schedule
         merged["states"] = {name: merge_states([state["states"][name] for state in states]) for name in merged["states"]}
@@ -58,7 +58,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The states whose errors count. With sites, only the first rank of each site communicates, so only this rank has errors.
 
-    A rank that has never communicated has saved no rank. (It may still hold errors that it loaded and never used.)
+    In the state of a rank that has never communicated, "rank" is None. (This state may contain errors that the rank has loaded
+    and never used.)
     """
     return [state for state in states if state.get("rank") is not None] or states
 
@@ -125,16 +126,15 @@ class Origin:
         self._is_settled = False
 
     def __reduce__(self) -> tuple[type[Origin], tuple[int | None, int | None]]:
-        """Pickle without the note that `settle` was called, because another rank may load the pickle."""
+        """Pickle without `_is_settled`, because another rank may load the pickle."""
         return Origin, (self.rank, self.world_size)
 
     def settle(self, rank: int, world_size: int, errors: ErrorFeedback) -> None:
-        """Note this process's rank in the group, and the group's size. A hook calls `settle` whenever it uses the state.
+        """Store this process's rank in the group, and the group's size. A hook calls `settle` whenever it uses the state.
 
-        The first call drops errors that another rank saved (in a job with the same number of ranks), with a warning. For
-        example, all ranks may load the state that rank 0 saved, as torch's documentation shows. Then rank 0 keeps its errors,
-        and the other ranks begin their error feedback at zero. Later calls drop nothing, even if the group changes because a
-        rank was lost or has joined.
+        If another rank saved the errors, the first call drops the errors and warns. For example, all ranks may load the state
+        that rank 0 saved, as torch's documentation shows. Then rank 0 keeps its errors, and the other ranks begin their error
+        feedback at zero. Later calls drop nothing, even if the group changes because a rank was lost or has joined.
 
         Raises:
             MisuseError: the loaded errors belong to another number of ranks.

@@ -34,12 +34,12 @@ class Phase:
 class ScheduleState:
     """The phases of a training run, and the present step. Both are the same on every rank.
 
-    An example averages plainly for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0, allreduce_hook),
-    Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. The state of a phase counts only
-    the steps of this phase. So a `PowerSGDState` still averages plainly for its first `start_powerSGD_iter` steps.
+    This example averages without compression for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0,
+    allreduce_hook), Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. The state of a phase
+    counts only the steps of this phase. So here the hook compresses from step 5,000 + `start_powerSGD_iter` on.
 
     Args:
-        phases: the phases, in the order of their first steps. First steps rise from 0.
+        phases: the phases. The first phase has `first_step` 0, and each later phase has a larger `first_step`.
 
     Raises:
         InvalidArgumentError: there is no phase, the first phase does not begin at step 0, first steps do not rise, or a hook
@@ -71,8 +71,8 @@ class ScheduleState:
         `schedule_hook` calls `enter` with every bucket.
         """
         phase = self.current
-        # Under torch's DDP, parameters get numbers in the first step of a run. The schedule numbers them for the states of all
-        # phases, also of those that begin later or come by `switch`. See Note [Numbers and a resumed run] in
+        # Under torch's DDP, parameters get numbers in the first step of a run. The schedule numbers the parameters for the
+        # states of all phases, also of phases that begin later or that `switch` adds. See Note [Numbers and a resumed run] in
         # `syncline.hooks.parameter_names`.
         if names_in(bucket) is None:
             self._numbers.of(bucket)
@@ -86,15 +86,15 @@ class ScheduleState:
         return phase
 
     def abandon_step(self) -> None:
-        """Note that the present step has failed, so that no further bucket of this step comes. `schedule_hook` calls it."""
+        """End the present step before its last bucket. `schedule_hook` calls `abandon_step` if the phase's hook raises."""
         self._is_between_steps = True
 
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
         """Use another hook from the next step on, and drop all later phases.
 
-        Every rank must call `switch` between the same two steps. A step that failed before its last bucket does not
-        count: the next step has its number. If something else than a hook fails in backward, the schedule doesn't know that the
-        step has ended. Then call `load_state_dict(state_dict())` first.
+        Every rank must call `switch` between the same two steps. A step that failed before its last bucket is not counted. If a
+        backward fails outside of a hook, the schedule doesn't know that the step has ended. In this case, call
+        `load_state_dict(state_dict())` before `switch`.
 
         Raises:
             MisuseError: a step is under way.
@@ -132,7 +132,7 @@ class ScheduleState:
                 raise MisuseError(f"the saved schedule holds a state for phase {number}, whose state here cannot be loaded")
             phase.state.load_state_dict(saved)
         self.iter = state["iter"]
-        # A saved state is one between steps, also if it is loaded because a step has failed.
+        # After loading, no step is under way, even if a user loads a state because a step has failed.
         self._is_between_steps = True
 
     def _first_steps(self) -> list[int]:

@@ -25,8 +25,8 @@ def check_seed(name: str, seed: int) -> None:
 class SharedSeeds:
     """Draws the numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, which torch's PowerSGD uses as seeds.
 
-    Python's generator is the same Mersenne Twister (Matsumoto and Nishimura, 1998), but it makes its first state
-    from the seed in another way. So this class makes the first state itself.
+    Python's and numpy's generators are the same Mersenne Twister (Matsumoto and Nishimura, 1998), but Python's generator makes
+    the first state from the seed in another way. So this class makes the first state itself.
 
     Args:
         seed: the seed, 0 to 2**32 - 1. It is the same on every rank.

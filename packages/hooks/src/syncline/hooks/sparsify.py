@@ -20,7 +20,7 @@ class TopK(Compressor):
     memory", 2018. This compressor needs error feedback. A NaN counts as the largest number, so it is sent.
 
     Args:
-        fraction: the fraction of each tensor's numbers that are sent, above 0 and up to 1. At least one number is sent.
+        fraction: how much of each tensor's numbers is sent, above 0 and up to 1. At least one number of each tensor is sent.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
     of the number's dtype. A rank receives as many bytes from every other rank.
@@ -56,12 +56,12 @@ class TopK(Compressor):
 
 
 class RandomK(LinearCompressor):
-    """Sends numbers at random places of each tensor. All ranks choose the same places, so no indices are sent.
+    """Sends numbers at random positions of each tensor. All ranks choose the same positions, so no indices are sent.
 
     Source: Stich et al., "Sparsified SGD with memory", 2018. This compressor needs error feedback.
 
     Args:
-        fraction: the fraction of each tensor's numbers that are sent, above 0 and up to 1. At least one number is sent.
+        fraction: the fraction of each tensor's numbers that is sent, above 0 and up to 1, but at least one number of a tensor.
 
     Bytes: one all_reduce of the chosen numbers, in the gradients' dtype.
     """
@@ -80,7 +80,7 @@ class RandomK(LinearCompressor):
         return torch.cat([gradient.reshape(-1)[chosen] for gradient, chosen in zip(gradients, places, strict=True)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Make tensors with the received values at the chosen places, and zeros elsewhere."""
+        """Make tensors with the received values at the chosen positions, and zeros elsewhere."""
         places = self._places(like, seed)
         values = torch.split(message, [len(chosen) for chosen in places])
         return [_scattered(*triple) for triple in zip(like, places, values, strict=True)]

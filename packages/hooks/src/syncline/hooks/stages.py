@@ -5,14 +5,14 @@ Note [Stages]
 A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this
 work has finished, and returns the reduced bucket at the end. A stage is the part of the generator up to the next `yield`, or to
 the end. Every rank must issue the same collectives in the same order, even if several buckets are in flight, and threads are
-scheduled differently on each rank. So it depends on the kind of group who resumes a generator:
+scheduled differently on each rank. There are two ways to resume a generator:
 
-1. Most groups of Syncline have one total order (`has_total_order`): a collective that a callback issues comes before every
-   later collective (Note [One total order] in `syncline.collectives.engine.queue`). In these groups the future of each work
-   resumes its generator: `_chained`.
+1. Most groups of Syncline bring all collectives into one order that is the same on every rank, also collectives that callbacks
+   issue (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). In these groups a callback of
+   each work's future resumes the generator; see `_chained`.
 2. torch's groups order collectives by the moment of the call, so a collective that a callback issues would race with the
    thread of backward. A `RoundRobinGroup` refuses calls from callbacks. In these groups only the thread of backward resumes
-   generators, at fixed places: `Pipeline`. When a bucket starts, every earlier bucket moves on by one stage. When the last
+   generators, at fixed moments; see `Pipeline`. When a bucket starts, every earlier bucket moves on by one stage. When the last
    bucket of the backward starts, all buckets move on to their end. The first collective of a bucket still overlaps with
    backward.
 """
@@ -52,7 +52,7 @@ class Pipeline:
         self._latest = -1
 
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
-        """Start a bucket's generator. Call it in backward's thread, for the same buckets in the same order on every rank.
+        """Start a bucket's generator. Call `run` in backward's thread, for the same buckets in the same order on every rank.
 
         An error of the first stage is raised here. An error of a later stage is set on the future.
         """
@@ -64,7 +64,7 @@ class Pipeline:
         if bucket.index() <= self._latest:
             self._drop_stale()
         self._latest = bucket.index()
-        # At this fixed place every rank moves every earlier bucket on by one stage; see Note [Stages].
+        # Here every rank moves every earlier bucket on by one stage; see Note [Stages].
         for entry in self._pending:
             entry.advance()
         self._pending.append(_Pending(stages, next(stages), future))

@@ -14,7 +14,8 @@ class WrappingOptimizer(torch.optim.Optimizer):
     """An optimizer without parameter groups and state of its own: it shows the groups, state and defaults of another optimizer.
 
     Hooks of `register_step_pre_hook` and `register_step_post_hook` run before and after the whole step, communication included.
-    Hooks of `state_dict` and `load_state_dict` are the other optimizer's: they get the other optimizer and its state.
+    Hooks for `state_dict` and `load_state_dict` are registered with the other optimizer. So these hooks get the other optimizer
+    and its state.
 
     Args:
         optim: the other optimizer.
@@ -28,7 +29,7 @@ class WrappingOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """The other optimizer's groups. Loading a state gives it a new list."""
+        """The other optimizer's groups. After a state is loaded, this property returns a new list."""
         return self.optim.param_groups
 
     @property
