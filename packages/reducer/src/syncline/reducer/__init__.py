@@ -3,7 +3,7 @@
 These files handle one gradient, in this order:
 
 1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index. If the bucket may have
-   enough gradients, the hook also wakes the reducer.
+   enough gradients, the hook also calls the reducer.
 2. `pending_gradients`: says when a bucket has as many gradients as it needs, and when all users' hooks on the latest gradient
    have run. Then `reducer` asks `usage` which of these gradients are final: their parameters get no more gradients.
 3. `readiness`: decides which buckets may start. Buckets start strictly in order, and the order is the same on every rank.
@@ -16,7 +16,7 @@ All steps run on the thread of backward, steps 2 to 5 under the reducer's lock.
 
 More files: `sync_policy` says which backwards are reduced. `gradient_aliasing` avoids copies. `bucket_building` makes the
 buckets. When a backward has shown in which order gradients come (`arrival_order`), `bucket_building` makes the buckets again,
-in this order. `torch_internals` has the private parts of torch, such as the call at the end of backward.
+in this order. `torch_internals` has the private parts of torch that the reducer uses, such as the call at the end of backward.
 """
 
 from .bucket_assignment import BucketAssignment, GradientSpec, assign_buckets

@@ -16,14 +16,17 @@ from .usage import UsageModel
 
 
 class BackwardReduction:
-    """The collectives of one backward, and the wait at its end. Use it on the thread of this backward.
+    """Issues the collectives of one backward, and waits for these collectives when the backward ends.
+
+    Call the methods on the thread of this backward.
 
     Args:
         buckets: the reducer's buckets, in the order in which they are reduced.
         usage: the usage model, which knows the parameters that this backward uses. The caller has already called the
             model's `begin` or `shadow_backward`.
         reduction: starts the reduction of a bucket.
-        group: the group whose ranks average their gradients. After the last bucket, these ranks compare their calls.
+        group: the group whose ranks average their gradients. After the last bucket, these ranks compare which collectives they
+            have called.
         statistics: the object into which the times are written.
         mark: a text about this backward. The ranks compare this text together with the first bucket; see Note [Which backward
             is reduced] in `sync_policy`.
@@ -107,10 +110,10 @@ class BackwardReduction:
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """Start the agreement of the ranks on the used parameters, and the comparison of their calls so far.
+        """Let the ranks agree which parameters are used, and compare which collectives they have called so far.
 
-        Every rank calls this after its last bucket. If the ranks compare their calls only at the end of backward, `finish`
-        starts the comparison.
+        Every rank calls this method after its last bucket. If the ranks compare their calls only at the end of backward,
+        `finish` starts the comparison.
         """
         self._usage.sync_used_map()
         if not self._compares_at_end():

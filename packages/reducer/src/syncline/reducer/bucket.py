@@ -93,8 +93,8 @@ class Bucket:
         """Copy the parameters' gradients into the buffer. Gradients that are already in the buffer are not copied.
 
         Args:
-            unused: indices of parameters that this rank does not use in this backward. If such a parameter has a gradient, this
-                gradient is collected; None counts as zeros. If no rank uses the parameter, `deliver` leaves its gradient
+            unused: indices of parameters that this rank does not use in this backward. If an unused parameter has a gradient,
+                this gradient is collected; None counts as zeros. If no rank uses the parameter, `deliver` leaves its gradient
                 unchanged.
 
         Raises:
@@ -248,7 +248,8 @@ class Bucket:
 
         Args:
             untouched: indices of parameters whose gradients stay unchanged.
-            may_alias: whether large gradients may lie in the bucket's memory. True only if no other code knows this memory.
+            may_alias: whether large gradients may lie in the bucket's memory (see `GradientAliasing`). Pass False if other
+                code, such as a hook, may use this memory later.
         """
         gradients = list(map(_grad_of, self.parameters))
         done = {*untouched, *self._deliver_into_graph(gradients, untouched)} if self._has_graph else untouched
@@ -368,7 +369,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their memory without gaps and overlaps, in any order of dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        # A dimension of length 1 has a stride without a meaning.
+        # The stride of a dimension of length 1 means nothing.
         if length == 1:
             continue
         if stride != expected:

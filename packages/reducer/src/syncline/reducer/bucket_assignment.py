@@ -42,12 +42,12 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Fill buckets with the gradients in the order given, as torch.distributed does.
 
-    A cap is a size limit. When a bucket reaches its cap, the latest gradient closes the bucket. So a bucket may become larger
-    than its cap. Each kind has its own open bucket and its own position in `caps_bytes`. The last cap holds for all further
-    buckets.
+    A cap is a size limit. A bucket is closed as soon as it reaches its cap, so a bucket may become larger than its cap. The
+    buckets of each kind are counted separately: for every kind the first bucket has the first cap, the second bucket has the
+    second cap, and so on. The last cap holds for all further buckets.
 
     Args:
-        specs: one for each gradient; the positions are the indices in the result.
+        specs: one spec for each gradient. The result contains the gradients' positions in this list.
         caps_bytes: size limits in bytes of the first, second, ... bucket of each kind; at least one.
         order: indices of `specs` in the order of arrival, each once; None means the order of `specs`.
 

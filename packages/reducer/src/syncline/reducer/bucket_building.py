@@ -22,10 +22,10 @@ class BucketBuilder:
     Attributes:
         names: the parameters' names, for errors.
         parameters: the parameters; their positions are the indices.
-        group: the group whose ranks average their gradients. It allocates the buckets' memory.
+        group: the group whose ranks average their gradients. The group allocates the buckets' memory.
         caps_bytes: size limits of the first, second, ... bucket; the last limit holds for all further buckets.
         sparse: for each parameter, whether its gradient is sparse. A sparse gradient has a bucket of its own.
-        delayed: indices of parameters that come after all others, in buckets without a size limit.
+        delayed: indices of parameters whose buckets come last and have no size limit.
         as_view: let gradients be views of the buckets.
     """
 
@@ -40,7 +40,7 @@ class BucketBuilder:
     def assign_first(self) -> list[list[int]]:
         """Return the members of the buckets that are used until the order of gradients is known.
 
-        The parameters are in reverse order of definition.
+        The buckets, and the parameters in each bucket, are in reverse order of definition.
 
         With one size limit, the buckets are filled from the front of the model, as in torch. So each bucket has the same
         parameters as in torch, and `skip_all_reduce_unused_params` leaves out the same buckets. With several limits, the

@@ -24,7 +24,7 @@ else:
     CommunicationHook = Callable
 
 # If a collective of the hook times out, the collective's error says more than the error of `HookReduction`. So `HookReduction`
-# waits longer than the group's timeout, by at most this many seconds.
+# waits up to this many seconds longer than the group's timeout.
 _REPORT_S = 2.5
 
 
@@ -52,8 +52,8 @@ class BucketReduction:
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
         """Issue the reduction of a bucket. Every rank issues the same buckets in the same order.
 
-        `is_last` returns whether this is the last bucket of the backward, and may wait for other ranks to know this. So this
-        method calls `is_last` only for a hook, which needs the answer.
+        `is_last` returns whether this is the last bucket of the backward. `is_last` may wait for other ranks, so this method
+        calls `is_last` only if there is a hook, which needs the answer.
         """
         with naming_parameters(lambda: bucket.names):
             # Ask for a hook first: a hook also reduces sparse buckets, on any group.
@@ -172,7 +172,7 @@ class HookReduction(PendingReduction):
             )
 
     def _as_given(self, result: object) -> object:
-        """Cast the result to the bucket's dtype, if the hook has set a buffer of another dtype and returns that dtype."""
+        """Cast the result to the bucket's dtype, if the result has the dtype that the hook has set by `set_buffer`."""
         # Return any other result unchanged. If the result is wrong, `Bucket.accept` raises the error.
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result
@@ -182,9 +182,9 @@ class HookReduction(PendingReduction):
 class DeferredReduction(PendingReduction):
     """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
 
-    A sparse all_reduce issues further collectives in a callback. Such a group does not order these collectives among the
-    collectives of other threads. `wait` is called at the end of backward. By then all ranks have issued all other collectives,
-    so the order is the same on all ranks.
+    A sparse all_reduce issues further collectives in a callback. Without `has_total_order`, these collectives may come before
+    another thread's collective on one rank, and after it on another rank. `wait` is called at the end of backward. By then all
+    ranks have issued all other collectives, so the order is the same on all ranks.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

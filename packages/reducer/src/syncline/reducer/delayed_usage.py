@@ -12,7 +12,7 @@ class DelayedUsage(UsageModel):
 
     Args:
         usage: the usage model that decides everything else.
-        delayed: indices of the parameters that wait. The last buckets contain these parameters.
+        delayed: indices of these parameters. The last buckets contain them.
         until: the index of a parameter. The delayed parameters wait for the last gradient of this parameter. If this gradient
             does not come, or `until` is None, they wait for the end of backward.
     """
@@ -37,9 +37,9 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return None if the bucket contains a delayed parameter or `until`: the reducer must look at each of its gradients.
+        """Return None if the bucket contains a delayed parameter or `until`. For other buckets, ask the wrapped usage model.
 
-        For any other bucket, return the answer of the wrapped usage model.
+        None means that the reducer must look at each gradient of the bucket.
         """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
@@ -49,7 +49,7 @@ class DelayedUsage(UsageModel):
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Return the parameters whose gradients are final. A delayed gradient is final when the gradient of `until` has come.
 
-        `Readiness` refuses a delayed gradient that comes later.
+        If a delayed gradient comes after that, `Readiness` raises an error.
         """
         return [final for index in indices for final in self._arrived(index, undefined)]
 
@@ -57,7 +57,7 @@ class DelayedUsage(UsageModel):
         if index in self._delayed and index != self._until:
             self._usage.accumulated([index], undefined)  # raises if the usage model does not expect this gradient
             self._usage.arrived([index], undefined)
-            # Before the release a delayed gradient is never final, because the parameter may get another gradient.
+            # A delayed gradient is not final before `until` has come, because the parameter may get another gradient.
             return (index,) if self._released else ()
         final = self._usage.arrived([index], undefined)
         # Do not release the delayed parameters: the gradient is not of `until`, or they are released already, or `until` will
@@ -72,11 +72,11 @@ class DelayedUsage(UsageModel):
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """Return what the wrapped usage model returns, without delayed parameters. If these still wait, add them at the end."""
+        """Return the answer of the wrapped usage model, followed by the delayed parameters if they still wait for `until`."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         if self._released:
             return final
-        self._released = True  # a backward around this one may call again
+        self._released = True  # the end of a backward around this backward may call `ended` again
         return [*final, *sorted(self._delayed)]
 
     def may_skip(self, indices: Collection[int]) -> bool:

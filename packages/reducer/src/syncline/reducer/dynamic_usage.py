@@ -16,9 +16,10 @@ from .usage import UsageModel
 class UsedMap:
     """The ranks' agreement on the used parameters.
 
-    Each parameter has a byte, its level: 0 if no rank uses the parameter, else the highest level at which any rank uses it.
-    `DynamicUsage` has only level 1. In `StaticUsage`, level 1 means that a backward before the first reduction used the
-    parameter, and level 2 that the first reduced backward itself used it.
+    The map has one byte for each parameter, its level. The level is 0 if no rank uses the parameter. If ranks use the parameter
+    at different levels, the map has the highest level. `DynamicUsage` has only level 1. In `StaticUsage`, level 1 means that
+    only a backward before the first reduced backward used the parameter. Level 2 means that the first reduced backward itself
+    used the parameter.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -61,7 +62,7 @@ class DynamicUsage(UsageModel):
     """Backwards may reach different parameters, in each step and on each rank (`find_unused_parameters=True`).
 
     Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second all_reduce at the
-    beginning of backward. A rank waits for this all_reduce only if it uses no parameter of some bucket.
+    beginning of backward. A rank waits for the second all_reduce only if some bucket contains no parameter that this rank uses.
 
     Raises:
         MisuseError: this version of torch cannot say which nodes a backward will execute.

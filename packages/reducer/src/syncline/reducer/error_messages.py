@@ -68,7 +68,8 @@ def needs_everyone(place: str) -> MisuseError:
 def another_reducer(place: str) -> MisuseError:
     """Make the error for two reducers that disturb each other.
 
-    They have some of the same parameters, and both use one group, or at least one averages gradients in place.
+    Two reducers of the same parameter disturb each other if both use one group, or if at least one of them averages gradients
+    in place.
     """
     return MisuseError(
         f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "
@@ -207,7 +208,10 @@ def disagreement(error: DisagreementError, where: str) -> DisagreementError:
 
 
 def is_of_a_stray_backward(text: str) -> bool:
-    """Whether this text of an error shows calls of different backwards, or a call of a backward without a forward."""
+    """Whether an error's text shows that a rank ran a backward that other ranks did not run.
+
+    The text shows this if it names different backwards, or a backward that is not the first one since its forward.
+    """
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
 
@@ -254,7 +258,7 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 
 @contextmanager
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """A context for reductions. It adds the names of the reduced parameters to transport errors and disagreements.
+    """A context that adds the names of the reduced parameters to transport errors and disagreements.
 
     An error of Syncline keeps its type.
     """

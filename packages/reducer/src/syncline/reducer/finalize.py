@@ -40,8 +40,8 @@ def finalize(
         statistics: gets the time when finalize began, the time when it ended, and the seconds that backward waited.
         globally_unused: takes indices of parameters, and returns the indices of those parameters whose gradients stay
             unchanged. May wait for other ranks.
-        on_delivery: finalize calls it for each bucket, with the parameters that now have their reduced gradients. Later buckets
-            may still be in flight.
+        on_delivery: a function that finalize calls for each bucket, with the parameters that now have their reduced gradients.
+            Later buckets may still be in flight.
         extra_futures: finalize also waits for these futures.
         verification: starts the comparison of the group's calls, or returns the comparison that already runs. finalize calls
             this function when everything else is over.

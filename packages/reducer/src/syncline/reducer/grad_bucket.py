@@ -12,7 +12,7 @@ from .sparse_bucket import AnyBucket
 class GradBucket:
     """The argument of a communication hook.
 
-    It has the methods of `torch.distributed.GradBucket`, and `parameter_names` and `process_group`.
+    This class has all methods of `torch.distributed.GradBucket`, and two more: `parameter_names` and `process_group`.
     """
 
     def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:

@@ -49,7 +49,7 @@ class GradientAliasing:
     def is_memory_free(self) -> bool:
         """Whether the bucket may fill its memory.
 
-        It may if each moved gradient is gone, or has other memory, or is still its parameter's gradient.
+        The answer is True if each moved gradient is gone, or has other memory, or is still its parameter's gradient.
         """
         return all(
             storage_users(alias) == self._alone[position]
@@ -76,7 +76,7 @@ class GradientAliasing:
             if not self._is_moved(position, gradient):
                 if not _may_move(gradient, self._views[position]):
                     continue
-                # `share_memory_` has moved the alias itself, so it no longer shows the bucket's memory.
+                # `share_memory_` has moved the alias itself, so the alias no longer shows the bucket's memory.
                 if self._is_elsewhere(position):
                     self._make_alias(position)
                 gradient.data = self._aliases[position]
@@ -87,7 +87,7 @@ class GradientAliasing:
         """Move gradients out of the bucket's memory into new memory. Leave out gradients whose memory other code uses."""
         for position, alias in self._aliases.items():
             gradient = self._parameters[position].grad
-            # There is no gradient to move: no gradient of this parameter is in the bucket's memory.
+            # This parameter's gradient is not in the bucket's memory.
             if gradient is None or not self._is_moved(position, gradient) or self._is_elsewhere(position):
                 continue
             python_users, users = self._alone[position]
@@ -134,7 +134,7 @@ def _may_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
         and gradient.dtype is view.dtype
         and not gradient.is_conj()
         and not gradient.is_neg()
-        and gradient.untyped_storage().resizable()  # torch itself has allocated it
+        and gradient.untyped_storage().resizable()  # torch itself has allocated this storage
         and not gradient.is_shared()  # type: ignore[no-untyped-call]  # torch's
         and storage_users(gradient) == _ALONE
     )

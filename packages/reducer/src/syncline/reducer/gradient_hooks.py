@@ -33,13 +33,13 @@ class GradientHooks:
         group: the group whose ranks average their gradients.
         reads_in_place: whether this reducer averages gradients in their own memory. If so, another reducer would read gradients
             that this reducer is just averaging.
-        wake: a method. A hook calls it on the thread of backward, when the reducer must look at a bucket (see
+        wake: a method that a hook calls on the thread of backward, when the reducer must look at a bucket (see
             `PendingBucket.wake_at`). Only a weak reference to `wake` is kept, so that hooks do not keep the reducer alive.
-        node_done: a method. A hook calls it with a parameter's index and bucket, as `hook_node` got them, when all hooks on
-            this parameter have run. Only a weak reference is kept.
-        retire: a method. Another reducer that this reducer would disturb calls it before a forward or a backward. `retire`
-            returns True if no backward of this reducer is under way or expected. Then this reducer's hooks are off until the
-            next call of `register`. Only a weak reference is kept.
+        node_done: a method that a hook calls when all hooks on a parameter have run. The arguments are the index and the bucket
+            that `hook_node` got. Only a weak reference is kept.
+        retire: a method that another reducer calls before a forward or a backward, if this reducer would disturb that reducer.
+            `retire` returns True if no backward of this reducer is under way or expected. Then this reducer's hooks are off
+            until the next call of `register`. Only a weak reference is kept.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class GradientHooks:
         # A closed reducer never hooks its parameters again.
         if self._is_closed:
             return
-        # Do not hold the nodes of parameters on the CPU, which has no streams. If a parameter was resized, a new node knows the
-        # new shape. Then the bucket raises the error, which names the parameter.
+        # Do not hold the nodes of parameters on the CPU, which has no streams. If a user resizes a parameter, autograd then
+        # makes a node with the new shape. So autograd raises no error, but the bucket does, and names the parameter.
         self._nodes = [accumulation_node(parameter) for parameter in self._parameters if not parameter.is_cpu]
         for bucket in pending:
             for index in bucket.members:
@@ -111,7 +111,7 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take off the hooks of all other reducers that would disturb this reducer. Return whether all have agreed.
+        """Take off the hooks of all other reducers that would disturb this reducer. Return whether all these reducers agreed.
 
         Two reducers on some of the same parameters disturb each other if one of them averages gradients in place. They also
         disturb each other if they use one group: gradients may come in a different order on each rank, and then one reducer's
@@ -164,7 +164,7 @@ class GradientHooks:
         self._handles, self._hooked, self._nodes = [], {}, []
 
 
-_lock = threading.RLock()  # reentrant: the garbage collector may run while it is held, and may call into this module
+_lock = threading.RLock()  # reentrant: the garbage collector may run while the lock is held, and may call into this module
 _living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
 
 

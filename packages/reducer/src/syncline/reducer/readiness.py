@@ -21,8 +21,8 @@ class Readiness:
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     # Gradients may become ready in different orders on different ranks, but all ranks must issue the collectives of a group in
     # one order. So bucket k+1 starts only after bucket k, even if bucket k+1 is ready first; `mark_ready` returns the buckets
-    # that may start now. This costs overlap only if an early bucket is ready late. When the order of arrival is known, the
-    # reducer builds the buckets again in this order, so that they overlap again.
+    # that may start now. If an early bucket is ready late, later buckets overlap less with backward. When the order of arrival
+    # is known, the reducer builds the buckets again in this order, so that they are ready in order.
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
         self._members = [frozenset(members) for members in buckets]

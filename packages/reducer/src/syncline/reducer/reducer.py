@@ -72,11 +72,12 @@ class _BackwardEnd:
 
     def end(self) -> None:
         if not self._reducer.is_in_fork:  # the fork may have been made within this backward
-            # A user's hook may run the backward of an auxiliary loss. The other gradients come in the backward around it.
+            # A user's hook may run this backward inside another backward, for example for an auxiliary loss. Then the missing
+            # gradients come in the other backward.
             if not self._reducer._has_all_gradients() and call_at_outer_end(self.end):
                 return
             self._reducer._check_all_gradients()
-            # Queued only now, so that it runs after `_end` of all reducers.
+            # Queue `finish` only now, so that it runs after `end` of all reducers.
             call_at_backward_end(self.finish)
 
     def finish(self) -> None:
@@ -118,7 +119,7 @@ class Reducer(Inherited):
             from re-entrant checkpoints, or not at all. See `StaticUsage`. `static_graph` has precedence over
             `find_unused_parameters`, as in torch.
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
-            backward ends. The reducer reduces these parameters last.
+            backward ends. The gradients of these parameters are reduced last.
         delayed_until: the name of the parameter for whose gradient the delayed parameters wait. None: they wait for the end of
             backward.
 
@@ -296,7 +297,7 @@ class Reducer(Inherited):
         self._usage = self._make_usage()
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
-        """Let `hook(state, bucket)` reduce each bucket in place of `all_reduce(AVG)`. None brings `all_reduce(AVG)` back.
+        """Let `hook(state, bucket)` reduce each bucket, instead of `all_reduce(AVG)`. None brings `all_reduce(AVG)` back.
 
         The reducer calls the hook on the thread that runs backward, on every rank in the same order. The hook gets this rank's
         undivided gradients, and returns a future of the reduced bucket, one flat tensor. The hook must not call this reducer.
@@ -320,9 +321,8 @@ class Reducer(Inherited):
     def on_delivery(self, callback: OnDelivery | None) -> None:
         """Set a function that the reducer calls for each bucket at the end of backward.
 
-        The function gets those parameters of the bucket that have their reduced gradients now.
-
-        The callback runs on the thread of backward, while later buckets may still be in flight. None removes the callback.
+        The callback gets those parameters of the bucket that have their reduced gradients now. The callback runs on the thread
+        of backward, while later buckets may still be in flight. None removes the callback.
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
@@ -353,7 +353,8 @@ class Reducer(Inherited):
         """Call this before each forward.
 
         The first call with `synchronizes=True` builds the buckets. When a reduced backward has shown the order of gradients,
-        the next such call builds the buckets again. With `find_unused_parameters` the buckets are built only once.
+        the next call with `synchronizes=True` builds the buckets again. With `find_unused_parameters` the buckets are built
+        only once.
 
         Building buckets is a collective. In a fork of the rank, a call with `synchronizes=False` does nothing.
 
@@ -392,7 +393,7 @@ class Reducer(Inherited):
         return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
-        """Let the next forward whose backward is reduced build new buckets, with other sizes.
+        """Set other bucket sizes. The next forward whose backward is reduced builds new buckets with these sizes.
 
         Every rank calls this method between the same two backwards, and with the same sizes.
 
@@ -458,7 +459,7 @@ class Reducer(Inherited):
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether a backward without a forward stays local from now on, and only adds to this rank's gradients."""
+        """Set whether a backward without a forward is not reduced from now on, and only adds to this rank's gradients."""
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
@@ -467,7 +468,7 @@ class Reducer(Inherited):
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether the next backward fails if some rank only takes part by `shadow_backward`."""
+        """Whether the next backward fails if some rank calls `shadow_backward`, because every rank must have gradients."""
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:
@@ -486,7 +487,7 @@ class Reducer(Inherited):
         if self.needs_everyone:
             raise error_messages.needs_everyone(self._group.place())
         self._count_unsynchronized()
-        # Without a forward, this is a second backward of an earlier forward, and the mark must say so.
+        # Without a forward, this is a second backward of an earlier forward. The ranks compare this; see `GradSyncPolicy.mark`.
         if has_forward:
             self._sync_policy.forward(reduces=True)
         self._build_if_due()
@@ -507,15 +508,15 @@ class Reducer(Inherited):
     def reduce_gradients(self, indices: Collection[int]) -> None:
         """Take part in one backward of the other ranks with the gradients that this rank has already.
 
-        Issues the collectives of a backward without a forward, and delivers the reduced gradients. Autograd does not run, so
-        hooks of the user do not run either. `on_begin` and `on_iteration` are not called.
+        This method issues the collectives of a backward without a forward, and delivers the reduced gradients. Autograd does
+        not run, so hooks of the user do not run either. The callbacks of `on_begin` and `on_iteration` are not called.
 
         Args:
             indices: the parameters whose gradients this rank adds.
 
         Raises:
-            MisuseError: the previous backward never ended; or the reducer has other options than `find_unused_parameters`, so
-                that it would learn from a backward.
+            MisuseError: the previous backward never ended; or the reducer has no `find_unused_parameters`; or the reducer has
+                `static_graph` or `skip_all_reduce_unused_params`.
         """
         self._check_idle("reduce_gradients")
         if not self._find_unused or self._is_static or self._skip_unused:
@@ -544,7 +545,7 @@ class Reducer(Inherited):
 
     @override
     def in_fork(self) -> None:
-        """Take the hooks off in a forked child, which is not the rank."""
+        """Take the hooks off in a forked child process. The child is not a rank of the group."""
         self.is_in_fork = True
         self._close_hooks()
         self._running = None
@@ -568,7 +569,7 @@ class Reducer(Inherited):
     def _on_wake(self, bucket: PendingBucket) -> None:
         """React to a gradient of this bucket. A hook calls this on the thread of backward.
 
-        If the backward is reduced, begin the reduction with the first gradient, and process buckets that are worth a look. If
+        If the backward is reduced, begin the reduction at the first gradient, and process buckets that are worth a look. If
         not, count the gradients at the end of this backward.
 
         See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
@@ -584,7 +585,7 @@ class Reducer(Inherited):
             # The first gradient of a reduced backward.
             if self._running is None:
                 self._begin()
-            # Autograd has dropped the callbacks of the previous backward, so that backward has failed.
+            # Autograd has dropped the callbacks of the previous backward, so the previous backward has failed.
             elif self._backward_end() is None:
                 raise error_messages.backward_never_ended("a gradient came", self._group.place())
             if self._learns_order:
@@ -613,7 +614,7 @@ class Reducer(Inherited):
                 self._process(taken)
 
     def _begin(self) -> None:
-        """Start a reduced backward. The reducer calls this at the first gradient, before it marks any gradient."""
+        """Start a reduced backward. `_on_wake` calls this method at the first gradient of the backward."""
         if in_compiled_autograd():
             raise error_messages.compiled_autograd(self._group.place())
         # Without a forward, `prepare_for_backward` was not called, so take over here.
@@ -666,7 +667,7 @@ class Reducer(Inherited):
             self._users_hooks.reset()
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
-        """Tell the usage model which gradients came, and which of them are None. Return its answer."""
+        """Tell the usage model which gradients came, and which of them are None. Return the usage model's answer."""
         asks = self._usage.asks_for_undefined
         undefined = [index for index in indices if self._parameters[index].grad is None] if asks else ()
         try:
@@ -715,7 +716,8 @@ class Reducer(Inherited):
     def _finish(self) -> None:
         """Wait for the reductions, and write the averages into the gradients.
 
-        Autograd calls this after `_end` of all reducers, because `_finish` overwrites gradients that other reducers collect.
+        Autograd calls this method after `_BackwardEnd.end` of all reducers, because `_finish` overwrites gradients that other
+        reducers collect.
         """
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)

@@ -39,7 +39,7 @@ class SparseBucket:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of this rank's gradient: of its indices and its values."""
+        """The size of this rank's gradient in bytes: its indices and its values together."""
         return int(self.buffer.indices().nbytes + self.buffer.values().nbytes)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -21,9 +21,9 @@ class StaticUsage(UsageModel):
     which parameters are used by at least one rank. From the second backward on, a parameter is ready when its last gradient has
     come, and the reduction of a bucket overlaps with backward.
 
-    A backward that is not synchronised may leave out parameters, but must not use additional parameters. If it runs before the
-    first reduction, this reduction includes its gradients. If only such an earlier backward uses a parameter, later reductions
-    leave this parameter out.
+    A backward inside `no_sync` may leave out parameters, but must not use additional parameters. Before the first reduced
+    backward it may use any parameter, and the first reduction includes its gradients. Later reductions leave out a parameter
+    that the first reduced backward itself has not used on any rank.
     """
 
     hint_missing = (
@@ -40,7 +40,8 @@ class StaticUsage(UsageModel):
         self._count = len(parameters)
         self._expected: Counter[int] | None = None
         self._absent: list[int] = []
-        # Parameters whose gradient was None in the first backward. After this backward: None on every rank.
+        # Parameters whose gradient was None in the first backward on this rank. After this backward, only the parameters whose
+        # gradient was None on every rank.
         self._undefined: frozenset[int] = frozenset()
         self._repeated: frozenset[int] = frozenset()
         self._counts: Counter[int] = Counter()
@@ -90,7 +91,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count uses until the first backward ends. After that, check that a backward uses no other parameters.
+        """Count uses until the first backward ends. After that, check that no backward uses additional parameters.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.

@@ -42,8 +42,8 @@ class IterationStatistics:
         last_gradient: when the last gradient was ready. After this time, no computation is left that could hide communication.
         finalize_started: when backward had computed all gradients, and the wait for the last reductions began.
         finished: when all reduced gradients were written back.
-        waited_s: the exposed communication: after the last gradient was ready, for how many seconds backward stood still
-            because of the reduction. This time includes the start of the last buckets, the wait, and the writing back, but not
+        waited_s: the exposed communication: the seconds that backward stood still because of the reduction, after the last
+            gradient was ready. This time includes the start of the last buckets, the wait, and the writing back, but not
             autograd's own work.
         buckets: the times of each bucket, in the order in which the buckets started.
     """

@@ -22,8 +22,8 @@ class GradSyncPolicy:
     has the number of the latest forward, and the number of backwards since this forward.
 
     The policy counts a forward when its backward is reduced. So a rank may run a forward without a backward, or several
-    forwards before one backward, even if other ranks do not. The policy does not notice a stray backward in a loop that never
-    calls the wrapper's forward, because nothing distinguishes the backwards of this loop.
+    forwards before one backward, even if other ranks do not. In a loop that never calls the wrapper's forward, the policy does
+    not notice that one rank runs an additional backward, because nothing distinguishes the backwards of this loop.
 
     Attributes:
         is_due: whether the next backward is reduced.
@@ -57,7 +57,7 @@ class GradSyncPolicy:
 
     @property
     def has_forward(self) -> bool:
-        """Whether a forward waits for its backward, which is to be reduced."""
+        """Whether a forward ran outside of `no_sync`, and its backward has not ended yet."""
         return self._announced
 
     @property

@@ -91,7 +91,7 @@ def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], o
 
 
 class _HeldHook:
-    """The handle of a hook on a node. It also holds the node, so that the node stays alive."""
+    """The handle of a hook on a node. The handle also holds the node, so that the node stays alive."""
 
     def __init__(self, node: GraphNode, handle: Any) -> None:
         self.node = node
@@ -116,7 +116,7 @@ def unreached(nodes: Sequence[GraphNode]) -> list[int]:
 
     A node that only the inner backward of a re-entrant checkpoint will execute counts as unreached, too.
 
-    Autograd has computed the answer when the backward started. Cost: 0.1 to 0.2 microseconds for each node.
+    Autograd computed the answer when the backward started. Cost: 0.1 to 0.2 microseconds for each node.
     """
     will_execute = torch._C._will_engine_execute_node
     if all(map(will_execute, nodes)):  # the usual case, in half the time
@@ -137,7 +137,7 @@ def hooks_after_accumulation(parameter: torch.nn.Parameter) -> Collection[object
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that grows when the tensor is changed in place. It is always 0 if this torch has no such number."""
+    """Return a number that grows when the tensor is changed in place. If torch has no `_version`, the number is always 0."""
     return getattr(tensor, "_version", 0)
 
 
@@ -191,7 +191,7 @@ def call_at_outer_end(callback: Callable[[], None]) -> bool:
     Call this function in a callback of `call_at_backward_end`.
 
     Returns:
-        Whether there is another backward.
+        Whether a hook of another backward runs the backward that ends now.
     """
     # Autograd has left the nodes of the backward that ends, so this is the node whose hook runs.
     node = _current_node()

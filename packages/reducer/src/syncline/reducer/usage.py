@@ -106,7 +106,7 @@ class UsageModel(ABC):
         return frozenset()
 
     def find_nodes_again(self) -> None:  # noqa: B027 - most models hold no nodes
-        """Look for the parameters' nodes again, because autograd may have new nodes."""
+        """Look for the parameters' nodes in autograd's graph again, because autograd may have made new nodes."""
 
     def reset(self) -> None:  # noqa: B027 - most models remember nothing
         """Forget what was noted in this backward, because it is over."""

@@ -46,7 +46,7 @@ def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tens
             called a buffer.
         group: the group whose ranks are compared.
 
-    Cost: an all_reduce of 16 bytes. Only if ranks differ: two broadcasts of a description, and an all-gather of a byte.
+    Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
         DisagreementError: raised on every rank. The text names the first parameter that differs, and describes it on
@@ -65,8 +65,8 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
     """Check that all ranks have the same options. Every rank of the group calls this function, with the same names.
 
     Args:
-        options: a value for each name. Names are as in the caller's signature. Values are numbers, strings, None, or sequences
-            of these.
+        options: a value for each name. Errors show these names, so use the names of the user's arguments. Values are numbers,
+            strings, None, or sequences of these.
         group: the group whose ranks are compared.
 
     Cost: as for `verify_same_parameters`.
@@ -99,8 +99,7 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
     If the checks of a rank raise a MisuseError, the other ranks get its text from `verify_same_options`.
 
-    Without this context, the other ranks would wait for the failed rank, or their comparison would meet the next call of the
-    failed rank. If all ranks raise the same error, no rank waits.
+    Without this context, the other ranks would wait for the rank that failed.
 
     Raises:
         MisuseError: the error of the checks. This rank raises it after it has told the other ranks, or after the group's
