@@ -51,7 +51,7 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         self.averager.step = state_dict["step"]
 
     def step(self, closure: Any = None) -> Any:
-        """Step the local optimizer, then average if an average is due. Every rank must call `step`."""
+        """Step the local optimizer, then average the replicas if an average is due. Every rank must call `step`."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss

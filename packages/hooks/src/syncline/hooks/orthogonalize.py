@@ -13,8 +13,8 @@ _DEPENDENT = 32
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    For matrices with one or two columns the function uses Gram-Schmidt, and subtracts each projection twice ("twice is enough":
-    Giraud, Langou, Rozloznik, 2005). For other matrices the function uses Householder QR. Every matrix of a batch is treated
+    For matrices with one or two columns the function uses Gram-Schmidt, twice for each column ("twice is enough": Giraud,
+    Langou, Rozloznik, 2005). For other matrices the function uses Householder QR. Every matrix of a batch is treated
     separately. A column that is zero or depends on earlier columns is replaced by an independent column, so that the result
     always has full rank. A matrix with a NaN or an infinity yields NaN.
 

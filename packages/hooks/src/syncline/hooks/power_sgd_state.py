@@ -43,8 +43,8 @@ class PowerSGDState:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
         matrix_approximation_rank: the number of columns of the two factors (narrow matrices) whose product approximates a
             gradient, 1 or above, usually 1 to 4. More columns take more bytes and time.
-        start_powerSGD_iter: the number of first steps that average without compression. At least 2 with error feedback or warm
-            start.
+        start_powerSGD_iter: the number of steps at the start that average without compression. With error feedback or warm
+            start, this number must be at least 2.
         min_compression_rate: compress a gradient only if it becomes smaller by more than this factor. With a factor below 1, a
             gradient may be compressed although it becomes larger.
         use_error_feedback: keep the part of a gradient that was not sent, and add this part to the next step's gradient. The

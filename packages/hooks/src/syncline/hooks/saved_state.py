@@ -56,7 +56,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The states whose errors count. With sites, only the first rank of each site communicates, so only this rank has errors.
+    """Return the states whose errors go into the mean. With `Sites`, only the first rank of each site has errors.
 
     In the state of a rank that has never communicated, "rank" is None. (This state may contain errors that the rank has loaded
     and never used.)

@@ -36,7 +36,7 @@ class ScheduleState:
 
     This example averages without compression for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0,
     allreduce_hook), Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. The state of a phase
-    counts only the steps of this phase. So here the hook compresses from step 5,000 + `start_powerSGD_iter` on.
+    counts only the steps of this phase. So in this example PowerSGD compresses from step 5,000 + `start_powerSGD_iter` on.
 
     Args:
         phases: the phases. The first phase has `first_step` 0, and each later phase has a larger `first_step`.
@@ -117,7 +117,7 @@ class ScheduleState:
         """Continue from a saved state.
 
         Raises:
-            MisuseError: the saved phases have other first steps, or a phase's state refuses its saved state or cannot load one.
+            MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():

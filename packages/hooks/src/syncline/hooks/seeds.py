@@ -1,4 +1,4 @@
-"""Seeds that are the same on all ranks. They are the numbers of numpy's RandomState, made without numpy."""
+"""Seeds that are the same on all ranks: the numbers that numpy's RandomState would draw, made without numpy."""
 
 from __future__ import annotations
 

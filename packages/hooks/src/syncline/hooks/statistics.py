@@ -1,4 +1,4 @@
-"""How many bytes a hook saves, and how much time this costs."""
+"""How many bytes a hook saves, and how much time its computation takes."""
 
 from __future__ import annotations
 
