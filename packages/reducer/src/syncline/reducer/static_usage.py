@@ -22,8 +22,8 @@ class StaticUsage(UsageModel):
     come, and the reduction of a bucket overlaps with backward.
 
     A backward inside `no_sync` may leave out parameters, but must not use additional parameters. Before the first reduced
-    backward it may use any parameter, and the first reduction includes its gradients. Later reductions leave out a parameter
-    that the first reduced backward itself has not used on any rank.
+    backward it may use any parameter, and the first reduction includes its gradients. Later reductions leave a gradient
+    unchanged if the first reduced backward itself has not used the parameter on any rank.
     """
 
     hint_missing = (
