@@ -22,6 +22,7 @@ from . import (
     in_flight,
     objects,
     point_to_point,
+    random_calls,
     refusals,
     rooted,
     scattered,
@@ -51,6 +52,7 @@ CHECKS: dict[str, Check] = {
     **refusals.CHECKS,
     **coalesced.CHECKS,
     **objects.CHECKS,
+    **random_calls.CHECKS,
 }
 
 
