@@ -165,9 +165,10 @@ class FakeStream(Stream):
         """The events for which the next work on this stream waits."""
         return self._waits
 
-    def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
+    def run(self, body: Callable[[], None], after: Event | None) -> FakeEvent:
         """Queue the work."""
-        self.wait_for(after)
+        if after is not None:
+            self.wait_for(after)
         done = FakeEvent(self._runtime, is_over=False)
         entry = _Entry(body, self._waits, done, threading.Event())
         self._waits = [done]

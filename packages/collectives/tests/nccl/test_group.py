@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError
+from syncline.collectives import CollectiveTimeout, InvalidArgumentError, MisuseError, TransportError, Work
 from syncline.collectives.engine.device import Event
 from syncline.collectives.transports.nccl.connections import Connector
 from syncline.collectives.transports.nccl.group import NcclGroup
 from syncline.collectives.transports.nccl.rendezvous import StoreRendezvous
-from test_support.fake_device import FakeDevice, FakeEvent, FakeStream
+from test_support.fake_device import FakeDevice, FakeEvent, FakeStream, the_rest_is_the_gpus
 from test_support.fake_nccl import FakeNccl
 from test_support.fake_nccl_group import NcclGroupOnFakes, run_on_fakes
 
@@ -76,12 +77,89 @@ def test_the_first_transfers_connect_whatever_comes_first() -> None:
     run_on_fakes(2, body, timeout_s=10)
 
 
+def test_a_pair_connects_though_the_program_waits_for_a_later_collective() -> None:
+    """The other rank begins that collective after the transfer for which the pair connects."""
+    program_waits = threading.Event()
+
+    class ConnectsLate(FakeDevice):
+        def background(self, device: torch.device) -> AbstractContextManager[object]:
+            if threading.current_thread().name == "syncline-nccl-pair":
+                assert program_waits.wait(10)
+            return super().background(device)
+
+    def device(pci_id: str) -> FakeDevice:
+        return (ConnectsLate if pci_id == "0000:00:00.0" else FakeDevice)(pci_id)
+
+    def body(group: NcclGroup) -> None:
+        group.barrier()  # connects all ranks
+        message, total = torch.full((1,), 5.0 * (1 - group.rank)), torch.ones(1)
+        if group.rank == 0:
+            transfer = group.send(message, 1, async_op=True)
+            collective = group.all_reduce(total, async_op=True)
+            collective.wait()  # puts a wait into the program's stream
+            program_waits.set()
+        else:
+            transfer = group.recv(message, 0, async_op=True)
+            transfer.wait()
+            collective = group.all_reduce(total, async_op=True)
+        transfer.wait(10)
+        collective.wait(10)
+        assert (message.item(), total.item()) == (5.0, 2.0)
+
+    run_on_fakes(2, body, runtime=device, timeout_s=10)
+
+
+@pytest.mark.parametrize("name", ["gather", "send", "barrier"])
+def test_the_future_of_a_call_without_outputs_orders_the_program(name: str) -> None:
+    """A program may write what it sent as soon as it has waited."""
+    may_run, is_held = threading.Event(), [False]
+
+    class Held(FakeStream):
+        def run(self, body: Callable[[], None], after: Event | None) -> FakeEvent:
+            def later() -> None:
+                the_rest_is_the_gpus()
+                assert may_run.wait(10)
+                body()
+
+            return super().run(later if is_held[0] else body, after)
+
+    class Holds(FakeDevice):
+        stream_class = Held
+
+    devices = {}
+
+    def device(pci_id: str) -> FakeDevice:
+        devices[pci_id] = (Holds if pci_id == "0000:01:00.0" else FakeDevice)(pci_id)
+        return devices[pci_id]
+
+    def call(group: NcclGroup) -> Work:
+        tensor = torch.ones(1)
+        if name == "barrier":
+            return group.barrier(async_op=True)
+        if name == "gather":
+            return group.gather(tensor, [tensor.clone(), tensor.clone()] if group.rank == 0 else None, 0, async_op=True)
+        return group.recv(tensor, 1, async_op=True) if group.rank == 0 else group.send(tensor, 0, async_op=True)
+
+    def body(group: NcclGroup) -> None:
+        call(group).wait(10)  # connects
+        is_held[0] = group.rank == 1
+        work = call(group)
+        if group.rank == 1:
+            work.get_future().wait()
+            waits = devices["0000:01:00.0"].current().waits()
+            assert any(not event.has_come() for event in waits), "the program's stream waits"
+            may_run.set()
+        work.wait(10)
+
+    run_on_fakes(2, body, runtime=device, timeout_s=10)
+
+
 def test_two_threads_may_send_to_one_peer() -> None:
     """NCCL takes one call at a time for each communicator."""
     inside, together = [0], []
 
     class Counting(FakeStream):
-        def run(self, body: Callable[[], None], after: Event) -> FakeEvent:
+        def run(self, body: Callable[[], None], after: Event | None) -> FakeEvent:
             inside[0] += 1
             together.append(inside[0])
             try:

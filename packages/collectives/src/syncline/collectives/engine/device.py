@@ -56,13 +56,18 @@ class Stream(ABC):
     def record(self) -> Event:
         """Record an event after all operations that the stream holds now."""
 
-    def run(self, body: Callable[[], None], after: Event) -> Event:
+    def run(self, body: Callable[[], None], after: Event | None) -> Event:
         """Run `body`. Its operations go to this stream, and start after the event `after` of another stream.
+
+        Args:
+            body: may allocate memory, which then belongs to this stream.
+            after: None if `body` uses only memory of its own.
 
         Returns:
             The event after the last operation of `body`.
         """
-        self.wait_for(after)
+        if after is not None:
+            self.wait_for(after)
         with self.current():
             body()
         return self.record()

@@ -265,7 +265,7 @@ class Connections:
         for direction in ((low, high), (high, low)):
             connected = self._connector.connect("{} to {}".format(*direction), direction, device, scope)
             made[direction] = self._adopt(connected)
-            self._connector.within(scope, device, partial(_send_a_byte, connected, self._connector.runtime))
+            self._connector.within(scope, device, partial(_send_a_byte, connected))
         return made
 
     def _adopt(self, made: StreamCommunicator) -> StreamCommunicator:
@@ -316,7 +316,7 @@ def _fatal() -> Iterator[None]:
         raise FatalError(error) from error
 
 
-def _send_a_byte(connected: StreamCommunicator, runtime: DeviceRuntime) -> None:
+def _send_a_byte(connected: StreamCommunicator) -> None:
     """Send one byte from rank 0 to rank 1 of a communicator of two ranks."""
     device, communicator = connected.stream.device, connected.communicator
 
@@ -327,7 +327,9 @@ def _send_a_byte(connected: StreamCommunicator, runtime: DeviceRuntime) -> None:
         else:
             communicator.recv(byte, 0)
 
-    connected.stream.run(body, runtime.now(device))
+    # Do not wait for the program's stream: it may hold a wait for a later collective by now. The other rank may begin that
+    # collective only after the transfer for which this rank connects.
+    connected.stream.run(body, None)
 
 
 Task: TypeAlias = Callable[[StreamCommunicator], None]

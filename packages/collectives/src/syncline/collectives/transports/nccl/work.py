@@ -276,7 +276,8 @@ class StreamWork(Work):
     def get_future(self) -> TensorsFuture:
         """A CUDA future. For the CPU, this future is complete once the collective is issued.
 
-        Waiting for the future makes the current stream wait for the collective.
+        Waiting for the future makes the current stream wait for the collective. If the call has no output here (a
+        barrier, or a gather on a rank that is not the root), the value is a list of one tensor that means nothing.
 
         A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `group`. There are two
         exceptions: for a transfer whose peer is not connected yet, and for a batch that is still open, the callback runs later,
@@ -310,7 +311,9 @@ class StreamWork(Work):
         else:
             assert self._stream is not None
             assert self._event is not None
-            self._stream.complete(future, self._tensors, self._event, captured=self.launch.captured)
+            # A future orders the streams only if its value has a tensor on the GPU.
+            tensors = self._tensors or [torch.empty(1, dtype=torch.uint8, device=self._device)]
+            self._stream.complete(future, tensors, self._event, captured=self.launch.captured)
 
     # ---- waiting ----
 
