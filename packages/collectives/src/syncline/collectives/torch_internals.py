@@ -4,14 +4,14 @@
 private to torch                    without it
 ==================================  ===================================================================================
 ``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile (seconds)
-``is_functorch_wrapped_tensor``     a tensor inside a transformation of torch.func gets the error for freed memory
+``is_functorch_wrapped_tensor``     for a tensor inside torch.func, the error wrongly says that its memory was freed
 ``AsyncCollectiveTensor``           a result of torch's functional collectives is an error: pass its ``wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is an error
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
 ``_resolve_process_group``          a collective is an error under such a tool, and in a program of torch.compile
 ``dist.Backend._plugins``           registering our backends is an error
 ``_world.pg_map``                   ``init_as_mpi`` is an error: groups of another backend find no store
-``_shutdown_backend``               nothing: torch asks each group itself to end (torch 2.7 and newer)
+``_shutdown_backend``               nothing changes: torch itself asks each group to end (torch 2.7 and newer)
 ``ProcessGroupGloo._Options``       the backend ``gloo`` is an error
 ``PythonCallbackWork``              the gathers that torch.compile makes for FSDP cannot run over our groups
 ``_get_tracing_state``              torch.jit.trace makes a program without its collectives
@@ -20,7 +20,7 @@ private to torch                    without it
 ``torch._foreach_copy_``            tensors are copied one after the other
 ``dist.Work._source_rank``          a receive from any rank over a torch group is an error; name the sender
 ``_cuda_getCurrentRawStream``       a collective on CUDA tensors costs some microseconds more of the CPU's time
-works that only C++ holds           the group holds each work until it is waited for (torch 2.6)
+works that only C++ holds           the group holds each work until somebody waits for the work (torch 2.6)
 ``dist.Store.clone``                a clone of a torch store uses the same connection as the store (torch 2.6)
 ``dist.ReduceOp.__getstate__``      a ``premul_sum`` of torch.distributed is not recognised, which is an error; use ours
 ``_profiler_enabled``               a profiler shows no collectives
@@ -73,7 +73,7 @@ def _distributed() -> Any:
 
 
 def group_named(name: str) -> object:
-    """The group of torch.distributed with this name. torch's operators name their group in this way.
+    """The group of torch.distributed with this name. torch's functional operators take this name as an argument.
 
     Raises:
         RuntimeError: torch knows no group of this name.
@@ -84,7 +84,7 @@ def group_named(name: str) -> object:
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
     """Let torch's `wait_tensor(result)` call `wait`. The argument of `wait` is a time limit; 0 means no limit.
 
-    torch keeps no reference to a Python object here, so the work that it gets must be a C++ object, a `PythonCallbackWork`.
+    torch keeps no reference to a Python object here, so `wait` goes into a C++ object, a `PythonCallbackWork`.
     """
     module: Any = sys.modules["torch._C._distributed_c10d"]
     module._register_work(result, module.PythonCallbackWork(wait))
@@ -96,7 +96,7 @@ def set_group_store(group: object, name: str, store: object) -> None:
 
 
 def end_groups_by(shut_down: Callable[[Any], bool]) -> None:
-    """Let torch's `destroy_process_group` call `shut_down` first for each group.
+    """Let torch's `destroy_process_group` call `shut_down` for each group, before torch itself would end the group.
 
     If `shut_down` returns True, it has ended the group. If it returns False, torch ends the group. A second call of
     `end_groups_by` does nothing. If torch lacks `_shutdown_backend`, the first call does nothing, too.
@@ -135,7 +135,7 @@ LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-#: The state of torch.jit.trace on this thread; None if it does not record.
+#: The state of torch.jit.trace on this thread; None if torch.jit.trace does not record.
 jit_trace: Callable[[], object] = getattr(torch._C, "_get_tracing_state", lambda: None)
 
 
@@ -180,8 +180,8 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
     """A decorator that excludes a function, and all functions that it calls, from torch.compile's tracing.
 
     The reducer of torch's DDP issues collectives in the middle of a compiled forward, where the tracer traces every new Python
-    frame. The tracer cannot trace a group, and raises an error. `torch.compiler.disable` would have the same effect, but loads
-    all of torch.compile (seconds) also in programs that do not compile.
+    frame. The tracer cannot trace a group, and raises an error. `torch.compiler.disable` would have the same effect, but it
+    takes seconds to load all of torch.compile, also in programs that do not compile.
     """
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -200,7 +200,7 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator that excludes a function, but not the functions that it calls, from tracing. It costs nothing at a call."""
+    """A decorator that excludes a function from tracing, but not the functions that it calls. It makes calls no slower."""
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
         return disabled
@@ -259,7 +259,7 @@ def clone_of_store(torch_store: Any) -> Any:
 
 
 def premul_factor(torch_op: Any) -> float | None:
-    """The factor of torch's `premul_sum`, which is only in its pickled state; None if this torch does not show it."""
+    """The factor of a `premul_sum` of torch, from the pickled state of `torch_op`; None if torch does not show the factor."""
     try:
         return float(torch_op.__getstate__()[1])
     except (AttributeError, TypeError, ValueError, IndexError):
@@ -295,7 +295,7 @@ class ProfilerRange:
             _exit_range(self._record)
 
     def end_elsewhere(self) -> Callable[[], None]:
-        """Return a function that ends the range, on any thread. Where torch cannot do this, the range ends now.
+        """Return a function that ends the range, on any thread. If torch cannot do this, end the range now.
 
         Call the function before the program can stop the profiler. When a profiler stops, it frees its events, and a range that
         ends later writes to their memory, which may crash the process.

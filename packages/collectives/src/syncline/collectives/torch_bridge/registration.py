@@ -1,4 +1,4 @@
-"""Importing this module registers our backends with torch.distributed. Here is also `monitored_barrier` for torch's groups."""
+"""Importing this module registers our backends with torch.distributed. `monitored_barrier` takes groups of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .torch_process_group import TorchProcessGroup
 
 OLDEST_TORCH = (2, 6)
 
-#: For each name that we register: our backend (None: one backend for each device) and the devices that it may serve.
+#: For each name that we register: our backend (None: one backend for each device), and the devices that tensors may be on.
 BACKENDS: dict[str, tuple[str | None, list[str]]] = {
     "syncline-mpi": ("mpi", ["cpu", "cuda"]),
     "syncline-nccl": ("nccl", ["cuda"]),
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def check_torch(version: str, *, is_available: bool) -> None:
-    """Raise an error if torch is too old for our groups, or has no torch.distributed. A pure function.
+    """Raise an error if torch is too old for our groups, or has no torch.distributed.
 
     Args:
         version: torch's version.
@@ -70,7 +70,7 @@ def check_torch(version: str, *, is_available: bool) -> None:
 def devices_there(devices: list[str]) -> list[str]:
     """Leave out "cuda" if this machine has no CUDA device, unless "cuda" is the only device of the backend.
 
-    Libraries on top of torch make tensors on each device for which a backend is registered.
+    Some libraries make tensors on each device for which a backend is registered, which fails without such a device.
     """
     # Counting does not start CUDA if the driver's library is present, so forked children can still use CUDA.
     has_cuda = torch.cuda.device_count() > 0
@@ -98,7 +98,7 @@ def _decline_flight_recorder() -> None:
 
 
 def _close_when_torch_destroys() -> None:
-    """Let torch 2.6 end our groups, too, in its `destroy_process_group`, which by itself ends only NCCL's groups."""
+    """Make `destroy_process_group` of torch 2.6 also end our groups. Otherwise this function ends only NCCL's groups."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

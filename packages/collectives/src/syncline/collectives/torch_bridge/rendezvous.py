@@ -24,18 +24,18 @@ from ..stores.over_group import GroupStore
 
 _open: list[GroupStore] = []
 in_forks(_open.clear)
-_numbers = itertools.count()  # the same on all ranks
+_numbers = itertools.count()  # all ranks call `store_over` in the same order, so they use the same numbers
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """The function that torch calls for ``init_method="mpi://"``. Yields a store, this process's rank and the number of ranks.
 
-    Without a launcher the process is alone. torch puts the caller's `rank` and `world_size` into the URL's query.
+    Without a launcher, this process is the only rank. torch puts the caller's `rank` and `world_size` into the URL's query.
 
     Raises:
         InvalidArgumentError: the URL has a host or a path after "mpi://".
-        LaunchError: a launcher that does not start MPI, such as torchrun, started this process. Or `rank` or `world_size`
-            contradicts the launcher; without a launcher, only rank 0 and world size 1 are possible.
+        LaunchError: torchrun, or another launcher that does not start MPI programs, started this process. Or `rank` or
+            `world_size` contradicts the launcher. Or there is no launcher, and `rank` is not 0 or `world_size` is not 1.
     """
     rank, world_size = _asked_for(url)
     launch = take_launch(os.environ)
@@ -83,7 +83,7 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
 
 
 def store_over(group: ProcessGroup) -> dist.Store:
-    """Make a store for the ranks of a group, which can still be used for other calls. A collective."""
+    """Make a store for the ranks of a group. All its ranks call this function. The group can still be used for other calls."""
     if group.size == 1:
         return dist.HashStore()
     met_in = group.meeting_store()
@@ -97,7 +97,8 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
     """Make a store for the ranks of a group. From then on, only this store may use the group."""
-    # Register `close_stores` only now. MPI's exit function is registered already, so `close_stores` runs before MPI ends.
+    # `atexit` calls the function that was registered last first. MPI's function is registered already, so `close_stores` runs
+    # before MPI ends.
     if not _open:
         atexit.register(close_stores)
     store = GroupStore(group, timeout_s)
@@ -106,6 +107,6 @@ def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
 
 
 def close_stores() -> None:
-    """Close the stores that earlier calls have opened. All ranks call this function."""
+    """Close each `GroupStore` that this module has made. All ranks call this function."""
     while _open:
         _open.pop().close()

@@ -66,7 +66,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine each tensor with the tensors at its place in the other ranks' lists. One collective carries many tensors."""
+        """Combine each tensor, in place, with the tensors of the same index on other ranks. Many tensors share a collective."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",
@@ -101,7 +101,7 @@ class TorchCollectives(CallIssuer):
         group, tensor = self.syncline_group, only(listed(tensors), "tensor")
         check_first_device(opts, [tensor], "reduce")
         target = root_of(opts) if root is None else root
-        # In torch's short form, the root stands in place of the options.
+        # In torch's short form, `opts` is the root, an int.
         reduction = reduction_of(op if isinstance(opts, int) or op is not None else opts)
         return self._issue(
             "reduce", [tensor], lambda is_async: group.reduce(tensor, target, reduction, async_op=is_async), opts, timeout
@@ -188,7 +188,7 @@ class TorchCollectives(CallIssuer):
         *,
         root: int | None = None,
     ) -> dist.Work:
-        """Give each rank its tensor from the root's list."""
+        """Give rank r tensor r of the root's list."""
         group, tensor = self.syncline_group, only(listed(output_tensors), "output")
         source = root_of(opts) if root is None else root
         inputs = _rows(input_tensors) if group.rank == source else None
@@ -200,7 +200,7 @@ class TorchCollectives(CallIssuer):
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> dist.Work:
-        """Combine the lists of all ranks, tensor by tensor, and give rank r the r-th result."""
+        """Combine the lists of all ranks, tensor by tensor, and give rank r the result for tensor r."""
         group, output = self.syncline_group, only(listed(output_tensors), "output")
         inputs, reduction = _rows(input_tensors), reduction_of(opts if op is None else op)
         return self._issue(
@@ -213,7 +213,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Combine the tensors of all ranks, and give rank r the r-th part of the result."""
+        """Combine the tensors of all ranks, divide the result into one part for each rank, and give part r to rank r."""
         group, reduction = self.syncline_group, reduction_of(opts)
         return self._issue(
             "_reduce_scatter_base",
@@ -253,7 +253,7 @@ class TorchCollectives(CallIssuer):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Send a part of the rows to each rank, and receive rows from each. Without sizes, all parts are equal."""
+        """Send rows of `input` to each rank, and receive rows from each rank. Without sizes, all ranks get the same number."""
         group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
         return self._issue(
             "all_to_all",
@@ -306,15 +306,15 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Return on any rank only after all ranks have called this method."""
+        """Start a barrier. On every rank, its work is over only after all ranks have called this method."""
         group = self.syncline_group
         return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error after a time-out names the missing ranks.
 
-        torch calls this method on groups that report the name "gloo". As in torch, a limit of zero does not wait
-        at all, and a negative limit means the group's limit.
+        torch calls this method on groups that report the name "gloo". As in torch, a `timeout` of zero means that the call
+        does not wait. None or a negative `timeout` means the group's time limit.
         """
         waits_for_nobody = timeout is not None and not timeout
         limit_s = _AT_ONCE_S if waits_for_nobody else time_limit_s(timeout)
@@ -332,7 +332,7 @@ class TorchCollectives(CallIssuer):
 
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
-    """The list of one tensor for each rank. torch passes this list, or a list that has such a list for each device."""
+    """Return the list of one tensor for each rank. torch passes either this list, or a list whose only entry is this list."""
     some(tensors, "this collective")
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)

@@ -1,4 +1,4 @@
-"""TorchGroup makes any process group of torch.distributed one of our groups."""
+"""TorchGroup wraps a process group of torch.distributed, so that the group can be used as a Syncline `ProcessGroup`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     `TorchGroup`.
 
     Args:
-        torch_group: torch's default group if None.
+        torch_group: a group of torch.distributed; None means torch's default group.
 
     Raises:
         MisuseError: torch has no default group, or this rank is not in the group.
@@ -75,9 +75,8 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 class TorchGroup(ProcessGroup):
     """A torch.distributed group as one of our groups. It issues each collective at once, on the caller's thread.
 
-    So collectives run in the order of the calls. A collective that is issued from a future's callback has no defined place
-    among collectives of other threads. (`GlooBackend` puts `HostGroup` around this class to define the place.) Closing
-    this group does not close the torch group, which belongs to its creator.
+    So collectives run in the order of the calls. If the callback of a future issues a collective, the order between this
+    collective and the collectives of other threads is not defined. Closing this group does not close the torch group.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class TorchGroup(ProcessGroup):
         self.torch_group = torch_group  # typed as Any: the stub of Backend has no collectives
         served = getattr(torch_group, "_device_types", None)  # a backend has no such attribute
         self._device_types = frozenset({"cpu", "cuda"} if served is None else (device.type for device in served))
-        self._marks_said, self._marks_compared = 0, 0  # how many marks
+        self._marks_said, self._marks_compared = 0, 0  # the number of marks set, and of marks compared
         self._marks_digest = 0
         self._latest_mark = ""
 
@@ -108,7 +107,7 @@ class TorchGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The devices of the torch group's backends. A `torch_group` that is a backend cannot say this: then CPU and CUDA."""
+        """The types of the devices that the torch group serves. If `torch_group` is a backend of torch: CPU and CUDA."""
         return self._device_types
 
     @property
@@ -116,7 +115,7 @@ class TorchGroup(ProcessGroup):
         """None: torch itself shows the calls in the profile."""
 
     def describe(self) -> str:
-        """The torch group's own name and torch's version."""
+        """The name of the torch group's backend, and torch's version."""
         return f"torch.distributed {self.torch_group.name()} of torch {torch.__version__}"
 
     def close(self) -> None:
@@ -130,16 +129,16 @@ class TorchGroup(ProcessGroup):
     @contextmanager
     @override
     def marked(self, mark: str) -> Iterator[None]:
-        """As `ProcessGroup.marked`. But this group's `agree_on_calls` compares only marks, because torch makes the calls."""
+        """As `ProcessGroup.marked`. But `agree_on_calls` of this class compares only the marks, not the calls."""
         self._marks_said += 1
         self._latest_mark, self._marks_digest = mark, crc32(f"{mark}\n".encode(), self._marks_digest)
         yield
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the marks (see `marked`) of all ranks since the last comparison, by an all_reduce of 16 bytes.
+        """Compare the marks (see `marked`) that each rank has set since the last comparison.
 
-        If the group does not serve the CPU, there is no comparison.
+        Cost: an all_reduce of 16 bytes. If there are no new marks, or the group does not serve the CPU, do nothing.
         """
         if self.size == 1 or self._marks_said == self._marks_compared or "cpu" not in self._device_types:
             return None
@@ -194,7 +193,7 @@ class TorchGroup(ProcessGroup):
         if self._swaps_cheaper(tensor):
             terms, torch_work = self._swapped(tensor)
             return self._work([tensor], torch_work, lambda: _reduce_flat(op, terms, tensor), async_op)
-        # torch's own reduction gives another result, so each rank gathers and reduces the tensors of all ranks.
+        # torch's own reduction would give a wrong result, so each rank gathers and reduces the tensors of all ranks.
         if not _torch_reduces(tensor, op):
             terms, torch_work = self._gathered(tensor)
             return self._work([tensor], torch_work, lambda: tensor.copy_(reduce_in_rank_order(op, terms)), async_op)
@@ -371,7 +370,7 @@ def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
     """The tensor in a form that torch's CPU groups can reduce; for PREMUL_SUM, multiplied by the factor already.
 
-    If the tensor is contiguous, and torch reduces its dtype, the result has the tensor's memory.
+    If the tensor is contiguous, and torch reduces its dtype, the result shares the tensor's memory.
     """
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain

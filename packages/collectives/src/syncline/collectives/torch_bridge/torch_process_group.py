@@ -1,4 +1,4 @@
-"""TorchProcessGroup makes one of our groups a process group of torch.distributed."""
+"""TorchProcessGroup wraps a Syncline `ProcessGroup`, so that torch.distributed can use the group."""
 
 # Methods accept the arguments of several overloads of torch, and some also have torch's older name. mypy refuses both.
 # mypy: disable-error-code="override, assignment"
@@ -23,13 +23,13 @@ from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """An error: the group does not serve a device. A RuntimeError, too, because torch expects a RuntimeError."""
+    """The error for a device that the group does not serve. It is also a RuntimeError, because torch expects this type."""
 
 
 class TorchBackendShim:
-    """The object that torch gets when it asks a group for the backend of one device. It passes calls on to the group.
+    """The object that torch gets when it asks a group of ours for the backend of a device. All calls go on to the group.
 
-    In torch, a group has a backend for each device. A group of ours serves all its devices itself.
+    In torch, a group has a separate backend for each device. In Syncline, one group serves several devices.
     """
 
     supports_splitting = True
@@ -53,7 +53,7 @@ class TorchBackendShim:
 
     @property
     def options(self) -> Options:
-        """The options that a group inherits if it is split off this group."""
+        """The options that a new group inherits when torch splits this group."""
         return Options(self.name(), timedelta(seconds=self._group.syncline_group.timeout_s))
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -64,7 +64,7 @@ class TorchBackendShim:
         """Do nothing: the ranks are connected already."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Do nothing: if this rank is in no new group, the other ranks can split the group without it."""
+        """Do nothing. torch calls this method on a rank that is in no new group. The other ranks do not need this rank."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: our groups count their collectives from 0 on every rank."""
@@ -88,7 +88,7 @@ class Options:
     """The options of a group: its time limit, and the name of its backend."""
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
-        # Only to raise an error if the limit is impossible.
+        # The result is not used, but `seconds` raises an error if the limit is impossible.
         seconds(timeout)
         self.backend = backend
         self._timeout = timeout
@@ -98,7 +98,7 @@ class Options:
 
 
 class TorchProcessGroup(TorchCollectives):
-    """Passes every call to our group `syncline_group`, with torch's options translated.
+    """A group of torch.distributed that translates torch's options, and passes every call to our group `syncline_group`.
 
     Note [A group that torch can hold]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -106,11 +106,12 @@ class TorchProcessGroup(TorchCollectives):
       of them through pybind: `all_reduce`, `broadcast`, the gathers and scatters of lists and of coalesced tensors,
       `all_to_all_single`, `send`, `recv` and `barrier`. C++ cannot reach the other methods.
     * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
-    * C++ keeps only the C++ half of the object. torch's table of groups keeps the Python half, until the group is destroyed.
-    * The base class stores a group's name in its C++ backends, which our groups do not have. So this class has `getGroupName`
-      and the like, with the names that C++ looks for.
-    * If the option `asyncOp` is false, nobody will see the work, and the call returns when the collective has finished. Old
-      versions of torch do not have this option.
+    * C++ keeps only the C++ half of this object alive. torch's table of groups keeps the Python half alive, until the group is
+      destroyed.
+    * The base class stores a group's name in its C++ backends, which our groups do not have. So this class has methods such as
+      `getGroupName`, with the names that C++ looks for.
+    * If the option `asyncOp` is false, torch does not return the work to the program. So the call returns only when the
+      collective has finished. Old versions of torch do not have this option.
     """
 
     def __init__(
@@ -166,11 +167,11 @@ class TorchProcessGroup(TorchCollectives):
 
     @disable_dynamo
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks for
-        """The name under which the backend is registered. If it were "gloo", C++ would look for a Gloo group of its own."""
+        """The name under which the backend is registered. This is never "gloo": for "gloo", C++ expects torch's Gloo group."""
         return self._backend_name
 
     def go_by(self, name: str) -> None:
-        """Report `name` as the backend from now on: `syncline run` gives this group to a script that asks for "gloo"."""
+        """Let the method `name` return this name from now on. `syncline run` needs this for a script that asks for "gloo"."""
         self._asked_as = name
 
     @disable_dynamo
@@ -221,7 +222,7 @@ class TorchProcessGroup(TorchCollectives):
         """Do nothing: our groups count their collectives from 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has issued on this group. If ranks differ, a rank has left out a call."""
+        """How many collectives this rank has issued on this group. If ranks have different numbers, a rank left out a call."""
         return self._collectives_issued
 
     # ---- the end ----
@@ -229,7 +230,8 @@ class TorchProcessGroup(TorchCollectives):
     def shutdown(self) -> None:
         """Finish all calls and close. All ranks call this method, through `destroy_process_group`.
 
-        While an exception is being handled, the group aborts instead of waiting, because other ranks may never call `shutdown`.
+        If the caller is handling an exception, this method aborts the group instead, because other ranks may never call
+        `shutdown`.
         """
         if sys.exc_info()[0] is not None:
             self.abort()

@@ -1,4 +1,4 @@
-"""TorchWork wraps a collective of torch.distributed, and TorchRequest a send or receive, as Syncline's own."""
+"""TorchWork turns a collective of torch.distributed into a `Work`. TorchRequest turns a send or a receive into a `Request`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..work import TensorsFuture, Work
 
 
 class TorchRequest(Request):
-    """A torch.distributed send or receive. torch can tell only by a wait whether the transfer is over."""
+    """A send or a receive of torch.distributed. Only `wait` can find out whether the transfer is over."""
 
     def __init__(self, torch_work: Any, wire: torch.Tensor, *, receives: bool, source: int | None = None) -> None:
         self._torch_work = torch_work
@@ -33,7 +33,7 @@ class TorchRequest(Request):
         self._over = False
 
     def wait(self, scope: CancelScope) -> None:
-        """Block until the transfer is over. `scope` has the time limit, but cannot end the wait earlier: torch waits."""
+        """Block until the transfer is over. `scope` has the time limit. Cancelling `scope` does not end the wait in torch."""
         if self._over:
             return
         try:
@@ -61,11 +61,11 @@ def mapped(error: RuntimeError) -> TransportError:
 
 
 class TorchWork(Work):
-    """A torch.distributed work, and a last step, such as a copy, that must be done after the collective.
+    """A work of torch.distributed, and a last step (such as a copy) that must be done after the collective.
 
-    Without a future, the thread that waits does the last step. If somebody has asked for a future, torch's own thread does the
+    If nobody has asked for a future, the thread that calls `wait` does the last step. Otherwise torch's own thread does the
     last step. So a work without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last
-    reference to its group: the group's destructor would join the thread.)
+    reference to the torch group: the group's destructor would join this thread.)
 
     Args:
         tensors: the outputs.
@@ -110,18 +110,18 @@ class TorchWork(Work):
         return True
 
     def wait_for(self, limit_s: float) -> bool:
-        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. If not, it can be called again.
+        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. If not, call this method again.
 
         Raises:
-            TransportError: the work failed. If torch ended the work at its time limit, the error is a `CollectiveTimeout`.
+            TransportError: the work failed. If torch ended the work at torch's time limit, the error is a `CollectiveTimeout`.
         """
         try:
             return self.wait(limit_s)
         except CollectiveTimeout:
-            # The work ended just now, or torch ended it at its time limit. In both cases `wait` returns or raises at once.
+            # The work ended just now, or torch ended the work at torch's time limit. In both cases `wait` ends at once.
             if self._torch_work.is_completed():
                 return self.wait()
-            # The work goes on. This wait has ended too early, but the work has no error.
+            # The work goes on: only this wait has reached its limit. So remove the error that `wait` has stored.
             self._error = None
             return False
 
@@ -180,21 +180,21 @@ class _Delivery:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     When a future is over, torch's thread may still hold the functions that it called. If the program ends before the thread
     drops them, the thread finds no interpreter to drop them with, and aborts the process ("terminate called without an active
-    exception"). The same can happen with torch's own communication hooks. So at exit we wait until torch has dropped all
-    functions that were called. torch drops a function after all functions that depend on this function.
+    exception"). Communication hooks of torch have this problem, too. So at exit we wait until torch has dropped all our
+    functions that were called. At that time torch has also dropped the functions that were chained to ours by `then`.
 
-    Then the thread drops the work, and with it perhaps the last reference to a tensor that Python has seen. The thread needs
-    the interpreter for this, too. We cannot see when the thread has dropped the work, and we cannot close the group, because
-    the script owns the group. So at exit we release the GIL for the time that a waiting thread usually needs. This is no
-    guarantee.
+    After the functions, the thread drops the work. This may drop the last reference to a tensor that Python has seen, and the
+    thread needs the interpreter for this, too. We cannot see when the thread has dropped the work, and we cannot close the
+    group, because the script owns the group. So at exit we release the GIL for the time that a waiting thread usually needs.
+    This is no guarantee.
 
     Note [Who destroys a group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The destructor of torch's Gloo group joins Gloo's threads. If Python drops the last reference to the group, the destructor
-    runs without the GIL. If the reducer of torch's DDP drops the last reference, the destructor keeps the GIL. A thread that
-    completed a bucket needs the GIL once more, to drop the functions that it called. So a program that drops its model just
-    after backward hangs. (The same happens with torch's own communication hooks.) So we keep each group for some seconds,
-    and until Gloo's threads have dropped the functions that they called.
+    runs without the GIL. If the reducer of torch's DDP drops the last reference, the destructor holds the GIL while it joins.
+    But a thread that completed a bucket needs the GIL once more, to drop the functions that it called. So a program that drops
+    its model just after backward hangs. (Communication hooks of torch have this problem, too.) To prevent this, we keep each
+    group for some seconds, and until Gloo's threads have dropped the functions that they called.
     """
 
     def __init__(self, deliver: Callable[[Any], Any], torch_group: Any) -> None:

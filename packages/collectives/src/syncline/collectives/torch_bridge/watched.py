@@ -60,7 +60,7 @@ class Seen(NamedTuple):
 
 
 class _Here(threading.local):
-    """The works that groups have issued while this thread calls an operator; None if it calls no operator."""
+    """The works that groups have issued while this thread calls an operator for `issue`; None at other times."""
 
     issued: list[Work] | None = None
 
@@ -75,12 +75,12 @@ def note_issued(work: Work) -> None:
 
 
 def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], Work]) -> Work:
-    """Issue a call while a mode is active; see Note [What tools see].
+    """Issue a call while a dispatch mode of torch or a tracer is active; see Note [What tools see].
 
     Args:
         group: the `TorchProcessGroup`.
         title: the collective's name in messages.
-        seen: the form in which a tool can see the call; None if there is none.
+        seen: the form in which a tool can see the call; None if torch has no operator for the call.
         issue_unseen: issues the call without an operator.
 
     Raises:
@@ -142,7 +142,7 @@ def _called(operator: str, inputs: list[torch.Tensor], words: tuple[object, ...]
 
 
 class SeenWork(Work):
-    """The work of a call that went through an operator. Waiting for it copies the results to the caller's tensors.
+    """The work of a call that went through an operator of torch. `wait` copies the results to the caller's tensors.
 
     Args:
         issued: the work of our group; a finished work if the operator issued nothing.
