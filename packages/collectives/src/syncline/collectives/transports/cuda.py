@@ -1,4 +1,4 @@
-"""CUDA devices. Streams, events and pinned memory are torch's. But CuPy makes the streams that must not be shared."""
+"""CUDA devices. torch makes streams, events and pinned memory, but CuPy makes the streams that must not be shared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaEvent(Event):
-    """An event on a stream. The constructor records it after the operations that the stream holds now."""
+    """An event on a stream. The constructor records the event behind the operations that the stream holds now."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -57,7 +57,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Current:
-    """As `torch.cuda.stream`, but cheaper if the stream is on the current device. In nearly all programs it is."""
+    """A context as `torch.cuda.stream`, but cheaper if the stream is on the current device, as in nearly all programs."""
 
     __slots__ = ("_before", "_stream", "_usual")
 
@@ -84,7 +84,7 @@ class _Current:
 
 
 class CudaStream(Stream):
-    """A stream of torch's pool, or, with `is_own`, a stream that nobody else uses as long as this object lives."""
+    """A stream of torch's pool. If `is_own`: a stream of CuPy that nobody else uses as long as this object lives."""
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
         self.device = device
@@ -109,12 +109,12 @@ class CudaStream(Stream):
         return CudaEvent(self._stream)
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete the future. torch then records an event on the current stream, and waiters and callbacks wait for it.
+        """Complete the future. torch then records an event on the current stream; waiters and callbacks wait for this event.
 
         If this object's stream were the current stream, waiters would also wait for later collectives, which this stream may
         already hold. So take a stream from torch's pool, let it wait only for `done`, and make it the current stream. But in a
-        capture, make this object's stream current: a capture requires that all its streams are joined again, and nobody would
-        join the stream of the pool.
+        CUDA graph capture, make this object's stream current: a capture requires that all its streams are joined again, and
+        nobody would join the stream of the pool.
         """
         assert isinstance(done, CudaEvent)
         ordered: torch.cuda.Stream = self._stream
@@ -130,7 +130,7 @@ class CudaStream(Stream):
 
 
 class CudaRuntime(DeviceRuntime):
-    """The GPUs that torch sees. torch also manages pinned memory: it reuses the memory only when no copy needs it any more."""
+    """The GPUs that torch sees. torch reuses pinned memory only when no copy needs the memory any more."""
 
     device_type = "cuda"
 
@@ -170,7 +170,7 @@ class CudaRuntime(DeviceRuntime):
     @contextmanager
     @override
     def background(self, device: torch.device) -> Iterator[None]:
-        # By default, a thread that queries an event breaks the captures of other threads. The relaxed mode prevents this.
+        # By default, a thread that queries an event breaks other threads' CUDA graph captures. The relaxed mode prevents this.
         driver = _driver()
         if driver is not None:
             driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
@@ -201,7 +201,7 @@ class CudaRuntime(DeviceRuntime):
         return host
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Start the copy on the current stream, and do not wait for its end."""
+        """Start to copy `host` to `tensor` on the current stream, without waiting for the end of the copy."""
         tensor.view(-1).copy_(host, non_blocking=True)
 
     @override
@@ -210,7 +210,7 @@ class CudaRuntime(DeviceRuntime):
 
 
 class StreamPool:
-    """Lends streams. A stream belongs to one user, an object, until this object is gone. Then another user can get the stream.
+    """Lends each stream to one user (any object). When this user is gone, another user can get the stream.
 
     Two users must not share a stream, because the operations of one would wait for the operations of the other. For example,
     if a send is behind a receive, and the peer answers only after this send, both ranks wait for ever. Streams are never
@@ -248,7 +248,7 @@ _own_streams = StreamPool(_new_stream)
 
 @functools.cache
 def _driver() -> Any | None:
-    """CUDA's driver library; None if it is not found. Without this library everything works, but captures may break."""
+    """CUDA's driver library; None if it is not found. Without this library, only CUDA graph captures may break."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

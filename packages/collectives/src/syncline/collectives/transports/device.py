@@ -1,4 +1,4 @@
-"""DeviceTransport extends a transport for host memory, so that it also moves tensors of a device (a GPU)."""
+"""DeviceTransport lets a transport for host memory also move tensors of a device (a GPU)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DeviceTransport(Transport):
 
     @override
     def barrier(self, call: Call) -> None:
-        """The host transport's barrier. It does not wait for operations on the device."""
+        """The host transport's barrier, which does not wait for operations on the device."""
         self._host.barrier(call)
 
     @override
@@ -132,7 +132,7 @@ class DeviceTransport(Transport):
 
     @contextmanager
     def _kept(self, *buffers: torch.Tensor | None) -> Iterator[None]:
-        """Keep the buffers for ever if the body fails, because the library may still write to them."""
+        """A context that keeps the buffers for ever if its body fails, because a library may still write to the buffers."""
         try:
             yield
         except BaseException:
@@ -150,7 +150,7 @@ class StagedPlan(Plan):
         signature: the signature of the calls.
         rank: this rank.
         device: copies tensors between the device and host memory.
-        kept: makes a context that keeps host memory for ever if the plan fails inside it.
+        kept: makes a context that keeps buffers in host memory for ever if the plan fails inside the context.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:
@@ -214,7 +214,7 @@ class StagedArrival(Request):
         return self._request.source()
 
     def _deliver(self) -> None:
-        """Copy the message to the device, and wait: the tensor may next be used on any thread, and so on any stream."""
+        """Copy the message to the device, and wait for the copy, because any thread and any stream may use the tensor next."""
         with self._order.entered():
             self._device.to_device(self._there, self._tensor)
             self._device.finish(self._tensor)

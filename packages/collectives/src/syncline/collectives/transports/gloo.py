@@ -1,4 +1,4 @@
-"""The backend "gloo": connects processes over TCP with the Gloo that is built into torch."""
+"""The backend "gloo": connects processes over TCP by the Gloo library that is built into torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from ..torch_internals import gloo_options
 from ..work import Work
 from .gloo_reconnector import Connect, GlooReconnector, Job, admit_lack, store_lack
 
-# A store may outlive a group (torchrun's store does), so each connection uses keys with a number of its own. All ranks connect
+# A store may outlive a group (torchrun's store does), so the keys of each connection contain a new number. All ranks connect
 # the same number of times, so they use the same numbers.
 _generations = itertools.count()
 # Below this size, two collectives take longer than one collective with twice the bytes.
@@ -75,13 +75,13 @@ in_forks(_open.clear)
 
 
 class GlooTransport(LibraryTransport):
-    """Blocking collectives of a torch Gloo group.
+    """Runs collectives of a torch Gloo group. Each call blocks until its collective is over.
 
     Args:
         group: the torch group.
         store: the store in which subsets of the ranks meet.
-        devices: the places where Gloo listens.
-        liveness: finds out which ranks are lost; None if it is not known which processes the ranks are.
+        devices: the addresses or network interfaces where Gloo listens.
+        liveness: finds out which ranks are lost; None if the processes of the ranks are not known.
     """
 
     backend_name = "gloo"
@@ -101,9 +101,9 @@ class GlooTransport(LibraryTransport):
         return f"gloo of torch {torch.__version__}"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Gloo's ring. Large float16 and bfloat16 tensors use a reduce-scatter and an all-gather instead.
+        """Reduce in Gloo's ring, but large float16 and bfloat16 tensors by a reduce-scatter and an all-gather.
 
-        These two move 2 bytes for each element. The ring moves 4.
+        In these dtypes, the ring moves 4 bytes for each element, because it moves float32. The two collectives move 2 bytes.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
@@ -180,7 +180,7 @@ class GlooTransport(LibraryTransport):
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
         """Set the store where subsets meet, and the time limit of collectives. Call this after the ranks have connected.
 
-        For connecting, the transport may have used another store and another time limit.
+        The ranks may have connected with another store and another time limit.
         """
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
@@ -193,7 +193,7 @@ class GlooTransport(LibraryTransport):
         return self._connected
 
     def close(self) -> None:
-        """Drop the group: Gloo closes its sockets when the last reference is gone."""
+        """Drop the torch group: Gloo closes its sockets when the last reference is gone."""
         _open.discard(self)
         self._connected = None
 
@@ -216,7 +216,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps each rank's status line in the store, and a count of all lines written. An unchanged count means: no new line."""
+    """Keeps the ranks' lines (see `StatusPost`) in the store, and a count of all lines: a larger count means a new line."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -250,11 +250,11 @@ def connect(
     liveness: Liveness | None = None,
     interfaces: Sequence[str] = (),
 ) -> GlooTransport:
-    """Connect with the other ranks. All ranks call it with the same store, size and name.
+    """Connect with the other ranks. All ranks call this function with the same store, size and name.
 
-    Gloo's own time limit holds for each of its steps, not for the whole connection. So the ranks first meet in the store, which
-    shows whether a rank does not come. Then Gloo connects on a separate thread. When the time limit is reached, this rank no
-    longer waits for this thread. If `liveness` is given, the ranks already know each other, and skip the first meeting.
+    First, the ranks meet in the store, which shows whether a rank does not come. If `liveness` is given, the ranks already know
+    each other, and skip this meeting. Then Gloo connects on a separate thread. When the time limit is reached, this rank stops
+    waiting for that thread. (Gloo's own time limit would hold for each of its steps, not for the whole connection.)
 
     Args:
         store: the store in which the ranks meet.
@@ -262,7 +262,7 @@ def connect(
         size: the number of ranks.
         name: the group's name.
         scope: the time limit for everything.
-        devices: the places where this rank's Gloo listens; default: `interfaces`, or an address that all ranks can reach.
+        devices: where this rank's Gloo listens (see `Devices`); default: `interfaces`, or an address that all ranks can reach.
         liveness: finds out which ranks are lost, if the ranks already know each other; else None.
         interfaces: see `ConnectRequest`.
 
@@ -292,9 +292,9 @@ def connect(
 
 
 def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> Devices:
-    """Choose the places where this rank's Gloo listens, so that all other ranks can reach this rank."""
+    """Choose where this rank's Gloo listens, so that all other ranks can reach this rank."""
     if interfaces:
-        (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # raises if one does not fit
+        (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # raises if an interface does not fit
         return tuple({"interface": name} for name in interfaces)
     # Ranks that share a loopback address need no network.
     if size == 1 or met.share_loopback:
@@ -307,7 +307,7 @@ def _at(address: str) -> Devices:
 
 
 def _address_of(devices: Devices) -> str:
-    """The address of this rank's Gloo: one that other hosts reach, if there is one."""
+    """An address where this rank's Gloo listens. The address is a loopback address only if there is no other address."""
     interfaces = [device["interface"] for device in devices if "interface" in device]
     if not interfaces:
         return devices[0]["hostname"]
@@ -356,7 +356,7 @@ def _wait(work: Work, scope: CancelScope) -> None:
 
 
 class GlooBackend(Backend):
-    """Ranks are processes that find one another through a store."""
+    """The backend "gloo". Its ranks are processes that find one another through a store."""
 
     @property
     @override
@@ -369,7 +369,7 @@ class GlooBackend(Backend):
         return True
 
     def missing(self) -> str | None:
-        """Why this backend cannot be used, if this build of torch has no Gloo; else None."""
+        """Why this backend cannot be used: this build of torch has no Gloo. None if the backend can be used."""
         if dist.is_available() and dist.is_gloo_available():
             return None
         return "this build of torch has no Gloo; install one of torch's standard wheels"
@@ -400,7 +400,7 @@ class GlooBackend(Backend):
 
 
 def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
-    """Make a group of one rank for a process that waits until a job lets it in. The group uses the store of the job's ranks."""
+    """Make a group of one rank, for a process that joins a running job later. The group uses the store of the job's ranks."""
     lack = admit_lack(request)
     if lack is not None:
         raise LaunchError(f"backend 'gloo': SYNCLINE_JOIN=1 says that this process joins a job that runs, but {lack}")
@@ -416,7 +416,7 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
 
 
 def _devices_of_newcomer(request: ConnectRequest, store: Store) -> Devices:
-    """The place where a newcomer's Gloo listens: the address from which this host reaches rank 0."""
+    """Choose where Gloo listens if this process joins a running job: by default, the address from which rank 0 is reached."""
     if request.interfaces:
         own_addresses(request.interfaces)
         return tuple({"interface": name} for name in request.interfaces)

@@ -1,6 +1,6 @@
-"""Connect the ranks of a Gloo group again, after a rank was lost or a new one came.
+"""Connect the ranks of a Gloo group again, after a rank was lost or a new rank came.
 
-They meet in the store in which the ranks met at the start of the job, if this store still exists.
+The ranks meet in the same store as at the start of the job. This store must still exist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 
 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why the store in which the ranks meet may end with one of the ranks; None if it outlives all ranks. A pure function.
+    """Return why the store in which the ranks meet may end together with a rank; None if this store outlives all ranks.
 
     The function assumes that a store from the caller outlives all ranks.
     """
@@ -47,7 +47,7 @@ def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = 
 
 
 def admit_lack(request: ConnectRequest) -> str | None:
-    """Why a process that starts later cannot find the store in which the ranks meet; None if it can. A pure function."""
+    """Return why a process that starts later cannot find the store in which the ranks meet; None if the process can."""
     if request.store is not None or (request.init_method or "").startswith("file:"):
         return None
     return (
@@ -58,7 +58,7 @@ def admit_lack(request: ConnectRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """The facts about a job that a newcomer must know.
+    """The facts about a job that a newcomer (a process that starts later and joins the job) must know.
 
     Attributes:
         size: the number of ranks at the start.
@@ -112,7 +112,7 @@ class GlooReconnector(StoreReconnector):
 
         Raises:
             StoreError: the store lacks the facts about the job that a newcomer needs.
-            DisagreementError: the job's ranks were given other options.
+            DisagreementError: the ranks of the job use options other than `options`.
         """
         said = json.loads(FromTorchStore(store).get(_JOB, timeout_s))
         job = Job(said["size"], said["options"])
@@ -166,7 +166,7 @@ class GlooReconnector(StoreReconnector):
 
 
 class _WatchedStore(PrefixStore):
-    """A store for connecting. If a process that must connect has ended, a wait for a key ends with an error."""
+    """A store in which members meet to connect. If one of these members has ended, a wait for a key raises `StoreError`."""
 
     def __init__(self, store: Store, ended: Callable[[], Sequence[int]], timeout_s: float) -> None:
         super().__init__("gloo", store, timeout_s)

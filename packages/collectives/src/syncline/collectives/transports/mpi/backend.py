@@ -30,7 +30,7 @@ in_forks(_note_mpi_of_parent)
 
 
 class MPIBackend(Backend):
-    """The backend "mpi". Its ranks are the processes of MPI_COMM_WORLD, or of the communicator that the caller gives."""
+    """The backend "mpi". Its ranks are the processes of MPI_COMM_WORLD, or of a communicator that the caller gives."""
 
     def missing(self) -> str | None:
         """Return why this process cannot use MPI; None if it can. To find out, mpi4py loads the MPI library.

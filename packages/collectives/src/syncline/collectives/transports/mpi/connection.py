@@ -73,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Connect the ranks of a communicator. All its ranks call this function. `members` are their ranks in the job."""
+    """Connect the ranks of a communicator. All these ranks call this function. `members` lists the rank of each in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -105,7 +105,7 @@ def _cuda_awareness() -> CudaAwareness:
 
 
 def _checked(communicator: object) -> MPI.Intracomm:
-    """Return the user's communicator if it has the right type. `launch_by` has checked that this rank is in it."""
+    """Return the user's communicator. Raise an error if it is not an intra-communicator of mpi4py."""
     if not isinstance(communicator, MPI.Intracomm):
         raise InvalidArgumentError(
             f"communicator={communicator!r}: expected an intra-communicator of mpi4py, such as MPI.COMM_WORLD.Split(color)"
@@ -114,7 +114,7 @@ def _checked(communicator: object) -> MPI.Intracomm:
 
 
 def _check_threads() -> None:
-    # The group's queue, the monitor and the caller call MPI at the same time.
+    # The threads of the group's queue, of the monitor and of the caller may call MPI at the same time.
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise BackendUnavailableError(
             f"backend 'mpi' needs an MPI started with MPI_THREAD_MULTIPLE, but {library_name()} was started with a lower "
@@ -146,18 +146,18 @@ def _check_sizes(request: ConnectRequest, rank: int, size: int) -> None:
 
 _HELLO_BYTES = 64
 _LONGEST_PAUSE_S = 0.01
-# Other ranks raise their error this much later than the listeners. The first error may end the job, so it should name the
-# missing ranks.
+# After a time-out, ranks that are no listeners (see Note [The first meeting]) raise their error this much later than the
+# listeners. The first error may end the job, so the first error should name the missing ranks.
 _LISTENERS_FIRST_S = 2.0
 _BLOCK_RANKS = 64
 
 
 def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __version__) -> None:
-    """Return when all ranks of the communicator have come and run the same version of Syncline. A collective.
+    """Return when all ranks of the communicator have called this function, with the same version of Syncline.
 
     Raises:
         CollectiveTimeout: some ranks did not come. The message names these ranks, or the ranks that know them (the listeners).
-        DisagreementError: the ranks run different versions. All ranks raise it.
+        DisagreementError: the ranks run different versions. All ranks raise this error.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
     # Only the first call makes a meeting. After a time-out, a second call goes on with the requests of the first call.
@@ -176,7 +176,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
 
 
 def blocks(size: int) -> list[range]:
-    """Divide the ranks into blocks. Each block has its own listeners; see `speakers`. A pure function."""
+    """Divide the ranks into blocks of at most 64 ranks. Each block has separate listeners: see Note [The first meeting]."""
     return [range(start, min(start + _BLOCK_RANKS, size)) for start in range(0, size, _BLOCK_RANKS)]
 
 
@@ -187,8 +187,8 @@ class _Meeting:
     ~~~~~~~~~~~~~~~~~~~~~~~~
     The communicator is the user's: MPI_COMM_WORLD, or the communicator that `init_process_group` got. The user's own messages
     may be in flight on it, and the user's receive from any rank with any tag would match a message of ours. So we use only
-    collectives on this communicator, because no receive matches a collective. They are non-blocking, because a rank may never
-    come::
+    collectives on this communicator, because no receive matches a collective. These collectives are non-blocking, because a
+    rank may never come::
 
         1. each rank sends one byte to the listeners of its block of 64 ranks (Igatherv): bytes that have arrived show who is
            here
@@ -196,9 +196,9 @@ class _Meeting:
         3. each rank tests its requests until all are complete, or the time limit is reached
         4. all ranks compare the versions; messages that another version might not understand are sent only after this
 
-    If the time limit is reached in step 3, the listeners look which bytes have arrived, although the gather will never be
-    complete. No other code reads the memory of these bytes. The requests stay in MPI, because MPI cannot cancel a collective.
-    If a rank calls `meet` again, it goes on with its earlier requests. So the collectives of ranks that come late still match.
+    If the time limit is reached in step 3, the listeners check which bytes have arrived, although the gather is not complete.
+    The requests stay in MPI, because MPI cannot cancel a collective. If a rank calls `meet` again, it goes on with its earlier
+    requests. So the collectives of ranks that come late still match.
 
     Ranks form blocks, so that no rank needs a connection to all other ranks (over TCP, each connection is an open file). Each
     block has three listeners, because one of them may be the rank that does not come.
@@ -243,7 +243,8 @@ class _Meeting:
                 scope.check()
             except TimeoutError:
                 over_s = over_s or time.monotonic()
-                # A listener that knows who is missing raises at once; all others give it time to speak first.
+                # A listener that knows which ranks are missing raises at once. All other ranks wait two
+                # seconds longer, so that this error comes before theirs.
                 if absent or time.monotonic() - over_s > _LISTENERS_FIRST_S:
                     raise CollectiveTimeout(self._timed_out(scope.timeout_s)) from None
             time.sleep(pause_s)

@@ -6,7 +6,7 @@ There are three guards:
 
 1. If nobody catches an exception in the main thread, the rank prints the exception and its own rank, and aborts the job. (At an
    interactive prompt, the exception ends only the command that was typed.)
-2. If a rank calls `sys.exit` with a status other than 0 before the group was closed, the rank aborts the job with this status.
+2. If a rank calls `sys.exit` with a status other than 0 while a group is open, the rank aborts the job with this status.
 3. A rank that exits in any other way enters a barrier on a separate communicator, and waits there until all ranks come. If the
    others do not come at once, the rank tells them that it has left (see `LeaveNotices`). Ranks that wait for this rank then
    fail with an error that names the call: see Note [Who will not come] in `health.leaving`.
@@ -14,10 +14,11 @@ There are three guards:
    The exiting rank does not wait for a rank whose process is gone. MPI cannot end a job in order if a process is gone, so the
    rank aborts the job. If MPI tolerates faults, the rank does not abort the job, and its process then has 15 seconds to end.
 
-A program may end MPI itself with `MPI.Finalize()`, and go on. MPI first deletes the attributes of MPI_COMM_SELF, which calls
-our callback. In this callback we close our groups, and the ranks meet as in guard 3. Afterwards our threads must not call MPI,
-because a call would abort the process. Threads that call MPI now and then do so only inside `while_mpi_runs`. The end of
-MPI waits for such a call that is under way, but at most one second, because the call may be blocked inside MPI.
+A program may end MPI itself with `MPI.Finalize()`, and go on. `MPI.Finalize()` begins by deleting the attributes of
+MPI_COMM_SELF, and this calls our callback. In the callback we close our groups, and the ranks meet as in guard 3. After this,
+our threads must not call MPI, because a call would abort the process. Threads that call MPI now and then do so only inside
+`while_mpi_runs`. If a thread is inside this context, the callback waits for the thread, but at most one second, because the
+thread may be blocked inside MPI.
 
 A forked child of a rank is not a rank: its exceptions, its exit status and its end concern only itself, and it does not call
 MPI. See Note [Forks] in `forks`.
@@ -100,17 +101,17 @@ def is_interactive() -> bool:
 
 
 class ExitBarrier(Inherited):
-    """Lets ranks that exit wait for each other, and aborts the job if one exits with an error status and an open group.
+    """Lets ranks that exit wait for each other. If a rank exits with an error status while a group is open, aborts the job.
 
-    These are the second and the third guard of this module. The constructor is a collective of all processes of the job. The
-    job is all ranks of MPI, or the ranks of the communicator that `init_process_group` got.
+    These are guards 2 and 3 of this module. All ranks of the job call the constructor together. The job here means all ranks of
+    MPI, or the ranks of the communicator that `init_process_group` got.
 
     Args:
         job: a communicator of all ranks of the job.
 
     Attributes:
         leavers: knows which ranks have left, and which collectives this rank has started.
-        liveness: finds out whose process is gone.
+        liveness: finds out which ranks are lost because their process is gone.
         period_s: the seconds between two calls of `look` by the monitor. The monitor calls `look` also while the rank computes,
             so that the rank receives notices and passes them on.
         may_block: True, because `look` calls MPI.
@@ -160,7 +161,7 @@ class ExitBarrier(Inherited):
         return _made[-1]
 
     def look(self, _: float) -> None:
-        """Receive notices of ranks that have left, and pass them on. The monitor calls it every `period_s` seconds."""
+        """Receive notices of ranks that have left, and pass them on. The monitor calls this every `period_s` seconds."""
         with suppress(MPI.Exception), while_mpi_runs() as runs:  # if a rank is lost, others may still leave
             if runs:
                 self.leavers.left()
@@ -192,7 +193,7 @@ class ExitBarrier(Inherited):
         try:
             self._meet()
         except (RankLostError, MPI.Exception) as error:
-            # The ranks that are left cannot meet without the lost rank, and MPI_Finalize would wait for this rank.
+            # The ranks that are left cannot meet without the lost rank, and MPI_Finalize would wait for the lost rank.
             if not is_fault_tolerant():
                 say(f"{_who()} cannot end MPI in order, and ends the job: {error}")
                 abort_job(status or 1)
@@ -204,7 +205,7 @@ class ExitBarrier(Inherited):
         self._wait(lambda: self._have_left(everybody_left, notice_s))
         self._notices.stop()
         self._wait(self._notices.are_sent)
-        everybody_read = self._communicator.Ibarrier()  # after it no rank sends notices, so none is left when MPI ends
+        everybody_read = self._communicator.Ibarrier()  # then no rank sends notices, so none is in flight when MPI ends
         self._wait(everybody_read.Test)
         self._notices.close()
         # All messages of this communicator have been received, so none of them can keep MPI from ending.
@@ -214,7 +215,7 @@ class ExitBarrier(Inherited):
         """Whether all ranks have come to the barrier. If not, and this rank has no call in flight, send its notice once."""
         if everybody_left.Test():
             return True
-        # Calls in the queue have not begun yet. If the notice were sent before their end, it would count too few calls.
+        # The notice says how many calls this rank has started. So wait until the queue has started and finished all its calls.
         if not self._has_told and time.monotonic() > notice_s and all_idle():
             self._has_told = True
             self._notices.leave(self.leavers.own())
@@ -238,8 +239,8 @@ _made: list[ExitBarrier] = []
 def _end_without_mpi() -> None:
     """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
 
-    Python has already run the `atexit` functions that were registered after ours. Run the other `atexit` functions, and flush
-    open files.
+    Forked children of a rank register this function with `atexit`. Python has already run the `atexit` functions that were
+    registered later. Run the other `atexit` functions, and flush open files.
     """
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()

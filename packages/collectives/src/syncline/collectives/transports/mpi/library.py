@@ -77,16 +77,17 @@ _LONGEST_CALL_S = 1.0
 def while_mpi_runs() -> Iterator[bool]:
     """A context for threads that call MPI now and then.
 
-    Its value says whether the thread may call MPI until the context ends.
+    Its value says whether the thread may call MPI inside the context. The value is False if MPI ends or has ended.
     """
     with _calling:
         yield not (_is_over or MPI.Is_finalized())
 
 
 def no_more_mpi() -> None:
-    """From now on, allow no calls of MPI in `while_mpi_runs`, because MPI ends. Wait at most one second for a thread in it.
+    """Call this before MPI ends. From now on, `while_mpi_runs` gives False.
 
-    An unlimited wait might never end, because MPI may block that thread until MPI ends.
+    If another thread is inside `while_mpi_runs`, wait for this thread, but at most one second. Without this limit the wait
+    might never end, because the thread may be blocked inside MPI.
     """
     global _is_over
     _is_over = True
@@ -95,7 +96,7 @@ def no_more_mpi() -> None:
 
 
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """Return which ranks the members of another group have in the MPI group `whole`. Then free `members`."""
+    """Return for each member of the MPI group `members` its rank in the MPI group `whole`. Free `members`, but not `whole`."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:
@@ -118,7 +119,7 @@ def wait(
 
     Args:
         request: the request.
-        scope: ends the wait.
+        scope: a time limit that can also be cancelled. The wait ends when the scope ends.
         status: an MPI status. This function fills it in.
         longest_nap_s: see `Patience`.
         naps_at_once: sleep from the first rest on. If other threads compute on the core, a sleeping thread gets the core back
@@ -143,8 +144,8 @@ class MPIRequest(Request):
 
     Its tensor stays alive until MPI has finished, even if this object is dropped earlier.
 
-    MPI reads or writes the tensor when the other rank comes. If a receive is given up, it is not cancelled: its message may be
-    in flight, and the next receive would take this message.
+    A receive whose wait has ended early is not cancelled. Its message may be in flight already, and would then go to the next
+    receive.
     """
 
     _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
@@ -178,7 +179,7 @@ class MPIRequest(Request):
 
     @classmethod
     def free_abandoned(cls) -> None:
-        """Release the tensors of those dropped requests that are over now."""
+        """Release the tensors of requests that were dropped before they were complete, and are complete now."""
         for _ in range(len(cls._abandoned)):
             try:
                 entry = cls._abandoned.popleft()
@@ -246,7 +247,10 @@ def failed_ranks(communicator: MPI.Comm) -> list[int]:
 
 
 def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
-    """End all operations on these communicators with an error, on all ranks. May block while a rank is stopped."""
+    """End all operations on these communicators with an error, on all ranks, if MPI can (ULFM). Otherwise do nothing.
+
+    This may block while a rank is stopped.
+    """
     if not is_fault_tolerant() or MPI.Is_finalized():
         return
     for communicator in communicators:
@@ -311,7 +315,7 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 
 @functools.lru_cache(maxsize=256)
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-    """Return the MPI type and the MPI reduction that give exactly the result of `op`, or None if MPI has none.
+    """Return the MPI type and the MPI reduction that give exactly the result of `op`; None if MPI's result would differ.
 
     For AVG and PREMUL_SUM the reduction is a SUM. The caller divides the result of AVG, and multiplies the terms of PREMUL_SUM
     before the reduction. The function returns None for:
@@ -339,7 +343,7 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 
 
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
-    """Describe a contiguous tensor of any size as one message of bytes. MPI before version 4 counts in C ints.
+    """Describe a contiguous tensor as one message of bytes, also if it has more bytes than MPI can count in a C int.
 
     Args:
         tensor: as for `memory`.

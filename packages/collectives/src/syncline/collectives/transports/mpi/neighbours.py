@@ -41,10 +41,7 @@ _LONGEST_BYTES = 4096
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """Return the neighbours of a rank, ascending: its partners in `rounds`. If A is a neighbour of B, B is a neighbour of A.
-
-    A pure function.
-    """
+    """Return the neighbours of a rank in ascending order: see Note [Neighbours]. The relation is symmetric."""
     return sorted({peer for partners in rounds(rank, size) for peer in partners})
 
 
@@ -67,7 +64,7 @@ class TimeoutReport:
 
     Ranks that wait for the same missing rank time out at about the same time. So if a rank says nothing, it is probably the
     missing rank. Each rank tells its neighbours (see Note [Neighbours]) in which call it waits, and everything that it has
-    heard of other ranks. It listens for 1.5 seconds, or until it has heard of all ranks.
+    heard of other ranks. Each rank listens for 1.5 seconds, or until it has heard of all ranks.
 
     Cost: with N ranks, each rank sends a message to at most 2 log2 N neighbours. While the rank hears of more ranks, it sends
     again every 0.1 seconds: about log2 N times. Ranks that wait in the same call share one entry of a message.
@@ -93,7 +90,7 @@ class TimeoutReport:
         return self._in_words(said)
 
     def _exchange(self, said: Statements) -> None:
-        """Collect the statements of other ranks in `said`, and pass them on."""
+        """Collect in `said` the calls in which other ranks wait, and pass this information on to the neighbours."""
         now = time.monotonic()
         end, next_telling, told = now + _LISTEN_S, now, 0
         while len(said.heard) < self._size and now < end:
@@ -151,8 +148,8 @@ class MPIStatusPost(StatusPost):
     """Sends a rank's status line (the call in which it waits) to rank 0, from neighbour to neighbour, by up to two routes.
 
     See Note [Neighbours]. For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13
-    without its highest bit). So a line reaches rank 0 even if one rank on a route is stopped. No rank waits, because a line has
-    at most 4 KB, and MPI accepts such a message at once.
+    without its highest bit). So a line reaches rank 0 even if one rank on a route is stopped. No send blocks, because a line
+    has at most 4 KB, and MPI accepts a message of this size at once.
 
     Args:
         communicator: a communicator with connected neighbours, on which no other message has the tag `STATUS`.
@@ -207,22 +204,23 @@ class MPIStatusPost(StatusPost):
 
 
 def towards_zero(rank: int) -> list[int]:
-    """Return the neighbours to which a rank sends lines for rank 0. A pure function."""
+    """Return the neighbours to which a rank sends its status lines for rank 0: see `MPIStatusPost`."""
     return sorted({rank & (rank - 1), rank ^ (1 << (rank.bit_length() - 1))}) if rank else []
 
 
 class LeaveNotices:
     """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 
-    A rank receives notices and passes them on when it looks for notices. It looks often while it waits for other ranks (in a
-    call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the methods.
+    `receive` receives notices of other ranks, and passes them on. A rank calls `receive` often while it waits for other ranks
+    (in a call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the
+    methods.
 
     Cost: with N ranks, each rank sends 2 log2 N messages for all ranks that leave within 0.2 seconds. Ranks that have started
     the same calls share one entry of a message. The constructor is a collective.
 
     Args:
         communicator: a communicator of all processes of the job. No other message on it has the tag `LEAVING`.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, communicator: MPI.Intracomm, clock: Callable[[], float] = time.monotonic) -> None:

@@ -28,22 +28,23 @@ class MPIReconnector(Reconnector):
     ::
 
         1. each survivor revokes the communicators of the old group: a rank that still waits in one gets an error
-        2. MPI_Comm_shrink makes a communicator of the survivors, in their order, the same on all
-        3. each survivor connects over it as at the start of the job; this may fail if another rank dies meanwhile
+        2. MPI_Comm_shrink makes a new communicator of the survivors, who keep their order
+        3. each survivor connects over the new communicator as at the start of the job; this may fail if another rank dies
         4. MPI_Comm_agree: have all connected? All survivors get the same answer. If not, repeat from 1 with the communicator
-           of step 2; after `MOST_ATTEMPTS` times with the same members, all of them give up
+           of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
 
     All four steps run in this order on one separate thread (`DetachedCall`), because a call of MPI cannot be ended. The thread
     that called `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits for
-    this separate thread, too. If the separate thread has failed, a new thread starts with the communicator of the last step 2,
-    because a rank never shrinks a communicator twice.
+    this separate thread, too. If the separate thread has failed, the next call of `shrink` starts a new thread. This thread
+    begins with the communicator of the last step 2, because a rank never shrinks a communicator twice.
 
-    MPI counts a silent rank as alive, so it never leaves a silent rank out. `shrink` then fails, and may be called again.
+    If a rank lives but does not call `shrink`, MPI does not count this rank as lost, so step 2 does not end. Then `shrink`
+    fails with `CollectiveTimeout`, and may be called again.
 
     Args:
         communicator: a communicator of all ranks that the group has at the start, for this object only.
         connect: makes the transport. It takes a communicator, and the ranks of the communicator's members in the job. All
-            members call it.
+            members call `connect`.
         leavers: knows which ranks of the job have left, and counts the collectives that this rank has started.
         name: the group's name.
     """
@@ -126,7 +127,7 @@ class MPIReconnector(Reconnector):
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
         """Return the transport, or the error if connecting has failed.
 
-        Step 4 follows in both cases, and tells the other ranks.
+        In both cases, the caller goes on with step 4, which tells the other ranks whether this rank has connected.
         """
         try:
             return self._connect(self._communicator, generation.members), None

@@ -36,16 +36,15 @@ class RingAllReduce:
     around the ring. A rank passes a piece on as soon as the piece is ready. So the steps overlap, and only the first piece of
     each step waits for the network's latency.
 
-    Every wait is for a single message, and ends when the call's scope ends. So the ring can be given up, even if the MPI
-    library's collectives must block. The same inputs give the same bits in every run and on every rank, because one chain of
-    ranks reduces each part.
+    Every wait is for a single message, and ends when the call's cancel scope (its time limit) ends. The same inputs give the
+    same bits in every run and on every rank, because the ranks add their terms to a part in a fixed order.
 
     Cost, for n bytes and p ranks: each rank sends 2 n (p-1)/p bytes in 2 (p - 1) steps. Extra memory: 2 MiB, and in Open MPI up
     to n/p bytes on a rank that is slower than its network.
 
     Why not MPI's own all-reduce: over TCP, MPICH sends a whole part and then reduces the whole part, so wire and processor wait
-    for each other. For 25 MiB between two hosts with 1 Gbit/s, it took 1.5 to 1.8 times as long (see docs/figures.md, "Between
-    hosts").
+    for each other. For 25 MiB between two hosts with 1 Gbit/s, MPICH took 1.5 to 1.8 times as long as this ring (see
+    docs/figures.md, "Between hosts").
 
     Args:
         communicator: a communicator on which no other message has the tag `Tag.RING`.
@@ -62,7 +61,7 @@ class RingAllReduce:
         self._piece_bytes = piece_bytes
 
     def run(self, tensor: torch.Tensor, op: ReduceOp, call: Call, *, divisor: int = 1) -> None:
-        """Reduce the tensor in place. Call this method after all ranks have come for the same call.
+        """Reduce the tensor in place. All ranks call this method, after they have compared the call (see `Sync.compare`).
 
         Args:
             tensor: flat, in host memory, of one of `DTYPES`, with at least as many elements as there are ranks.
@@ -129,7 +128,7 @@ class RingAllReduce:
 
 
 def pieces_of_part(nbytes: int, piece_bytes: int) -> int:
-    """Return the number of pieces for a part of `nbytes` bytes. All ranks get the same number. A pure function."""
+    """Return the number of pieces for a part of `nbytes` bytes. All ranks get the same number."""
     size = min(max(nbytes // PIECES, LEAST_PIECE_BYTES), piece_bytes)
     return max(1, -(-nbytes // size))
 

@@ -1,4 +1,4 @@
-"""Sync lets the ranks of a group come together for one call and compare this call. MessageSync does this by MPI messages."""
+"""Sync lets the ranks of a group wait for each other and compare a call. MessageSync does this by MPI collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ NOWHERE = -1
 
 _T = TypeVar("_T")
 
-#: Starts an MPI operation with the function given, and runs it to its end.
+#: A function whose argument is another function, which starts an MPI operation. `Run` calls the argument, and waits for the
+#: operation.
 Run = Callable[[Callable[[], MPI.Request]], object]
 
 
@@ -35,16 +36,16 @@ class Sync(ABC):
 
         Args:
             call: this rank's call; `Call.digest` is compared.
-            place: where in the shared memory this rank's tensor is, as a number; `NOWHERE` if it is in no window. The ranks
-                compare their places, too.
+            place: a number that says where in shared memory this rank's tensor is (see `Windows.key_of`); `NOWHERE` if the
+                tensor is not in shared memory. The ranks compare their places, too.
 
         Returns:
             Whether all ranks gave the same place, and the place is not `NOWHERE`.
 
         Raises:
-            DisagreementError: the ranks make different calls. All ranks raise it.
+            DisagreementError: the ranks make different calls. All ranks raise this error.
             TimeoutError: a rank did not come. The text says what this rank knows of the other ranks.
-            TransportError: a rank has given up, the library failed, or the scope was cancelled with such an error as reason.
+            TransportError: a rank has given up, the library failed, or `call.scope` was cancelled with a `TransportError`.
         """
 
     @abstractmethod
@@ -89,7 +90,7 @@ class MessageSync(Sync):
         self.run(call, self._communicator.Ibarrier)
 
     def disagreement(self, call: Call) -> DisagreementError:
-        """Return the error that lists each rank's call. A collective: all ranks call it when they know that their calls differ.
+        """Return the error that lists each rank's call. When the ranks know that their calls differ, all of them call this.
 
         Raises:
             TimeoutError: a rank does not answer, because it has given up before.
@@ -109,7 +110,7 @@ class MessageSync(Sync):
 
         Raises:
             TimeoutError: the time limit was reached. The text says in which calls the other ranks wait.
-            TransportError: MPI failed, or the scope was cancelled with such an error as reason.
+            TransportError: MPI failed, or `call.scope` was cancelled with a `TransportError`.
         """
         request = None
         try:
@@ -126,7 +127,7 @@ class MessageSync(Sync):
             raise
 
     def keep(self, *objects: object) -> None:
-        """Keep requests that were given up, and memory that MPI may still use. `engine.host_group` keeps the tensors."""
+        """Keep requests whose wait has ended early, and memory that MPI may still use, as long as this object lives."""
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:

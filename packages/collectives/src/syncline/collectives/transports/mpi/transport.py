@@ -41,8 +41,8 @@ from .waiting import ARRIVAL_NAP_S, MESSAGE_NAP_S, NO_NAP_S
 # whose MPI type consists of such pieces.
 PIECE_BYTES = 1 << 30
 
-# From this size on, the ranks synchronise first; see Note [Presync]. For smaller tensors, Open MPI's non-blocking form takes at
-# most 3 us longer.
+# From this size on, the ranks synchronise before the collective; see Note [Presync]. For smaller tensors, Open MPI's
+# non-blocking form takes at most 3 us longer than the blocking form.
 PRESYNC_MIN_BYTES = 32 << 10
 BLOCKS_WELL = MPI.get_vendor()[0] == "Open MPI" and not is_fault_tolerant()
 
@@ -50,13 +50,13 @@ _TAGS = 32_767  # MPI guarantees at least this many
 
 
 class MPITransport(LibraryTransport):
-    """Runs MPI collectives. In their non-blocking form, a wait ends when the scope of the call ends; see Note [Presync].
+    """Runs MPI collectives: most of them in the non-blocking form, in which a time limit can end the wait; see Note [Presync].
 
-    Each collective is the MPI library's own collective, except for some reductions: float16 and bfloat16 (MPI has no portable
-    type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), and all reductions if `reproducible`. In these
-    reductions, each rank owns a slice of the tensor. An all-to-all of bytes brings all terms of a slice to its owner, and the
-    owner reduces these terms in rank order. After this, an `all_reduce` needs an all-gather, a `reduce` needs a gather, and a
-    `reduce_scatter` is complete.
+    MPI itself does most collectives and reductions. This process does these reductions itself: float16 and bfloat16 (MPI has no
+    portable type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), each `reduce_scatter`, and all
+    reductions if `reproducible`. In these reductions, each rank owns a slice of the tensor. An all-to-all of bytes brings all
+    terms of a slice to its owner, and the owner reduces these terms in rank order. After this, an `all_reduce` needs an
+    all-gather, a `reduce` needs a gather, and a `reduce_scatter` is complete.
 
     Cost of an `all_reduce` with slices, for n bytes and p ranks: 2 n (p-1)/p bytes on the wire from each rank, as in a ring,
     and 2 n bytes of extra memory.
@@ -102,7 +102,7 @@ class MPITransport(LibraryTransport):
         return f"mpi: {library_name()}"
 
     def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
-        """Reduce large tensors in a ring from now on, instead of by MPI. Call this only if each rank is alone on its node.
+        """Reduce large tensors in a ring from now on, not by MPI's all-reduce. Use this only if each rank is alone on its node.
 
         Args:
             ring_bytes: use the ring if a tensor has at least this many bytes for each rank; the same on all ranks.
@@ -284,12 +284,12 @@ class MPITransport(LibraryTransport):
         return MPIStatusPost(self._private)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make a communicator of the members, in their order. MPI has no time limit for this."""
+        """Make a transport over a new communicator of the members, in their order. MPI has no time limit for this step."""
         communicator = self._communicator_of(members, number)
         return MPITransport(communicator, reproducible=self._reproducible, on_device=self._on_device)
 
     def close(self) -> None:
-        """Free the communicators. All ranks call it, after their last status line."""
+        """Free the communicators. All ranks call this method, and send no status line (see `MPIStatusPost`) afterwards."""
         self.status_post().posted()  # receive the lines that nobody has read; see `closes_together`
         self._private.Free()
         self._communicator.Free()
@@ -379,17 +379,15 @@ class MPITransport(LibraryTransport):
         Note [Presync]
         ~~~~~~~~~~~~~~
         A blocking MPI call cannot be given up, so a time limit needs the non-blocking form. But in Open MPI the non-blocking
-        form is a slower algorithm: with version 5.0, two ranks of a node take 1,000 us instead of 160 us to all-reduce 1 MiB,
+        form uses a slower algorithm: with version 5.0, two ranks of a node take 1,000 us instead of 160 us to all-reduce 1 MiB,
         and 7,900 us instead of 690 us for 4 MiB. So with Open MPI a large collective blocks, but only after all ranks have come
         for the same call. The call then ends as soon as the data has moved. If a rank dies or stops during this time, no rank
         returns from the call. Then the monitor ends the process, and the launcher ends the job. A job that must survive the
         loss of a rank (ULFM) does not block.
 
-        MPICH and Intel MPI use one algorithm for both forms. While one thread blocks inside such a library, no other thread of
+        MPICH and Intel MPI use one algorithm for both forms. While one thread blocks inside these libraries, no other thread of
         the process can communicate. If two groups communicated at the same time, in a different order on each rank, the ranks
         would wait for ever. So with MPICH and Intel MPI we use the non-blocking form.
-
-        The presync also compares the calls of the ranks.
 
         For CUDA memory, MPI's collectives run in the blocking form, because Open MPI crashes in the non-blocking form.
         """
@@ -440,7 +438,7 @@ class MPIPlan(LibraryPlan):
 
 
 def whole_bytes(signature: Signature, size: int) -> int:
-    """Return the bytes of a call's larger tensor. Return 0 if this number may differ between ranks. A pure function."""
+    """Return the bytes of a call's larger tensor. Return 0 if this number may differ between ranks."""
     # Each rank may have different splits, so no rank knows the sizes of the other ranks.
     if signature.splits is not None:
         return 0

@@ -31,20 +31,20 @@ def yield_cpu() -> None:
 
 
 class Patience:
-    """Lets a thread rest between two checks of one wait. The first few checks of a wait have no pause.
+    """Lets a thread rest between two checks of one wait. Make this object when the first few checks did not end the wait.
 
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    [1] For `spin_s` seconds the thread yields between checks. If each rank has a core, the yield returns at once, and the
-        thread sees the end of the wait within microseconds. But the thread keeps its core busy. Most waits of a training step
-        end here.
+    [1] For some seconds (see `spin_for`) the thread yields between checks. If each rank has a core, the yield returns at once,
+        and the thread sees the end of the wait within microseconds. But the thread keeps its core busy. Most waits of a
+        training step end here.
     [2] Then the thread sleeps between checks, each time for a hundredth of the time that it has waited so far, but at least 50
         us. (The system turns 50 us into 100 us.) So a sleep makes a wait at most 1 % longer, except right at the start of [2].
         A rank that waits for seconds uses a hundredth of its core.
 
     Args:
         longest_nap_s: the longest sleep, in seconds; 0: never sleep.
-        naps_at_once: leave out [1]; see `library.wait`.
+        naps_at_once: leave out [1], unless `spin_for` was called with infinity; see `library.wait`.
     """
 
     __slots__ = ("_began_s", "_longest_nap_s", "_looks", "_nap_s", "_spin_s")
@@ -61,8 +61,8 @@ class Patience:
         """Rest before the next check of the wait.
 
         Returns:
-            Whether to check the call's scope now. Its check reads the clock, which would slow down short waits if it came after
-            each rest.
+            Whether the caller must now check the call's cancel scope (its time limit). False after most rests of [1]: the
+            check reads the clock, and a check after each rest would slow down short waits.
         """
         if self._nap_s:
             time.sleep(self._nap_s)

@@ -17,12 +17,12 @@ from .connections import Connector
 from .group import NcclGroup
 from .rendezvous import GroupRendezvous, Rendezvous, StoreRendezvous
 
-# A store may outlive a group (torchrun's store does), so each connection uses keys with a number of its own.
+# A store may outlive a group (torchrun's store does), so the keys of each connection contain a new number.
 _generations = itertools.count()
 
 
 class NcclBackend(Backend):
-    """Ranks with one GPU each. `connect` does not start NCCL: that happens at the first collective, which selects the GPU."""
+    """The backend "nccl", for ranks with one GPU each. NCCL starts at the first collective, which selects the GPU."""
 
     @property
     def meets_in_store(self) -> bool:

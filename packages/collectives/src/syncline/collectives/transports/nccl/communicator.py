@@ -1,6 +1,6 @@
 """One NCCL communicator: turns tensors into calls of NCCL. The only module that calls `cupy.cuda.nccl`.
 
-Tables and pure functions at the top translate torch's dtypes and our reductions to NCCL's.
+Tables and functions at the top translate torch's dtypes and our reductions to NCCL's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NativeReduction:
 
     Attributes:
         op: NCCL's number for the reduction, a value of ncclRedOp_t.
-        factor: each rank's terms are multiplied by this factor first; None if there is no factor.
+        factor: each rank's terms are multiplied by this factor before the reduction; None if there is no factor.
     """
 
     op: int
@@ -66,7 +66,7 @@ class NativeReduction:
 
 
 def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = False) -> NativeReduction | None:
-    """NCCL's own reduction for `op`; None if the ranks must exchange the terms and reduce them themselves. A pure function.
+    """NCCL's own reduction for `op`; None if the ranks must exchange the terms and reduce them themselves.
 
     None for:
 
@@ -128,11 +128,13 @@ class Communicator:
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
     def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
-        """Make a communicator of `members`, which are ranks of this communicator. All ranks call it; no call may be in flight.
+        """Make a communicator of `members`, which are ranks of this communicator. All ranks call this.
+
+        No operation of this communicator may be in flight.
 
         Args:
-            members: the members; None on a rank that belongs to no part.
-            color: a number that all members give, and no other rank; None on a rank that belongs to no part.
+            members: the members; None on a rank that is in no new communicator.
+            color: a number that all members give, and no other rank; None on a rank that is in no new communicator.
             stream: the handle of the new communicator's CUDA stream.
         """
         with mapped(self._nccl, "ncclCommSplit"):
@@ -224,7 +226,7 @@ class Communicator:
             self._raw.check_async_error()
 
     def abort(self) -> None:
-        """End all operations in flight on this rank. Any thread may call it, also while another thread is inside NCCL.
+        """End all operations in flight on this rank. Any thread may call this, also while another thread is inside NCCL.
 
         Note [Abort of a blocking communicator]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -237,10 +239,8 @@ class Communicator:
            it, for a few seconds.
         2. NCCL frees the communicator under the stuck thread, and a signal kills the process.
 
-        We accept both outcomes, because they only happen in a group that has failed. At this time the report is written, the
-        works have their error, and nobody uses the group any more. NVIDIA's `nccl4py` (0.6) has
-        non-blocking communicators, `revoke` and `shrink`. It would fit behind this class, but it needs `cuda-core` and
-        `cuda-bindings`, and we would have to poll each call.
+        We accept both outcomes, because they only happen in a group that has failed: by then the report has been written, the
+        works have their error, and nobody uses the group any more.
         """
         self._raw.abort()
 

@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group with three slots for each rank; a slot holds one chunk. The first call of `segment` makes it.
+    """A window of the group with three slots for each rank; a slot holds one chunk of a tensor. `segment` makes the window.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
     Chunks use the slots in turn, also if they belong to different collectives. All ranks pass the same barriers, at least one
     for each chunk. Ranks read the data of chunk k after the barrier of chunk k. A rank copies chunk k out after the barrier of
     chunk k + 1, so it has finished all reads of chunk k when it comes to the barrier of chunk k + 2. Chunk k + 3 uses the slot
-    of chunk k, and ranks write it after the barrier of chunk k + 2. So no rank overwrites data that another rank still reads,
-    and no further barriers are needed.
+    of chunk k, and ranks write chunk k + 3 after the barrier of chunk k + 2. So no rank overwrites data that another rank still
+    reads, and no further barriers are needed.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
@@ -168,7 +168,7 @@ class CopyInCopyOut(Algorithm):
             _copy_out(pending[0], target + pending[1] * itemsize)
 
     def _reduce(self, step: _Step, start: int, own: torch.Tensor, out: torch.Tensor) -> None:
-        """Reduce this rank's slice of the chunk that begins at `start` in `own` (this rank's term) and `out` (the result)."""
+        """Reduce this rank's slice of the chunk at element `start`. `own` has this rank's term; `out` gets the result."""
         begin, numel = step.share
         if numel == 0:  # a chunk with fewer elements than ranks
             return

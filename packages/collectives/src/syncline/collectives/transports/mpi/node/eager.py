@@ -17,7 +17,8 @@ from .shared_sync import SharedSync, ShmBarrier
 # Memory at an address, with a number of bytes. For few bytes, copying by slices takes a third of the time of ctypes' memmove.
 _memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
 
-#: Reads the slots of one turn, and writes the result to its arguments, `part` or `whole` of `Plan.run`.
+#: A function that reads the slots of one turn. It writes the result to one of its two arguments, `part` and `whole` of
+#: `Plan.run`.
 _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -60,9 +61,9 @@ class Eager(Algorithm):
         return self._sync is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """Write to the slot, compare the call, read the slots.
+        """Write this rank's slot, compare the call, then read the slots of all ranks.
 
-        This compares the call even if the plan has already compared it.
+        The call is compared even if `NodePlan` has already compared the call.
         """
         sync = self._sync
         assert sync is not None

@@ -1,4 +1,4 @@
-"""All-reduce across several nodes, slice by slice. A tensor that is in no window is first copied to shared memory."""
+"""All-reduce across several nodes, slice by slice, in shared memory. Tensors in other memory are copied there and back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NodeReduction:
         return self._stage
 
     def run(self, place: Place, numel: int, call: Call) -> None:
-        """Combine `numel` elements that are at the same place on all ranks.
+        """Combine `numel` elements that are at the same place in shared memory on all ranks.
 
         The ranks must synchronise before and after this call.
         """

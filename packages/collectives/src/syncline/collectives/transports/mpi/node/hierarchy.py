@@ -36,7 +36,7 @@ class Hierarchy:
         node: the communicator of this rank's node.
         nodes: the number of nodes.
         shares_memory: whether any node has more than one rank of the group.
-        fence: this processor's memory fence, which a `ShmBarrier` needs; None if the processors of some node have none.
+        fence: this processor's memory fence, which a `ShmBarrier` needs; None on all ranks if any rank found no fence.
         leaders: the number of leaders on each node. They are the node's first ranks, and each leads one slice.
         inter_node: a communicator of the leaders of this rank's slice, one leader on each node. None if this rank leads no
             slice, if there is only one node, or if each node has only one rank.

@@ -1,4 +1,4 @@
-"""NodeTransport uses MPI, but uses shared memory for collectives that are faster in it."""
+"""NodeTransport runs collectives in the shared memory of a node if this is faster, and by MPI if not."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class NodeTransport(MPITransport):
         self._node.give_up()
 
     def interrupt(self) -> None:
-        """As `MPITransport.interrupt`. It also ends calls on the communicators inside and between nodes."""
+        """As `MPITransport.interrupt`. This also revokes the communicators inside and between nodes."""
         super().interrupt()
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 

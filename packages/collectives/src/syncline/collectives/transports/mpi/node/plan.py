@@ -50,7 +50,7 @@ class Operation(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """Facts about a group that decide on algorithms; the same on all ranks.
+    """Facts about a group by which `choose` selects an algorithm. They are the same on all ranks.
 
     Attributes:
         ranks: the number of ranks.
@@ -73,7 +73,8 @@ class Size(NamedTuple):
     """The size of a call, in bytes.
 
     Attributes:
-        whole: the size of the call's larger tensor. If the call has a block, this is the block.
+        whole: the size of the call's larger tensor. If the call has a block (a tensor with one part for each rank), the block
+            is the larger tensor.
         shown: the size of the data that a rank lets the other ranks read.
     """
 
@@ -82,7 +83,7 @@ class Size(NamedTuple):
 
 
 def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
-    """Return the size of a call. Its tensor, or each rank's part of its block, has `part_bytes`."""
+    """Return the size of a call. The call's tensor, or each rank's part of the call's block, has `part_bytes` bytes."""
     has_block = operation in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER)
     whole = part_bytes * (ranks if has_block else 1)
     return Size(whole, part_bytes if operation is Operation.ALL_GATHER else whole)
@@ -91,7 +92,7 @@ def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
 def choose(
     operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds, *, is_native: bool
 ) -> Choice:
-    """Choose the algorithm for tensors that are in no window. All ranks choose the same. A pure function.
+    """Choose the algorithm for tensors that are in no window. All ranks choose the same algorithm.
 
     Args:
         operation: the collective.
@@ -106,11 +107,11 @@ def choose(
     is_reduction = operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
     is_staged = is_reduction and size.whole >= thresholds.staged_bytes
     if capabilities.nodes > 1:
-        # If MPI can reduce the dtype, or a node has only one rank, shared memory gains nothing. If MPI cannot reduce the dtype,
-        # all ranks would exchange all terms without shared memory.
+        # If MPI can reduce the dtype, or a node has only one rank, shared memory gains nothing. In other cases, shared memory
+        # saves an exchange of all terms between all ranks.
         is_gain = operation is Operation.ALL_REDUCE and not is_native and capabilities.least_ranks_of_node > 1
         return Choice.HIERARCHICAL if is_staged and is_gain and not capabilities.reproducible else Choice.MPI
-    # If the data fits in a slot, one arrival is cheaper than any other algorithm.
+    # If the data fits in a slot, the eager algorithm, with its single barrier, is cheaper than any other algorithm.
     if size.shown <= slot_bytes(capabilities, thresholds):
         return Choice.EAGER
     return Choice.COPY_IN_COPY_OUT if is_staged else Choice.MPI
@@ -136,7 +137,10 @@ def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilitie
 
 
 def slice_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the start and end of slice `index` of `parts` slices. The first `numel % parts` slices are one element longer."""
+    """Divide `numel` elements into `parts` slices, and return the start and end of slice `index`.
+
+    The first `numel % parts` slices are one element longer than the others.
+    """
     length, longer = divmod(numel, parts)
     start = index * length + min(index, longer)
     return start, start + length + (index < longer)
@@ -178,8 +182,7 @@ class Windows:
     ranks make the same segments in the same order, so they agree on the keys. A key has 63 bits, enough for 8 EiB of
     allocations.
 
-    This object keeps no segment alive: when the last tensor of this rank in a segment is freed, the segment is freed, too. So
-    DistributedDataParallel, for example, can replace its first buckets without a call that frees them.
+    This object keeps no segment alive: when the last tensor of this rank in a segment is freed, the segment is freed, too.
     """
 
     def __init__(self) -> None:
@@ -241,7 +244,7 @@ class NodeMemory:
     Args:
         hierarchy: which ranks share a node.
         communicator: a private communicator of the whole group.
-        messages: lets all ranks of the group wait for one another, by MPI messages (see `MessageSync`).
+        messages: lets all ranks of the group wait for one another by MPI (see `MessageSync`).
     """
 
     def __init__(self, hierarchy: Hierarchy, communicator: MPI.Intracomm, messages: MessageSync) -> None:
@@ -270,7 +273,10 @@ class NodeMemory:
             return None
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor | None:
-        """Make a window filled with zeros. Return None on all ranks if this fails."""
+        """Make a window, and return this rank's tensor in it, filled with zeros. Return None on all ranks if this fails.
+
+        All ranks call this method.
+        """
         segment = self.allocate_segment(numel * dtype.itemsize, call)
         if segment is None:
             return None
@@ -301,8 +307,8 @@ class Node:
     Args:
         hierarchy: which ranks share a node.
         communicator: a private communicator of the whole group.
-        messages: lets all ranks of the group wait for one another, by MPI messages (see `MessageSync`).
-        local_messages: as `messages`, for the ranks of this node.
+        messages: lets all ranks of the group wait for one another by MPI (see `MessageSync`).
+        local_messages: like `messages`, but only for the ranks of this node.
         slot_bytes: the size of an eager slot; a multiple of 64, or 0.
         ranks_on_node: the number of the job's ranks on this node.
     """
@@ -329,21 +335,22 @@ class Node:
     def sync(self, call: Call) -> Sync:
         """Return the object by which all ranks of the group wait for each other.
 
-        All ranks call this method at the same point of their order of calls.
+        All ranks call this method together, because the first call may make a barrier in shared memory.
         """
         return self._messages if self.hierarchy.nodes > 1 else self.shared_sync(call) or self._messages
 
     def local_sync(self, call: Call) -> Sync:
         """Return the object by which the ranks of this node wait for each other.
 
-        All ranks of the group call this method at the same point of their order of calls.
+        All ranks of the group call this method together, because the first call may make a barrier in shared memory.
         """
         return self.shared_sync(call) or self._local_messages
 
     def shared_sync(self, call: Call) -> SharedSync | None:
-        """Return the object by which the ranks of this node wait for each other in shared memory. The first call makes it.
+        """Return the object by which the ranks of this node wait for each other in shared memory.
 
-        Return None on all ranks if it cannot be made.
+        The first call makes this object. Return None on all ranks if the object cannot be made. All ranks of the group call
+        this method together.
         """
         if self._shared is None and self._fence is not None:
             # Making the sync is a collective, so first make sure that all ranks are here, for the same call.
@@ -362,7 +369,10 @@ class Node:
         return self._shared
 
     def segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make new memory with a part for each rank of a node. Return None on all ranks if this fails."""
+        """Make new memory with a part for each rank of a node. Return None on all ranks if this fails.
+
+        All ranks of the group call this method together.
+        """
         self.sync(call).compare(call)
         return self.memory.allocate_segment(part_bytes, call)
 

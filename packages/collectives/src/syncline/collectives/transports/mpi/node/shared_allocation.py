@@ -103,7 +103,7 @@ class _Allocation:
         name = f"syncline-{os.urandom(8).hex()}"
         if self._is_first:
             with self._recording():
-                # Ask before any rank takes memory: a process that exceeds a container's limit is killed without an error.
+                # Check before any rank takes memory: a process that exceeds a container's limit is killed without an error.
                 _check_room(room_for_each(everybodys), padded(self._part_bytes))
                 self._file = create_file(name, self._node.Get_size() * padded(self._part_bytes))
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
@@ -111,7 +111,7 @@ class _Allocation:
     def _open(self, pid: int, file: int, name: str) -> bool:
         """Open the file on the other ranks, through /proc of the first rank.
 
-        If this fails on a rank, pass the descriptor over a socket.
+        If this fails on a rank, that rank gets the file's descriptor over a socket. Return whether this rank has the file.
         """
         if not self._is_first:
             with self._recording():
@@ -164,9 +164,9 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
 
 
 def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
-    """Raise an error on all ranks if any rank has a problem. This costs one reduction.
+    """Raise an error on all ranks if any rank has a problem.
 
-    If there is a problem, it also costs a gather.
+    Cost: one reduction. If there is a problem, also an exchange of all ranks' texts.
     """
     is_any = array("q", [bool(problem)])
     run(lambda: communicator.Iallreduce(MPI.IN_PLACE, [is_any, MPI.INT64_T], MPI.MAX))

@@ -24,8 +24,9 @@ _LINE_BYTES = 128  # two cache lines, because some processors fetch them in pair
 _HEAD_BYTES = 2 * _LINE_BYTES
 LEAST_SLOT_BYTES = 64
 
-# How often a rank checks before it first yields the core and calls the library, which takes as long as a small collective. A
-# check costs 0.06 us. If ranks share cores, this number is smaller, because another rank may need this core to arrive.
+# How often a rank checks before it yields the core and calls the MPI library for the first time. These two steps take as long
+# as a small collective, and a check costs 0.06 us. If ranks share cores, this number is smaller, because another rank may need
+# this core to arrive.
 _LOOKS_ON_OWN_CORE = 1000
 _LOOKS_ON_SHARED_CORE = 100
 
@@ -48,10 +49,12 @@ class ShmBarrier:
 
     Note [Arrivals in turn]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    Each rank writes only in its own part. For arrival k it writes its data into slot k mod 2, then the digest of its call into
-    line k mod 2, and last the number k into this line. Then it waits until all others have written k, and reads their slots. No
-    rank has to say when it has finished reading, because the same slot and line are next written for arrival k + 2. Before
-    this, all ranks have arrived at k + 1, so they have read everything of arrival k.
+    Each rank has its own part of the memory, with two slots for data and two lines of 128 bytes for numbers. A rank writes only
+    in its own part. When the rank comes to the barrier for the k-th time (arrival k), it writes its data into slot k mod 2.
+    Then it writes the digest of its call into line k mod 2, and last the number k into this line. Then it waits until all other
+    ranks have written k, and reads their slots. No rank has to say when it has finished reading, because this slot and this
+    line are next written for arrival k + 2. Before that arrival, all ranks have come to arrival k + 1, so they have read
+    everything of arrival k.
 
     Note [Order in memory]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -61,12 +64,16 @@ class ShmBarrier:
     [1] Before a rank writes its number. So everything that this rank has read and written so far comes before its number.
     [2] After a rank has seen all numbers. So everything that this rank reads and writes from now on comes after these numbers.
 
-    Data: rank A writes data, [1], and its number; rank B reads this number, [2], and the data. So B reads A's new data. Slots:
-    A reads B's slot of arrival k, [1], and writes its number k + 1; B reads this number, [2], and writes its slot of arrival
-    k + 2. So A has not read the data of k + 2. A number is an aligned word of 64 bits, which a processor writes in one piece.
+    A rank reads new data: rank A writes data, passes fence [1], and writes its number. Rank B reads this number, passes fence
+    [2], and reads the data. So B reads A's new data.
 
-    x86 needs no instruction for this. It keeps the order of reads, the order of writes, and a read before a later write. It may
-    let a write wait until after a later read, but no step above is a write before a read.
+    A slot is not overwritten too early: A reads B's slot of arrival k, passes fence [1], and writes its number k + 1. B reads
+    this number, passes fence [2], and writes its slot for arrival k + 2. So A has not read the data of arrival k + 2.
+
+    A number is an aligned word of 64 bits, which a processor writes in one piece.
+
+    x86 needs no instruction for a fence here. x86 keeps the order of reads, the order of writes, and the order of a read before
+    a write. x86 may execute a write after a later read, but no step above needs the order of a write before a read.
 
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
@@ -127,7 +134,8 @@ class ShmBarrier:
         numbers[own + 2] = place
         self._fence()  # [1] of Note [Order in memory]
         numbers[own] = arrival  # written last: a rank that sees this number must see the other two, too
-        # `give_up` was called before this arrival, or on another thread just now. The number may have replaced its mark.
+        # `give_up` was called before this arrival, or on another thread just now. This number may have replaced its mark, so
+        # mark again.
         if self._has_given_up:
             self.give_up()
             scope.check()
@@ -154,7 +162,7 @@ class ShmBarrier:
         """
         self._has_given_up = True
         # A mark is the negative number of an arrival to which this rank does not come. Ranks may still wait for an earlier
-        # arrival on the same line; they see from the mark that this rank had come to it.
+        # arrival on the same line; the mark shows them that this rank came to the earlier arrival.
         self._mark(self.arrivals + 1)
         # Another rank may have seen this arrival already, and come to the next one. So both are marked.
         if self._complete != self.arrivals:
@@ -179,7 +187,7 @@ class ShmBarrier:
             # The other rank has given up, but only after this arrival.
             if number < -arrival:
                 return
-            # It has given up at this arrival, or before.
+            # The other rank has given up at this arrival, or before.
             if number < 0:
                 # The list has no line of this rank, so for later ranks the index is one less than the rank.
                 index = self._lines[arrival & 1][1].index(line)

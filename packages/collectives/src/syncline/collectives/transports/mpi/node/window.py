@@ -1,4 +1,7 @@
-"""Collectives on tensors in a window. Each tensor is at the same place on every rank of a node."""
+"""Collectives on tensors in a window, which is memory that all ranks of a node have mapped.
+
+Each tensor is at the same place in every rank's part of the window.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class SlicesInWindow(WindowAlgorithm):
        all slices are written, and no rank uses another rank's tensor.
 
     After each wait, a rank sees everything that the other ranks wrote before this wait. With a `ShmBarrier`, fences guarantee
-    this (see Note [Order in memory] in `shared_sync`). With MPI, it is true because the ranks have received messages.
+    this (see Note [Order in memory] in `shared_sync`). If the ranks wait by MPI instead, MPI's messages guarantee this.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
