@@ -10,6 +10,8 @@ import torch
 from syncline.collectives import ProcessGroup
 from syncline.ddp import DistributedDataParallel
 from syncline.ddp.testing import MODELS, check_training
+from test_support.full_run import FULL
+from test_support.random_training import draw, play
 
 pytestmark = pytest.mark.mpi
 
@@ -26,6 +28,11 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_local_training_on_the_whole_batch(mpi_group: ProcessGroup, name: str) -> None:
     check_training(mpi_group, name)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1100 if FULL else 1010))
+def test_random_programs_train_as_one_process_does(mpi_group: ProcessGroup, seed: int) -> None:
+    play(mpi_group, draw(seed, mpi_group.size))
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):

@@ -41,6 +41,15 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+class Reentrant(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(FEATURES, FEATURES), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inner, x if x.requires_grad else x.detach().requires_grad_(), use_reentrant=True)
+
+
 class Words(torch.nn.Module):
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -139,6 +148,7 @@ BLOCKS: dict[str, Callable[[], torch.nn.Module]] = {
     "complex": Complex,
     "counters": Counters,
     "wide": _wide,
+    "re-entrant": Reentrant,
     "weight norm": lambda: parametrizations.weight_norm(torch.nn.Linear(FEATURES, FEATURES)),
 }
 
@@ -195,6 +205,8 @@ class Step:
         used: for each rank, the blocks that its other forwards use.
         way: how these forwards and backwards go, see `_reduced_losses` and `Player.step`.
         fails: a forward raises an error before the reduced forward.
+        fails_in_backward: a backward raises an error before the first gradient.
+        is_looked_at: a backward of the bare module runs in `no_sync`, and its gradients are dropped.
         validates: all ranks run the model in evaluation mode after the step.
         clips: gradients are clipped before the optimizer's step.
     """
@@ -205,6 +217,8 @@ class Step:
     used: list[list[str]]
     way: str
     fails: bool
+    fails_in_backward: bool
+    is_looked_at: bool
     validates: bool
     clips: bool
 
@@ -220,6 +234,8 @@ class Program:
         optimizer: "sgd", "momentum" or "adam".
         hook: whether a communication hook reduces the buckets.
         steps: the steps.
+        uneven: for each rank, the number of its inputs in a loop in `join` after the steps; None: there is no such loop.
+        used_last: the blocks that the forwards in this loop use.
     """
 
     blocks: dict[str, str]
@@ -228,13 +244,16 @@ class Program:
     optimizer: str
     hook: bool
     steps: list[Step] = field(default_factory=list)
+    uneven: list[int] | None = None
+    used_last: list[str] = field(default_factory=list)
 
 
 def draw(seed: int, world_size: int) -> Program:
     """Return the program that belongs to a seed. It is valid: every rank may run it under `DistributedDataParallel`."""
     pick = random.Random(f"{seed} {world_size}")
     graph = pick.choice(["complete", "complete", "unused", "unused", "static"])
-    kinds = [kind for kind in BLOCKS if kind != "sparse words" or graph != "static"]
+    # A static graph has no sparse gradients, and only a static graph allows re-entrant checkpoints.
+    kinds = [kind for kind in BLOCKS if kind != ("sparse words" if graph == "static" else "re-entrant")]
     blocks = {HEAD: "linear", **{f"b{index}": pick.choice(kinds) for index in range(pick.randint(1, 5))}}
     optimizer = pick.choice(["sgd", "momentum", "adam"])
     if optimizer != "sgd" or pick.random() < 0.8:
@@ -282,10 +301,15 @@ def draw(seed: int, world_size: int) -> Program:
                 used,
                 pick.choice(ways),
                 fails=pick.random() < 0.1,
+                fails_in_backward=pick.random() < 0.1,
+                is_looked_at=pick.random() < 0.1 and not changes,  # the bare module does not follow a change
                 validates=pick.random() < 0.3,
                 clips=pick.random() < 0.2 and "sparse words" not in present.values(),
             )
         )
+    if pick.random() < 0.3:
+        program.uneven = [pick.randint(0, 3) for _ in range(world_size)]
+    program.used_last = fixed if graph == "static" else list(present)
     return program
 
 
@@ -294,9 +318,14 @@ def _draw_changes(pick: random.Random, number: int, present: dict[str, str], fro
     changes: list[tuple[str, ...]] = []
     for _ in range(pick.choice([1, 1, 2])):
         others = [name for name in present if name != HEAD]
-        verb = pick.choice(["freeze", "unfreeze", "add", "remove", "replace", "assign", "load", "swap data", "wrap again"])
+        verb = pick.choice(
+            ["freeze", "unfreeze", "add", "remove", "replace", "assign", "load", "swap data", "wrap again", "hook"]
+        )
         if verb == "add":
-            name, kind = f"n{number}.{len(changes)}".replace(".", "_"), pick.choice([k for k in BLOCKS if k != "sparse words"])
+            name, kind = (
+                f"n{number}.{len(changes)}".replace(".", "_"),
+                pick.choice([k for k in BLOCKS if k not in ("sparse words", "re-entrant")]),
+            )
             present[name] = kind
             changes.append((verb, name, kind))
         elif verb in ("wrap again", "assign", "load"):
@@ -333,7 +362,9 @@ class Player:
     def make_optimizer(self) -> None:
         parameters = list(self.net.parameters())
         if self.program.optimizer == "adam":
-            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr=0.01)
+            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
+                parameters, lr=0.01, eps=0.01
+            )  # so that rounding stays small
         else:
             self.optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if self.program.optimizer == "momentum" else 0)
 
@@ -353,6 +384,10 @@ class Player:
                         new = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
                         set_values([new], f"{key}{rest[1]}{self.noise}")
                         setattr(module, key, new)
+        elif verb == "hook":
+            for parameter in blocks[name].parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: 2 * gradient)
         elif verb == "swap data":
             for parameter in blocks[name].parameters():
                 parameter.data = parameter.data.clone()
@@ -425,6 +460,14 @@ class Rank(Player):
     def step(self, number: int, step: Step) -> torch.Tensor | None:
         """Compute the gradients of a step."""
         rank = self.group.rank
+        if step.is_looked_at:
+            kept = {id(parameter): parameter.grad for parameter in self.net.parameters()}
+            for parameter in self.net.parameters():
+                parameter.grad = None
+            with self.ddp.no_sync():
+                loss_of(self.net(inputs_of(number, rank, "looked at"), step.used[rank]), rank).backward()  # type: ignore[no-untyped-call]
+            for parameter in self.net.parameters():
+                parameter.grad = kept[id(parameter)]
         for index, used in enumerate(step.local[rank]):
             with self.ddp.no_sync():
                 outputs = self.ddp(inputs_of(number, rank, f"local {index}"), used)
@@ -435,6 +478,13 @@ class Rank(Player):
             except _Planned:
                 pass
         used = step.used[rank]
+        if step.fails_in_backward:
+            outputs = self.ddp(inputs_of(number, rank, "fails in backward"), used)
+            outputs.register_hook(_fail)
+            try:
+                loss_of(outputs, rank).backward()  # type: ignore[no-untyped-call]
+            except _Planned:
+                pass
         if step.way in ("two forwards", "two backwards"):
             losses = [loss_of(self.ddp(inputs_of(number, rank, part), used), rank) for part in ("first", "second")]
             if step.way == "two forwards":
@@ -453,12 +503,25 @@ class Rank(Player):
         loss.backward()  # type: ignore[no-untyped-call]
         return None
 
+    def train_unevenly(self, counts: Sequence[int]) -> None:
+        """Train in `join` on as many inputs as each rank has."""
+        with self.ddp.join():
+            for number in range(counts[self.group.rank]):
+                self.optimizer.zero_grad()
+                x = inputs_of(number, self.group.rank, "uneven")
+                loss_of(self.ddp(x, self.program.used_last), self.group.rank).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+
     def validate(self, number: int) -> torch.Tensor:
         self.ddp.eval()
         with torch.no_grad():
             outputs = self.ddp(inputs_of(number, self.group.rank, "validation"), list(self.net.blocks))
         self.ddp.train()
         return outputs  # type: ignore[no-any-return]
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise _Planned
 
 
 def _penalty(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -506,6 +569,9 @@ class Alone(Player):
     def step(self, number: int, step: Step) -> None:
         """Compute the gradients of the mean of the ranks' losses."""
         ranks = range(self.world_size)
+        if step.is_looked_at:
+            for rank in ranks:
+                self.forward(rank, inputs_of(number, rank, "looked at"), step.used[rank])
         if any(step.local):
             self.share_buffers(reduces=False)
         for rank in ranks:
@@ -514,6 +580,10 @@ class Alone(Player):
                 (loss / self.world_size).backward()  # type: ignore[no-untyped-call]
         if step.fails:
             self.share_buffers(reduces=True)
+        if step.fails_in_backward:
+            self.share_buffers(reduces=True)
+            for rank in ranks:
+                self.forward(rank, inputs_of(number, rank, "fails in backward"), step.used[rank])
         for part in ("first", "second") if step.way in ("two forwards", "two backwards") else ("first",):
             self.share_buffers(reduces=True)
             for rank in ranks:
@@ -524,6 +594,23 @@ class Alone(Player):
                 if step.way == "retained":
                     loss = 2 * loss
                 (loss / self.world_size).backward()  # type: ignore[no-untyped-call]
+
+    def train_unevenly(self, counts: Sequence[int]) -> None:
+        """Divide gradients by the number of all ranks. All ranks end with the state of the last rank that had inputs."""
+        syncs = self.program.options["forward_sync_buffers"]
+        for number in range(max(counts)):
+            present = [rank for rank, count in enumerate(counts) if count > number]
+            if self.stale and syncs:
+                self.buffers = [dict(self.buffers[present[-1]]) for _ in self.buffers]
+            self.stale = True
+            self.optimizer.zero_grad()
+            for rank in present:
+                loss = loss_of(self.forward(rank, inputs_of(number, rank, "uneven"), self.program.used_last), rank)
+                (loss / self.world_size).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        if syncs:
+            last = max(rank for rank, count in enumerate(counts) if count == max(counts))
+            self.buffers = [dict(self.buffers[last]) for _ in self.buffers]
 
     def validate(self, number: int, rank: int) -> torch.Tensor:
         self.net.eval()
@@ -561,6 +648,13 @@ def play(group: ProcessGroup, program: Program) -> None:
                 if rank == group.rank:
                     expected = outputs
             compare(where + "outputs", {"": mine.validate(number)}, {"": expected})
+    if program.uneven is not None:
+        for player in (mine, alone):
+            player.train_unevenly(program.uneven)
+        where = f"uneven inputs, rank {group.rank}: {program}\n"
+        compare(where + "parameters", dict(mine.net.named_parameters()), dict(alone.net.named_parameters()))
+        compare(where + "buffers", dict(mine.net.named_buffers()), alone.buffers[group.rank])
+        assert_equal_on_all_ranks(where, group, mine.net.parameters())
 
 
 def compare(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -387,10 +387,13 @@ def test_a_layer_that_is_taken_out_counts_as_unused_if_that_is_allowed() -> None
     module, owner = model(), nn.Identity()
     watch = ModelWatch(_state(module), owner, allows_unused=True)
     watch.is_due(0)
-    module.pop(2)
+    module.pop(0)
     assert not watch.is_due(0)
-    module.insert(2, nn.Identity())
-    assert watch.is_due(0)
+    assert watch.is_due(1), "a look now and then"
+    assert not watch.has_changed()
+    module.append(nn.Linear(2, 2))
+    assert watch.is_due(1)
+    assert watch.has_changed()
 
 
 def test_a_container_with_a_layer_that_is_left_out_is_no_sign() -> None:

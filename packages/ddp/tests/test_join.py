@@ -144,6 +144,20 @@ def test_an_error_leaves_the_context_at_once() -> None:
     run_ranks(2, body)
 
 
+def test_the_error_of_a_backward_is_not_hidden_by_the_end_of_the_context() -> None:
+    def body(group: ProcessGroup) -> None:
+        two = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+        two.forward = lambda inputs, both: two[0](inputs) + (two[1](inputs) if both else 0.0)  # type: ignore[assignment]
+        model = DistributedDataParallel(two, process_group=group, static_graph=True)
+        inputs = torch.ones(1, 1)
+        model(inputs, False).sum().backward()
+        with pytest.raises(MisuseError, match="The graph is not static"), model.join():
+            model(inputs, True).sum().backward()
+        assert model._join is None
+
+    run_ranks(2, body)
+
+
 def test_disabled_it_changes_nothing() -> None:
     def body(group: ProcessGroup) -> None:
         model = DistributedDataParallel(linear(), process_group=group)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Literal
 
@@ -163,12 +164,14 @@ class Join:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False]:
         if self._enabled:
+            has_failed = True
             try:
                 # After an error this rank must not wait for the others: the error is raised at once.
                 if error is None:
                     self._go_on_without_inputs()
+                    has_failed = False
             finally:
-                self._leave()
+                self._leave(has_failed)
         return False
 
     def _go_on_without_inputs(self) -> None:
@@ -180,10 +183,12 @@ class Join:
         for hook in self._hooks:
             hook.post_hook(last_rank)
 
-    def _leave(self) -> None:
+    def _leave(self, has_failed: bool) -> None:
         for joinable, hook in zip(self._joinables, self._hooks, strict=True):
-            hook.leave()
             joinable._join = None
+            # The error may have left a backward unfinished. Then the hook refuses, which must not hide the error.
+            with suppress(MisuseError) if has_failed else nullcontext():
+                hook.leave()
 
     def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
         """Find out which ranks have inputs. Every rank calls this method, with or without inputs."""

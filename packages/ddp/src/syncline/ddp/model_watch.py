@@ -150,7 +150,10 @@ class ModelWatch:
         """
         if self._others_need_gradients():
             return True
-        return [_kind(name, parameter) for name, parameter in self._state.parameters()] != self._kinds
+        kinds = [_kind(name, parameter) for name, parameter in self._state.parameters()]
+        if self._allows_unused:  # parameters that were taken out count as unused, and others may have new names then
+            return not {kind[1:] for kind in kinds}.issubset(kind[1:] for kind in self._kinds)
+        return kinds != self._kinds
 
     def _others_need_gradients(self) -> bool:
         """Whether other parameters need gradients than at the last `take_note`, and at least one does."""
@@ -187,7 +190,7 @@ class ModelWatch:
             self.has_sign = True
 
 
-def _kind(name: str, parameter: Any) -> Sequence[object]:
+def _kind(name: str, parameter: Any) -> tuple[object, ...]:
     if is_lazy(parameter):  # a lazy parameter has no shape yet
         return name, id(parameter)
     return name, id(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride()
