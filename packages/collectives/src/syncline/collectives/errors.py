@@ -9,10 +9,10 @@
     │   ├── UnknownBackendError      no backend of that name is installed
     │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
     │   ├── SiteFileError            the site file is missing, misspelt or of the wrong type
-    │   └── LaunchError              the launcher, the call and MPI contradict one another, or the ranks cannot meet
+    │   └── LaunchError              launcher, arguments and MPI contradict one another, or ranks cannot find each other
     ├── DisagreementError            each call may be right alone, but the ranks do not match
     └── TransportError               the machinery between the ranks failed
-        ├── RankLostError            processes of the group ended; names their ranks
+        ├── RankLostError            processes of the group ended; the error names their ranks
         ├── RankGivenUpError         this rank was silent for too long, and the others have gone on without it
         ├── CollectiveTimeout        a collective did not finish within its time limit (also a TimeoutError)
         └── StoreError               a store is gone or full, or its reply is not understood
@@ -45,9 +45,8 @@ def with_details(headline: str, *details: str) -> str:
 def fitted(text: str) -> str:
     """Break the first line of an error's text in two if it is longer than `HEADLINE_CHARACTERS`. A pure function.
 
-    `startup.uncaught_errors` calls this when it prints an error; the exception keeps its text. Names, calls and paths in an
-    error may be long. The break is at the end of a sentence if possible, else after a colon, a
-    comma or a word.
+    Called only to print an error; the exception keeps its text. The break is after a sentence or a semicolon if possible, else
+    after a colon, a comma or a word.
     """
     first, newline, rest = text.partition("\n")
     if len(first) <= HEADLINE_CHARACTERS:
@@ -94,7 +93,7 @@ class NotInitializedError(MisuseError):
 
 
 class GroupClosedError(MisuseError):
-    """A collective was called on a group that was closed or aborted, or in a process forked from the rank."""
+    """A group was called after it was closed, aborted or replaced by a newer group, or was called in a forked child."""
 
 
 class UnknownBackendError(MisuseError):
@@ -110,7 +109,7 @@ class SiteFileError(MisuseError):
 
 
 class LaunchError(MisuseError):
-    """The launcher, the arguments of the call and MPI contradict one another, or leave the ranks no way to find each other."""
+    """The launcher, `init_process_group`'s arguments and MPI contradict one another, or the ranks cannot find each other."""
 
 
 class DisagreementError(SynclineError):
@@ -137,7 +136,7 @@ class RankLostError(TransportError):
 
 
 class RankGivenUpError(TransportError):
-    """The other ranks have given this rank up and gone on without it. Let its process end: this disturbs no other rank."""
+    """The other ranks have given this rank up and gone on without it. Let this process end: the others do not need it."""
 
 
 class CollectiveTimeout(TransportError, TimeoutError):
@@ -153,7 +152,7 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class StoreUnavailableError(StoreError):
-    """A store cannot be opened: its port is in use, its address is not of this host, or its path is not writable."""
+    """A store cannot be opened: its port is in use, its address does not belong to this host, or its path is not writable."""
 
 
 class StoreAuthenticationError(StoreError):

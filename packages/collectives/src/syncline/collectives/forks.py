@@ -2,19 +2,19 @@
 
 Note [Forks]
 ~~~~~~~~~~~~
-A forked child (a worker of torch's DataLoader, a pool, `os.fork`) inherits its parent's objects, but only the thread that
-forked. The other ranks do not know about the child. So in a child:
+A forked child (a worker of torch's DataLoader, a pool, `os.fork`) inherits all objects of its parent, but only one thread: the
+thread that forked. The other ranks do not know about the child. So in a child:
 
 - *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work, because workers
   read them. Calls in flight belong to the parent, and waiting for them raises the same error. A child may make its own groups.
-- *Windows* are private memory: the user's tensors on this rank are copies made at the fork; everything else is zeros.
+- *Windows* (memory that the ranks of a node share) become private memory. The tensors that the program allocated there on this
+  rank keep the values that they had at the fork. All other bytes are zeros.
 - *Hooks of reducers* are removed from the parameters, so a backward in a child sends nothing.
 - *MPI* is not called, not even to finalize MPI. A call would act in the parent's name, or wait for a lock that is never
   released.
 
-An object that must know of forks is an `Inherited`, and is given to `tell_in_forks`. No call checks whether it runs in a
-child, so forks make no call slower. Python runs the functions below at each fork that Python makes. A child that C code forks
-does not need these functions, because it runs no Python.
+An object that must react to forks is an `Inherited`, and is registered with `tell_in_forks`. Python calls its methods at each
+fork that Python makes. A child that C code forks needs no such calls, because it runs no Python.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Inherited(ABC):
 
 
 def tell_in_forks(thing: Inherited) -> None:
-    """Call `before_fork` and `in_fork` of this object at every later fork of this process. Keep only a weak reference to it."""
+    """Call the object's `before_fork` and `in_fork` at every later fork of this process. Keep only a weak reference to it."""
     with _lock:
         _inherited.add(thing)
 
@@ -62,7 +62,8 @@ def in_forks(function: Callable[[], object]) -> None:
 def generation() -> int:
     """How many forks lie between the first process and this process.
 
-    An object notes this number when it is made. If the number is another one later, this process is a forked child.
+    An object can store this number in its constructor. If this function later returns another number, a forked child has
+    inherited the object.
     """
     return _generation
 
@@ -73,7 +74,7 @@ def is_fork_of_rank() -> bool:
 
 
 def not_the_rank(call: str, place: str) -> GroupClosedError:
-    """The error if a forked child calls a group of its parent, or waits for a call of such a group.
+    """Return the error for a forked child that calls a group of its parent, or that waits for a call of its parent.
 
     Args:
         call: the call's name.

@@ -31,9 +31,9 @@ class ProcessGroup(ABC):
     """A set of ranks that issue the same collectives in the same order.
 
     **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. But `send` and
-    `recv` concern only two ranks. Any thread may call. If two threads of one rank call without a lock, their calls have no
-    order, on this rank or across ranks. If a future's callback issues a collective, the collective runs inside the callback,
-    before all queued calls of the group.
+    `recv` concern only two ranks. Any thread may call. If two threads of one rank call without a lock, the order of their calls
+    is by chance, and may differ between ranks. If a future's callback issues a collective, the collective runs inside the
+    callback, before all queued calls of the group.
 
     **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the
     method returns. With `async_op=True` the collective may still run: do not read or write its tensors until the work's
@@ -47,10 +47,11 @@ class ProcessGroup(ABC):
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1. `ranks` maps them to ranks in the default group.
 
     **Errors of all methods**, besides the errors that each method lists: `InvalidArgumentError` (a tensor on a device that the
-    group does not serve, a sparse tensor, an output that overlaps itself or another), `GroupClosedError`, `CollectiveTimeout`,
-    `TransportError` and `DisagreementError`. With `async_op=True` the last three come from the method or from `wait()`.
+    group does not serve, a sparse tensor, an output that overlaps itself or another output), `GroupClosedError`,
+    `CollectiveTimeout`, `TransportError` and `DisagreementError`. With `async_op=True` the last three come from the method or
+    from `wait()`.
 
-    A backend implements `_issue`, `_send`, `_recv`, `_split`, `close`, `abort`, and the properties that describe it.
+    A backend implements `_issue`, `_send`, `_recv`, `_split`, `close`, `abort`, `describe`, and the abstract properties.
 
     Attributes:
         rank: this process's rank in the group.
@@ -101,15 +102,15 @@ class ProcessGroup(ABC):
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the collectives' names in torch's profiler; None if torch or groups in this group show them."""
+        """The prefix of the collectives' names in torch's profiler. None if torch or the groups inside this group show them."""
         return f"syncline-{self.backend_name}"
 
     def place(self) -> str:
-        """Where an error happened, in words: "rank 1 of 4 in group 'default'"."""
+        """This rank and this group in words, for error messages: "rank 1 of 4 in group 'default'"."""
         return f"rank {self.rank} of {self.size} in group '{self.name}'"
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time limit, in seconds, of each collective that is issued from now on.
+        """Set the time limit, in seconds, of each collective that starts to run from now on.
 
         Raises:
             InvalidArgumentError: `timeout_s` is not a positive number.
@@ -124,7 +125,7 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. May be
-                sparse (COO; each rank may have other elements) for SUM, AVG and `premul_sum`; see `tensors.sparse`.
+                sparse (COO; the indices may differ between ranks) for SUM, AVG and `premul_sum`; see `tensors.sparse`.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: return at once, before the collective has finished.
 
@@ -176,8 +177,8 @@ class ProcessGroup(ABC):
         """Give every rank the tensors of all ranks.
 
         Args:
-            outputs: `size` tensors with the shape and dtype of `tensor`; number r is overwritten with rank r's tensor.
-            tensor: any shape and dtype, the same on every rank. It is not changed; may be one of the outputs.
+            outputs: `size` tensors with the shape and dtype of `tensor`. `outputs[r]` is overwritten with rank r's tensor.
+            tensor: any shape and dtype, the same on every rank. It is not changed. It may be one of the outputs.
             async_op: return at once, before the collective has finished.
 
         Extra memory: one block as large as all outputs together.
@@ -193,7 +194,7 @@ class ProcessGroup(ABC):
 
         Args:
             output: a tensor of any shape with the dtype of `tensor`, and `size` times as many elements. Overwritten.
-            tensor: any shape and dtype, the same on every rank. It is not changed; may be this rank's own part of `output`.
+            tensor: any shape and dtype, the same on every rank. It is not changed. It may be this rank's part of `output`.
             async_op: return at once, before the collective has finished.
         """
         self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
@@ -215,8 +216,8 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape and dtype, the same on every rank. It is not changed.
-            outputs: on the root `size` tensors with the shape and dtype of `tensor`; number r is overwritten with rank r's
-                tensor. On the other ranks None.
+            outputs: on the root, `size` tensors with the shape and dtype of `tensor`; `outputs[r]` is overwritten with rank r's
+                tensor. On the other ranks, None.
             root: the rank in this group that gets the tensors.
             async_op: return at once, before the collective has finished.
         """
@@ -239,8 +240,8 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape and dtype, the same on every rank. Overwritten.
-            inputs: on the root `size` tensors with the shape and dtype of `tensor`; rank r gets number r. They are only read.
-                On the other ranks None.
+            inputs: on the root, `size` tensors with the shape and dtype of `tensor`; rank r gets `inputs[r]`. The inputs are
+                not changed. On the other ranks, None.
             root: the rank in this group that gives the tensors.
             async_op: return at once, before the collective has finished.
         """
@@ -254,12 +255,12 @@ class ProcessGroup(ABC):
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
-        """Combine the lists of all ranks, tensor by tensor, and give rank r the r-th result.
+        """For each rank r, combine the tensors `inputs[r]` of all ranks, and write the result to the `output` of rank r.
 
         Args:
             output: a tensor with the shape and dtype of `inputs[rank]`; `op` is defined for the dtype. Overwritten.
-            inputs: `size` tensors, which are not changed. Number r has the same shape on every rank. The tensors may
-                differ in shape, and some may be empty. If the shapes differ, this makes one `reduce` for each rank.
+            inputs: `size` tensors, which are not changed. `inputs[r]` has the same shape on every rank. The tensors of the list
+                may differ in shape, and some may be empty. If the shapes differ, this method makes one `reduce` for each rank.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: return at once, before the collective has finished.
 
@@ -280,10 +281,10 @@ class ProcessGroup(ABC):
     def reduce_scatter_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
-        """Combine the tensors of all ranks and give rank r the r-th part of the result.
+        """Combine the tensors of all ranks, and divide the result into `size` equal parts. Rank r gets part r, from 0.
 
         Args:
-            output: any shape; a dtype that `op` is defined for. Overwritten; may be this rank's own part of `tensor`.
+            output: any shape; a dtype that `op` is defined for. It is overwritten. It may be this rank's part of `tensor`.
             tensor: any shape, the dtype of `output`, and `size` times as many elements. Only `output` is written.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: return at once, before the collective has finished.
@@ -303,8 +304,8 @@ class ProcessGroup(ABC):
 
         Args:
             outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r has as many elements as `inputs[r]` on
-                rank s. They are overwritten.
-            inputs: `size` tensors of the outputs' dtype. They are not changed.
+                rank s. The outputs are overwritten.
+            inputs: `size` tensors of the outputs' dtype. The inputs are not changed.
             async_op: return at once, before the collective has finished.
 
         Extra memory: a copy of the inputs and a copy of the outputs.
@@ -338,9 +339,9 @@ class ProcessGroup(ABC):
 
         Args:
             output: a tensor with the dtype of `tensor`, whose rows have the shape of the rows of `tensor`. Overwritten.
-            tensor: a tensor with at least one dimension, the first, which counts the rows. It is not changed.
-            output_split_sizes: how many rows come from each rank; None: the same number from each.
-            input_split_sizes: how many rows go to each rank; None: the same number to each.
+            tensor: a tensor with at least one dimension. Its first dimension counts the rows. It is not changed.
+            output_split_sizes: how many rows come from each rank; None: the same number from each rank.
+            input_split_sizes: how many rows go to each rank; None: the same number to each rank.
             async_op: return at once, before the collective has finished.
         """
         name = "all_to_all_single"
@@ -382,7 +383,7 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: a tensor with the dtype and the number of elements of the tensor that is sent. Overwritten.
-            src: the rank in this group that sends; None receives from any rank; the work's `source_rank()` names the sender.
+            src: the rank in this group that sends. None: receive from any rank. The work's `source_rank()` names the sender.
             tag: the number that the sender passes as `tag`.
             async_op: return at once, before the tensor has arrived.
         """
@@ -403,8 +404,8 @@ class ProcessGroup(ABC):
         Args:
             color: a number that stands for one of the new groups, 0 or above; None: this rank joins no new group.
             key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. With None,
-                the key is this rank's number in this group.
-            timeout_s: the new group's time limit, in seconds; None takes this group's.
+                the key is this process's rank in this group.
+            timeout_s: the new group's time limit, in seconds; None: the time limit of this group.
 
         Returns:
             The new group that this rank is in; None if `color` is None.
@@ -425,7 +426,7 @@ class ProcessGroup(ABC):
         Args:
             members: ranks of this group, this rank among them; the new group has them in the order given.
             name: the new group's name; no other open group may have it.
-            timeout_s: the new group's time limit, in seconds; None takes this group's.
+            timeout_s: the new group's time limit, in seconds; None: the time limit of this group.
 
         Raises:
             InvalidArgumentError: a rank is listed twice or is outside the group, or this rank is missing; or the backend makes
@@ -456,7 +457,7 @@ class ProcessGroup(ABC):
         """Allocate memory from which this group communicates fastest. A collective: all ranks pass the same arguments.
 
         Returns:
-            A flat, uninitialised tensor of `numel` elements. By default, `torch.empty` makes it.
+            A flat, uninitialised tensor of `numel` elements. If the backend has no such memory, `torch.empty` makes the tensor.
         """
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
@@ -477,7 +478,7 @@ class ProcessGroup(ABC):
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """The store by which the ranks of this group found each other; None if there is none. Other groups can use it, too."""
+        """The store by which the ranks of this group found each other; None if there is none. Other groups can share it."""
         return None
 
     # ---- marks, and the comparison of calls ----
@@ -504,8 +505,8 @@ class ProcessGroup(ABC):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that this rank uses for a collective on a tensor of this dtype and shape.
 
-        Calls with different reductions or roots may use different algorithms. Then the answer is for the reduction and root
-        whose first call is the latest.
+        Calls with different reductions or roots may use different algorithms. This method looks only at the reduction and root
+        that this rank began to use last.
 
         Args:
             name: the method's name, such as "all_reduce".
@@ -522,7 +523,7 @@ class ProcessGroup(ABC):
         There is nothing to compare if the ranks compare each call before it runs, or if this group cannot compare calls.
 
         Returns:
-            None if there is nothing to compare. With `async_op` a work, whose `wait` raises the errors listed below.
+            None if there is nothing to compare, else a work. With `async_op=True`, the work's `wait` raises the error below.
 
         Raises:
             DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise it.
@@ -538,7 +539,7 @@ class ProcessGroup(ABC):
         raise MisuseError("verify_calls is now called agree_on_calls; call group.agree_on_calls(async_op=...)")
 
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
-        """Close `companion`, a group of the same ranks, when this group is closed. Abort it when this group is aborted.
+        """Close `companion`, a group of the same ranks, when this group is closed, and abort it when this group is aborted.
 
         Groups made of other groups, and groups of torch, do nothing here: their companions end with the process.
         """
@@ -560,13 +561,11 @@ class ProcessGroup(ABC):
         )
 
     def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
-        """Make a new group of the surviving ranks, after a `TransportError`. This aborts the old group.
-
-        Every surviving rank must call this.
+        """Make a new group of the surviving ranks, after a `TransportError`. All survivors call this. It aborts this group.
 
         All survivors get the same members, in the order of their ranks in this group, even if another rank dies meanwhile. Do
-        not use this group, its sub-groups or its memory again. Calls that were in flight have finished on some ranks and are
-        lost on others. So use the new group to agree on the step from which all survivors go on.
+        not use this group, its sub-groups, or memory from its `allocate` again. Calls that were in flight may have finished on
+        some ranks and failed on others. So use the new group to agree on the training step from which all survivors go on.
 
         Args:
             silence_timeout_s: how long, in seconds, to wait for a rank that does not call `shrink` and is not known to have
@@ -574,7 +573,7 @@ class ProcessGroup(ABC):
                 MPI cannot give up a rank that still runs: over MPI, `shrink` fails after this time, and may be called again.
 
         Returns:
-            The new group, with the name and the time limit of this one. Its ranks count from 0.
+            The new group, with the name and the time limit of this group. The new group's ranks count from 0.
 
         Raises:
             BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
@@ -592,7 +591,10 @@ class ProcessGroup(ABC):
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a group like this one from the ranks of `host`, which find each other through `host`. Abort this group first."""
+        """Make a group like this one, from the ranks of the new group `host`. The ranks find each other through `host`.
+
+        The caller aborts this group before. Called only if `meets_in` is true for the earlier host group.
+        """
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
@@ -615,27 +617,27 @@ class ProcessGroup(ABC):
         return False
 
     def newcomers(self) -> int:
-        """How many processes wait to be let in. Ranks may see different numbers. Costs a few reads of the store."""
+        """How many processes wait to be let in by `admit`. Ranks may see different numbers. Costs a few reads of the store."""
         return 0
 
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
-        """Make a new group from the members of this one and the waiting processes. A collective, which aborts this group.
+        """Make a new group from this group's members and the waiting processes. A collective, which aborts this group.
 
-        A process that was started with SYNCLINE_JOIN=1 begins with a group of its own (`is_waiting`). The process calls `admit`
-        on that group to be let in. All ranks get the same new group, in which newcomers come after the old members. A member
-        that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call `shrink` and
-        others `admit`.
+        A process that was started with SYNCLINE_JOIN=1 begins alone, in a group of one rank (`is_waiting`). The process calls
+        `admit` on this group of one rank to be let in. All ranks get the same new group, in which newcomers come after the old
+        members. A member that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call
+        `shrink` and others `admit`.
 
-        Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups or its
-        memory afterwards.
+        Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups, or memory
+        from its `allocate` afterwards.
 
         Args:
-            silence_timeout_s: for members as in `shrink`; for a newcomer how long, in seconds, it waits to be let in.
+            silence_timeout_s: for a member, as in `shrink`. For a newcomer, how long it waits to be let in, in seconds.
             limit: let in at most this many processes, in the order in which they came. The others go on waiting. None lets
                 all in.
 
         Returns:
-            The new group, with the name and the time limit of this one.
+            The new group, with the name and the time limit of this group.
 
         Raises:
             BackendUnavailableError: this group cannot let processes in; see `missing_for_admit`.

@@ -47,7 +47,7 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True)
 class PremulSum:
-    """SUM that multiplies each rank's tensor by `factor` first. All ranks pass the same factor."""
+    """The reduction that multiplies each rank's tensor by `factor`, and then sums. All ranks pass the same factor."""
 
     factor: float
 
@@ -135,7 +135,8 @@ def check_reduction(op: object, dtype: torch.dtype) -> None:
 def divide(total: torch.Tensor, count: int) -> None:
     """Divide a tensor by `count` in place; integers are rounded towards zero.
 
-    If `count` is a power of two, a tensor of float32 or float64 is multiplied by 1 / `count`: the same bits in half the time.
+    If `count` is a power of two, a tensor of float32 or float64 is multiplied by 1 / `count`, which gives the same bits in half
+    the time.
     """
     if count == 1:
         return
@@ -159,7 +160,10 @@ _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_availab
 
 
 def from_torch(op: Any) -> Reduction | None:
-    """The `Reduction` that equals a reduction of torch.distributed; None if `op` is not one, or its factor cannot be read."""
+    """The `Reduction` that equals `op`, a reduction of torch.distributed.
+
+    None if `op` is not a reduction of torch.distributed, or if the factor of `op` cannot be read.
+    """
     if not _OURS:  # a torch without torch.distributed
         return None
     # An instance of `dist.ReduceOp` equals torch's constant, but has another hash. Its attribute `op` is the constant.

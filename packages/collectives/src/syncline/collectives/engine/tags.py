@@ -17,8 +17,8 @@ class ReservedTag(int):
     """A reserved tag. `send` and `recv` accept this type, but refuse an int with the value of a reserved tag."""
 
 
-#: The ranks of an NCCL group agree by messages over a group on the host. These are the first tag of these messages, and
-#: the number of their tags. A message's topic gives its tag. Two topics may have the same tag.
+#: The ranks of an NCCL group exchange messages over another group, on the host (CPU). These constants are the first tag of
+#: these messages, and how many tags they use. The tag is computed from a message's topic, and two topics may have one tag.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
 CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)
@@ -26,13 +26,14 @@ TRACE_CLOCK = ReservedTag(32_766)
 
 
 def is_reserved(tag: int) -> bool:
-    """Whether the tag is reserved, so that a program must not use it."""
+    """Whether a program must not use the tag. False for a `ReservedTag`, because only Syncline makes objects of this type."""
     return FIRST_RESERVED <= tag <= LAST_RESERVED and not isinstance(tag, ReservedTag)
 
 
 # ---- on the wire ----
 
-# The index of a dtype is its code. Only append: ranks may run different versions of torch, and must agree on the codes.
+# A dtype's index in this tuple is its code. Add new dtypes only at the end: ranks may run different versions of torch, and must
+# agree on the codes.
 _DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
     *("int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"),
@@ -42,8 +43,8 @@ _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in e
 _BITS = 5
 # If a library takes wire tags up to this value, every tag up to 32,767 can be coded. (MPI guarantees tags up to 32,767.)
 _LEAST = 2 ** (15 + _BITS) - 1
-#: How many codes there are for a tensor's number of elements. It is a prime, because differences between sizes are often
-#: multiples of powers of 2.
+#: How many codes there are for a tensor's number of elements. The value is a prime, because differences between sizes are
+#: often multiples of powers of 2.
 SIZES = 2039
 _OTHER_DTYPE = 2**_BITS - 1
 
@@ -51,7 +52,7 @@ _OTHER_DTYPE = 2**_BITS - 1
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
     """Return the tag that a message has on the wire.
 
-    If the library has too few tags, this is the caller's tag, without the dtype.
+    If the library has too few tags, the result is the caller's tag, without the dtype.
 
     Args:
         tag: the caller's tag.

@@ -27,11 +27,12 @@ class TransferWork(Work):
     Args:
         request: the transport's request.
         tensors: a list with the tensor that is sent or received.
-        deliver: called when the request is over. It may copy the result back, for example.
-        describe: returns the transfer's name for messages.
+        deliver: called when the request has succeeded. A receive may then copy the data to the program's tensor, for example.
+        describe: returns the transfer's name for error messages.
         timeout_s: the time limit of `wait` without an argument: the group's time limit, in seconds.
         ask: returns the reason why waiting is useless, or None.
-        explain: returns the error for a lost rank, if this loss caused the given error of the transport; else None.
+        explain: gets an error of the transport. If a lost rank caused the error, returns an error that names this rank; else
+            None.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class TransferWork(Work):
         except BaseException:
             release_if_held(self._driving)
             raise
-        # If another thread drives the request, that thread will note the end.
+        # Another thread waits for the request, and will set the outcome.
         if not is_free:
             return self._outcome.is_completed()
         try:
@@ -153,7 +154,7 @@ class TransferWork(Work):
         try:
             # If the future's thread has given up before, do not deliver: the program may use its tensor again.
             if is_over() and not self._outcome.is_completed():
-                # Before `succeed`: only a tensor that has been delivered may be read.
+                # Deliver before `succeed`, because the program may read its tensor as soon as the transfer has succeeded.
                 with untracked():
                     self._deliver()
                 self._outcome.succeed()

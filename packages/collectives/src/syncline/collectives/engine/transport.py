@@ -28,6 +28,7 @@ class Request(ABC):
 
         Raises:
             TimeoutError: the scope's time limit was reached. The caller may then wait for the request again.
+            TransportError: the transfer failed.
             BaseException: the reason with which the scope was cancelled.
         """
 
@@ -35,7 +36,7 @@ class Request(ABC):
     def test(self) -> bool:
         """Whether the request is over. This never blocks.
 
-        If the library cannot tell without waiting, this stays False until `wait` has returned.
+        If the library cannot tell without waiting, the result is False until `wait` has returned.
         """
 
     @abstractmethod
@@ -60,30 +61,31 @@ class Plan(ABC):
 
         Args:
             part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
-            whole: a tensor with one part for each rank, one after the other. In an all-reduce, reduce or broadcast, `part`
-                itself. In a gather or scatter, None on all ranks except the root. In an all-to-all, `part` is the output, and
-                `whole` is the input.
+            whole: a tensor that consists of one part for each rank, in the order of ranks. In an all-reduce, reduce or
+                broadcast, `whole` is `part` itself. In a gather or scatter, `whole` is None on all ranks except the root. In an
+                all-to-all, `part` is the output, and `whole` is the input.
             call: the call. When its `CancelScope` is over or cancelled, the plan stops waiting and raises an error.
 
         Raises:
             TimeoutError: the scope's time limit was reached; the text says what is known of the other ranks.
-            SynclineError: the scope was cancelled with such an error, the ranks disagree, or the library failed.
+            SynclineError: the scope was cancelled with a SynclineError, the ranks disagree, or the library failed.
         """
 
 
 class Transport(ABC):
     """Moves the tensors of one group. `HostGroup` makes a process group out of a transport.
 
-    `HostGroup` runs one plan at a time, in the group's total order, on the queue's thread or on the caller's thread. Any thread
-    may call `start_send` and `start_recv`, also while a collective runs.
+    `HostGroup` runs one plan at a time, on the caller's thread or on the thread of the group's queue (see `engine.queue`). Any
+    thread may call `start_send` and `start_recv`, also while a collective runs.
 
-    To bring a library with blocking collectives on host memory, write a `LibraryTransport`.
+    To support a library with blocking collectives on host memory, write a subclass of `LibraryTransport`.
     """
 
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
-    #: Whether `close` may be called only after all ranks have closed the group. If a rank has not, `close` is not called.
+    #: Whether `close` may be called only if all ranks close the group. If True, and a rank does not close the group, the other
+    #: ranks do not call `close` either.
     closes_together: bool = False
 
     #: Finds out which ranks are lost; None if the transport does not know their processes.
@@ -93,7 +95,7 @@ class Transport(ABC):
     def compares_every_call(self) -> bool:
         """Whether the ranks compare each call before it runs. If not, the group compares the calls later.
 
-        All ranks give the same answer.
+        The value is the same on all ranks.
         """
         return False
 
@@ -118,7 +120,7 @@ class Transport(ABC):
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for transports that share memory
         """Allocate a flat tensor in memory from which the transport communicates fastest. Its content is undefined.
 
-        Default: plain memory.
+        All ranks call this method with the same arguments. The default implementation allocates plain memory.
         """
         return torch.empty(numel, dtype=dtype, device="cpu")
 
@@ -148,9 +150,9 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """Return an object by which ranks leave lines of text for rank 0, without interrupting another rank.
+        """Return an object that brings a line of text from each rank to rank 0, while the ranks communicate.
 
-        None: there is no such object.
+        Return None if the transport cannot do this.
         """
         return None
 
@@ -162,9 +164,9 @@ class Transport(ABC):
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
-        """Leave the library's objects to the parent.
+        """Drop the library's objects without freeing them, because they belong to the parent process.
 
-        A forked child calls this, because it must neither use nor free these objects.
+        Called in a forked child, which must not use the objects either.
         """
 
     def lost_ranks(self) -> Sequence[int]:
@@ -189,7 +191,7 @@ class Transport(ABC):
 class LibraryTransport(Transport):
     """A transport for a library with blocking collectives on host memory.
 
-    The plan of a collective calls the method with the collective's name.
+    For each collective, `LibraryPlan` calls one of the abstract methods below.
 
     Each method blocks until this rank's share is done. The caller has checked the tensors: they are flat, contiguous, on the
     CPU, and of any dtype. A "block" holds `size` equal parts, one for each rank. While a method waits, it calls
@@ -198,7 +200,7 @@ class LibraryTransport(Transport):
     """
 
     def plan(self, signature: Signature) -> Plan:
-        """Make a plan that calls the method with the collective's name."""
+        """Make a `LibraryPlan`."""
         return LibraryPlan(self, signature)
 
     @abstractmethod
@@ -241,14 +243,14 @@ class LibraryTransport(Transport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Send `input_counts[r]` elements to rank r, and receive `output_counts[r]` elements from it.
+        """Send `input_counts[r]` elements to rank r, and receive `output_counts[r]` elements from rank r.
 
         In each tensor, the parts of the ranks lie one after the other, in the order of ranks.
         """
 
 
 class LibraryPlan(Plan):
-    """Calls the transport's method that has the collective's name, with flat tensors."""
+    """Carries out a collective by the method of a `LibraryTransport` for this collective, with flat tensors."""
 
     def __init__(self, transport: LibraryTransport, signature: Signature) -> None:
         self._transport = transport

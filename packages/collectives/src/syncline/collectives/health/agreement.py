@@ -2,17 +2,17 @@
 
 If ranks make different calls, all these calls may succeed, with wrong results. So the ranks compare their calls, in two ways:
 
-- *before a call*, with `Agreement.same`. Over shared memory the transport compares calls itself, at no cost
-  (`transports.mpi.node.shared_sync`);
+- *before each call*, with `Agreement.same`, if the group has the option `check_calls`. Over shared memory the transport
+  compares calls itself, at no cost (`transports.mpi.node.shared_sync`);
 - *now and then and at the end*, with `Agreement.same_history`: the ranks compare one number that depends on all calls so far.
 
 Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-If a transport does not compare each call before it runs, each rank keeps a digest of all its calls in their total order. The
-ranks compare digest and number of calls at a barrier, when the group is closed, after every 1000 calls, and at the end of each
-backward in which a reducer sums gradients. `Signature.digest` says which facts about a call are compared. If a rank swaps two
-calls with equal signatures, the comparison cannot see this. Sends and receives are not in the total order, so the comparison
-leaves them out. Transports compare the sizes of the messages of sends and receives.
+If the ranks do not compare each call before it runs, each rank keeps a digest of all its calls in the order in which they run.
+The ranks compare digest and number of calls at a barrier, when the group is closed, after every 1000 calls, and at the end of
+each backward in which a reducer sums gradients. `Signature.digest` says which facts about a call are compared. If a rank swaps
+two calls with equal signatures, the comparison cannot see the swap. Sends and receives concern only two ranks, so the
+comparison leaves them out. For a send and its receive, the transport compares the sizes of the tensors.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Carrier(ABC):
 
     All ranks call its methods in the same order.
 
-    If ranks make different calls, the messages of two different collectives may match, and mix their data. So the messages of a
-    carrier never match those of a collective.
+    A collective never receives a message of a carrier, and a carrier never receives a message of a collective, even if the
+    ranks make different calls.
     """
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """For each index, return the largest number of all ranks. This returns only after all ranks have called it.
+        """For each index, return the largest number of all ranks. The method returns only after all ranks have called it.
 
         Raises:
-            TimeoutError: another rank did not come.
+            TimeoutError: another rank did not call this method in time.
             TransportError: a message could not be sent or received.
         """
 
@@ -70,7 +70,7 @@ class Carrier(ABC):
         """Return the text of each rank, for error messages. This raises the errors of `maximum`.
 
         With many ranks the messages would be long. So each message has at most `most_told` different texts; None: all texts.
-        The result may then lack some texts.
+        With such a limit, the result may lack some texts (see `Statements.untold`).
         """
 
 
@@ -164,7 +164,8 @@ class Agreement:
         """Find out whether all ranks pass the same text. All ranks call this, between the same two calls of the group.
 
         Returns:
-            None if all ranks gave the same text. Otherwise the ranks' texts; only this rank's text if a rank does not tell.
+            None if all ranks gave the same text. Otherwise the ranks' texts; only this rank's text if the ranks could not
+            exchange their texts.
 
         Cost: as `Carrier.maximum`, with 16 bytes. If the texts differ, also as `Carrier.statements`.
 
@@ -202,14 +203,14 @@ class Agreement:
     # ---- all calls so far ----
 
     def add(self, call: int) -> None:
-        """Add a call that begins to this rank's history. `call` is the digest of the call."""
+        """Add one call, which is about to run, to the history of this rank. `call` is the digest of the call."""
         digest, calls = self._history
         mixed = ((digest ^ call) + calls + 1) * _MULTIPLIER
         self._history = History((mixed ^ (mixed >> 31)) & _MASK, calls + 1)
 
     @property
     def is_due(self) -> bool:
-        """Whether the ranks must compare their histories after the call that `add` got last."""
+        """Whether the ranks must compare their histories after the latest call that was added."""
         # All ranks count the same calls, so all ranks compare after the same call.
         return self._history.calls % COMPARE_EVERY_CALLS == 0
 
@@ -246,7 +247,7 @@ class Agreement:
             )
 
     def meet(self, scope: CancelScope) -> None:
-        """Wait until all ranks have called this. They call it between the same two calls of the group.
+        """Wait until all ranks have called this method. All ranks call it between the same two calls of the group.
 
         Raises:
             TimeoutError: another rank did not come.
@@ -258,11 +259,11 @@ class Agreement:
     def _statements(self, text: str, scope: CancelScope) -> Statements:
         """Return the texts of the ranks, for an error that all ranks are about to raise.
 
-        All ranks have begun the comparison that has found a difference, so their texts come soon. Only a rank that has given up
-        the comparison says nothing. Then the result has only this rank's text.
+        All ranks have begun the comparison that has found a difference, so their texts come soon. But a rank may have reached
+        its time limit, and then sends no text. In this case the result has only this rank's text.
 
-        A rank that returns may leave the job, and break the other ranks' connections. So each rank first waits until all ranks
-        have the texts. If this wait fails, the rank still uses the texts.
+        A rank that returns from here may leave the job, and break the other ranks' connections. So each rank waits here until
+        all ranks have the texts. If this wait fails, the rank still uses the texts.
         """
         scope = scope.within(_TELL_S)
         said = Statements()

@@ -19,23 +19,23 @@ _LOOKS_IN_LIMIT = 10
 
 
 def speakers(size: int) -> list[int]:
-    """Return the ranks that report problems at the start for all ranks: the first, the middle and the last rank.
+    """Return the ranks that warn, for all ranks, while ranks connect: the first, the middle and the last rank.
 
     A pure function.
 
-    Three ranks report, because one of them may be the rank that does not come. Not all ranks report, because 64 ranks must not
+    Three ranks warn, because one of them may be the rank that does not come. Not all ranks warn, because 64 ranks must not
     print the same message 64 times.
     """
     return sorted({0, size // 2, size - 1})
 
 
 class Connecting:
-    """A context in which this thread connects a group. Inside it, libraries may wait for ranks that never come.
+    """A context in which this thread connects a group. In the context, a library may wait for ranks that never come.
 
-    This ends or shows such a wait:
+    Three things happen in a long wait:
 
-    1. The thread checks `scope` in its own waits.
-    2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the step.
+    1. The thread checks `scope` in its own waits, which raises an error at the time limit.
+    2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the `step`.
     3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks that `speakers` returns.
 
     Args:
@@ -69,7 +69,7 @@ class Connecting:
 
     @contextmanager
     def step(self, words: str) -> Iterator[None]:
-        """A context for one step. `words` are the name of the step, a colon, and the reason why the step may not go on."""
+        """A context for one step. `words` are the name of the step, a colon, and a possible cause if the step hangs."""
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield

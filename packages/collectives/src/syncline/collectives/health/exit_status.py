@@ -25,14 +25,14 @@ class _Exit(SystemExit):
 
     def __del__(self) -> None:
         global _status
-        # Only the first exception that is freed here counts. It may keep an earlier exception alive, which was caught.
+        # Only the first exception that is freed here counts. It may keep alive an earlier exception, which the program caught.
         if _status is None and sys._getframe().f_back is None:
             _status = as_status(self.code)
 
 
 def _exit(status: object = None, /) -> NoReturn:
     """Exit the interpreter by raising SystemExit(status); see Python's `sys.exit`."""
-    # In another thread, `sys.exit` ends only this thread, so it says nothing about the process.
+    # In another thread, `sys.exit` ends only that thread, so its status is not the status of the process.
     if threading.current_thread() is threading.main_thread():
         raise _Exit(status)
     # `threading` looks for exactly SystemExit, and would print a traceback for an `_Exit`.
@@ -66,7 +66,7 @@ class _Quitter:
 
 
 def set_exit_status(status: int) -> None:
-    """Set the exit status. `syncline run` calls it when a script has raised SystemExit or another exception."""
+    """Set the exit status. `syncline run` calls this when a script ends by SystemExit, another exception or `os._exit`."""
     global _status
     _status = status
 

@@ -5,11 +5,11 @@ Note [Who will not come]
 A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run in
 one total order, which is the same on every rank. So collective k of a group never ends if a member left before it had started k
 collectives. A collective that the leaver had started still finishes, because the leaver stays in an exit barrier, in which its
-library goes on working. If a rank waits for no other rank, nothing disturbs it, even if it computes or saves for long after the
-others have left.
+library goes on working. If a rank waits for no other rank, nothing disturbs it, even if it computes for long after the others
+have left.
 
-Sends and receives are not in this order. If a rank waits for a message of a leaver, it waits for another 2 seconds after the
-leaver's notice. Then it assumes that all messages of the leaver have arrived.
+Sends and receives are not in this order. If a rank waits for a message of a leaver, it goes on waiting for 2 seconds after the
+leaver's notice. Then it assumes that no more messages of the leaver will come, and raises an error.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class GroupLeavers:
         return self._error(gone) if len(gone) == len(peers) else None
 
     def _error(self, gone: Sequence[int]) -> RankLostError | None:
-        """Return the error that these ranks of the job have left, or None if `gone` is empty."""
+        """Return the error for ranks that have left the job, or None if `gone` is empty."""
         if not gone:
             return None
         return RankLostError(

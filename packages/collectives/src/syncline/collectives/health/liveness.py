@@ -49,7 +49,7 @@ class ProcessIdentity:
     started: int
 
     def is_here(self) -> bool:
-        """Whether the calling process can see this process."""
+        """Whether this identity belongs to a process of the node and PID namespace of the calling process."""
         return self.node == _own_node()
 
     def state(self) -> ProcessState | None:
@@ -142,7 +142,15 @@ _run: Run | None = None
 
 
 def note_run(name: str, rank: int, size: int) -> None:
-    """Note that a group has started. The first group with several ranks contains all ranks, so it gives the run its name."""
+    """Set the run of this process. Called each time a group starts.
+
+    Only the first group with several ranks counts, because this group contains all ranks of the job.
+
+    Args:
+        name: the run's name.
+        rank: this process's rank in the group.
+        size: the number of ranks in the group.
+    """
     global _run
     if size > 1 and current_run() is None:
         _run = Run(name, rank, size, os.getpid())
@@ -172,8 +180,7 @@ class Liveness:
     comes back: two threads that look at the same time find the same ranks.
 
     Args:
-        members: for each rank of the group its process, as far as known. Over MPI, `transports.mpi.job_abort.ExitBarrier` has
-            collected the processes.
+        members: for each rank of the group its process, as far as known.
         rank: this rank.
         lost_ranks: another source of lost ranks.
     """

@@ -4,7 +4,7 @@ Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
 A call runs on one thread: the caller's, or the thread of the group's queue. It can be ended in three ways, in this order:
 
-1. *By the calling thread.* If the library allows it, the thread waits in a loop of short checks, and also checks the call's
+1. *By this thread.* If the library allows it, the thread waits in a loop of short checks, and also checks the call's
    `CancelScope`. The scope ends when the time limit is reached, or with a reason, such as a lost rank. Then the thread raises
    the group's error. This is the normal way.
 2. *By the monitor, through the library.* If the thread is inside a library's C code, it does not check the scope. Every 0.1
@@ -14,20 +14,21 @@ A call runs on one thread: the caller's, or the thread of the group's queue. It 
 3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), no error
    can be raised in it, and the monitor ends the process. A thread that has noticed asks the other ranks for the reason, and may
    get stuck in the library again. So the monitor interrupts this thread, as in 2, after 100 looks since it noticed, and ends
-   the process after 200 (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report, prints the group, the
-   ranks that the call waits for and the stacks of all threads, and exits with status 70. The launcher then ends the job.
+   the process after 200 (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report. Then it prints which
+   ranks of which group the call waits for, prints the stacks of all threads, and exits with status 70. The launcher then ends
+   the job.
 
 The monitor counts looks, not seconds. So if a process was stopped as a whole and goes on, its threads still get their time.
 
-Threads: the calling thread writes the attribute with the running call, without a lock. The monitor's thread reads it, and
-cancels scopes. The monitor never makes a call that may block: `interrupt`, and looks that call a library (`Looked`), run on
-threads of their own, and the monitor does not wait for them. It holds its lock only while it copies or extends its lists, and
-takes no lock of a group. It keeps no reference to a group.
+Threads: the thread that runs a call sets the group's attribute `running`, without a lock. The monitor's thread reads this
+attribute, and cancels scopes. The monitor never makes a call that may block: `interrupt`, and looks that call a library
+(`Looked`), run on other threads, and the monitor does not wait for them. The monitor holds its lock only while it copies or
+extends its lists, and takes no lock of a group. It keeps only weak references to groups.
 
-The monitor ends at exit, while there still is an interpreter. If a group is dropped while the monitor looks at it, the
-monitor's thread frees the group with its tensors, and torch releases the GIL to free them. If the interpreter ended at this
-moment, the thread could not get the GIL again, and the C++ library would abort the process ("terminate called without an active
-exception"). Handlers that run at exit after this one have their own time limits.
+At exit, a handler stops the monitor's thread while the interpreter still runs. If the program drops a group while the monitor
+looks at this group, the monitor's thread frees the group with its tensors, and torch releases the GIL to free them. If the
+interpreter ended at this moment, the thread could not get the GIL again, and the C++ library would abort the process
+("terminate called without an active exception").
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ class Monitored(Protocol):
         """Make the library end the call, if the library can. This may block."""
 
     def missing_in_words(self) -> str:
-        """Return a sentence for the end of the process: where this rank waits, and for which ranks, as far as known."""
+        """Return a sentence that is printed when the monitor ends the process: where this rank waits, and for which ranks."""
 
     def report(self, reason: str) -> None:
-        """Write a report to a file. Wait for this only a few seconds."""
+        """Write a report to a file. Give up after a few seconds if the file system does not answer."""
 
 
 class Looked(Protocol):
@@ -97,8 +98,8 @@ class Looked(Protocol):
 
     Attributes:
         period_s: seconds between two looks.
-        may_block: whether a look may wait for a library's lock. If so, each look runs on a thread of its own, and the next look
-            begins only after its end.
+        may_block: whether `look` may wait for a library's lock. If so, the monitor runs each look on a new thread, and begins
+            the next look only after this look has ended.
     """
 
     period_s: float
@@ -157,7 +158,7 @@ class Monitor:
     """Looks at groups until it is stopped. See Note [Who ends a call].
 
     Args:
-        end_process: called with the reason in words, if the call can be ended in no other way.
+        end_process: called with the reason in words, if a call can be ended in no other way.
     """
 
     def __init__(self, end_process: Callable[[str], object]) -> None:
@@ -239,7 +240,7 @@ class Monitor:
         call = group.running
         step = escalation.look(call)
         if step is Step.INTERRUPT:
-            # On a thread of its own, because the library may block there, too.
+            # Use a new thread, because `interrupt` may block in the library, too.
             threading.Thread(target=group.interrupt, name="syncline-interrupt", daemon=True).start()
         # If the call ended since the look, the process must go on.
         elif step is Step.END and group.running is call:

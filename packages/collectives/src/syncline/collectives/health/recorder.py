@@ -31,7 +31,7 @@ class CallCount:
 class Recorder:
     """Keeps the last 256 calls. A call that is over holds no tensor, so the recorder keeps no memory alive.
 
-    Any thread may call the methods. The group calls `begin` for its calls one after the other, in their total order.
+    Any thread may call the methods. The group calls `begin` for its calls one after the other, in the order in which they run.
 
     Args:
         group_name: the group's name in messages.
@@ -50,8 +50,8 @@ class Recorder:
         self.add = self._calls.append  # not a method, because every call uses it and a method would cost one more call
 
     def begin(self, call: Call) -> None:
-        """Note that the call begins to run. If all ranks issue the call, give the call its position in the total order."""
-        # Calls without a number run on some ranks only, so they have no place in the order of all.
+        """Mark the call as running. If all ranks issue the call, also set its position in the order of such calls."""
+        # Calls without a number run only on some ranks, so they have no position.
         if call.number is not None:
             call.position = self.count.begun
             self.count.begun += 1

@@ -106,8 +106,8 @@ def read_reports(folder: Path) -> list[RankReport]:
 def merged(reports: Sequence[RankReport]) -> str:
     """Return the reports of all ranks as text. A pure function.
 
-    The text names the rank that reported first, and the reason of this rank. For each group, the text has a table of the ranks
-    and a sentence. The sentence says which rank is behind, or where the ranks diverge.
+    The text names the rank that reported first, and the reason in its report. For each group, the text has a table of the
+    ranks, and a sentence that says which rank is behind or where the ranks diverge.
     """
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
@@ -188,14 +188,14 @@ EXPECTED = "files rank-*.json (what ranks wrote when something failed), there or
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the option that shows stacks."""
+    """Add the option `--stacks` to the parser of a command that shows reports."""
     parser.add_argument(
         "--stacks", type=int, metavar="RANK", help="also show where the threads of this rank were when it wrote its report"
     )
 
 
 def is_in(folder: Path) -> bool:
-    """Whether the folder, or the folder of a run in it, has reports."""
+    """Whether there are reports in the folder, or in a run's folder inside it."""
     return bool(_folders(folder))
 
 
@@ -237,15 +237,15 @@ _site_folder: str | None = None
 
 
 def set_report_folder(folder: str | None) -> None:
-    """Set the folder that the site's settings name for reports. None: the settings name no folder."""
+    """Set the folder for reports that the site file names (see `startup.settings`). None: the site file names no folder."""
     global _site_folder
     _site_folder = folder
 
 
 def report_folder() -> str:
-    """Return the folder for reports: `SYNCLINE_REPORT_DIR`, else the site's folder, else the working directory.
+    """Return the folder for reports: `SYNCLINE_REPORT_DIR`, else the site file's folder, else the working directory.
 
-    An empty text means: no reports.
+    An empty text means that no reports are written.
     """
     return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
 
@@ -254,7 +254,7 @@ class Reporter:
     """Writes files with the last calls of this process's groups, and with the stacks of the process's threads.
 
     A file has the last 256 calls of at most 32 groups, and at most 200,000 characters of stacks: about 3 MB. A process writes
-    at most 16 files. The reporter does not keep the record of a group alive.
+    at most 16 files. The reporter keeps only weak references to the groups' recorders.
 
     Args:
         job: the run's name, the same on all ranks.
@@ -278,7 +278,7 @@ class Reporter:
         self._recorders.add(recorder)
 
     def write(self, reason: str) -> Path | None:
-        """Write a report. Any thread may call it. It never raises, because callers are handling another error already.
+        """Write a report. Any thread may call this. It never raises, because callers are handling another error already.
 
         Args:
             reason: why the report is written.
@@ -346,7 +346,7 @@ class Reporter:
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
-    """Write a new file, with the next free number. So this report overwrites no report of another group or job."""
+    """Write a new file. Its name has the first free number from `number` on, so the file overwrites no other report."""
     while True:
         path = folder / f"{stem}.{number}.json"
         try:
@@ -387,7 +387,7 @@ def report_on_signal(reporter: Reporter) -> bool:
 
     Python runs handlers between two instructions of the main thread, but the main thread may be inside a library for long. So
     another thread waits for the signal, too. Python's own C handler tells that thread through a pipe (`signal.set_wakeup_fd`).
-    If the program has set such a pipe itself, there is no other thread.
+    If the program has set such a pipe itself, this function starts no thread.
 
     Returns:
         Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the
@@ -412,7 +412,7 @@ def report_on_signal(reporter: Reporter) -> bool:
 
 
 class _OnSignal:
-    """The handler of SIGUSR1, which also calls the earlier handler."""
+    """The handler of SIGUSR1. It also calls the handler that the program had set before."""
 
     def __init__(self, reporter: Reporter, earlier: Any) -> None:
         self.reporter = reporter
@@ -437,7 +437,7 @@ class _OnSignal:
         if not self._writing.acquire(blocking=False):
             return
         try:
-            # The other listener has already written the report of this signal.
+            # The main thread and the thread of `_listen` both get each signal. The other one has already written the report.
             if time.monotonic() - self._latest_s < _ONCE_S:
                 return
             folder = self.reporter.write("SIGUSR1")

@@ -29,10 +29,10 @@ _LONGEST = 1000
 
 
 class StatusPost(ABC):
-    """Lets each rank of a group leave one line of text for rank 0.
+    """Brings one line of text from each rank of a group to rank 0.
 
-    One thread calls the methods, while other threads communicate. The methods never wait for another rank, but may wait for a
-    library's lock or a store's answer.
+    One thread at a time calls the methods, while other threads communicate. The methods never wait for another rank, but may
+    wait for a library's lock or a store's answer.
 
     Attributes:
         hops: the largest number of messages, one after the other, by which a line reaches rank 0.
@@ -42,11 +42,11 @@ class StatusPost(ABC):
 
     @abstractmethod
     def post(self, line: str) -> None:
-        """Leave this rank's line for rank 0. It replaces the earlier line of this rank."""
+        """Give rank 0 this rank's line, which replaces this rank's earlier line."""
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
-        """On rank 0, return the latest line of each rank that has left a line since the last call.
+        """On rank 0, return the latest line of each rank that has posted a line since the last call.
 
         The result may have older lines, too.
         """
@@ -146,7 +146,7 @@ class StallWatch:
             self._post.post("" if mine is None else json.dumps([mine.position, mine.call, mine.is_long]))
 
     def _log(self, waiting: Mapping[int, Waiting], now_s: float) -> None:
-        """Warn once for each call in which ranks wait for long. First give the other ranks' status lines time to arrive."""
+        """Warn once for each call in which ranks wait for long. Before a warning, give other ranks' lines time to arrive."""
         first = min((one.position for one in waiting.values() if one.is_long), default=None)
         # The earliest call in which ranks wait for long has changed: set the time of the warning anew.
         if first != self._noticed:

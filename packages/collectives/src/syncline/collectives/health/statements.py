@@ -27,7 +27,7 @@ class Statements:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Statements:
-        """Statements with one text for each rank, by rank."""
+        """Return statements in which rank r has given `texts[r]`."""
         said = cls()
         for rank, text in enumerate(texts):
             said.add(text, [rank])

@@ -1,4 +1,4 @@
-"""Reconnector: connects the members of the next group: those that are left of a group, and newcomers."""
+"""Reconnector: connects the survivors of a group, and newcomers, as the members of the next group."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Generation:
 
 
 class Reconnector(ABC):
-    """Lets the members of a group meet again. Each backend that can do this has its own subclass.
+    """Connects the members of a group again after a loss. Each backend that can do this has a subclass.
 
     Args:
         generation: the group's current generation.
@@ -61,7 +61,7 @@ class Reconnector(ABC):
         self.generation = generation
 
     def missing(self) -> str | None:
-        """Why the members cannot meet again, in one sentence; None if they can."""
+        """Why the members cannot connect again, in one sentence; None if they can."""
         return None
 
     def missing_for_admit(self) -> str | None:
@@ -82,7 +82,7 @@ class Reconnector(ABC):
         raise NotImplementedError  # only called if `missing_for_admit` gives None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Release the resources for meeting again. All members call it, after the group's transport was closed."""
+        """Release the resources for connecting again. All members call this, after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
         """The object that finds calls that wait for ranks that have left; None if ranks do not tell that they leave.

@@ -16,15 +16,15 @@ from .reconnector import Reconnector
 
 
 class ShrinkableGroup(HostGroup):
-    """A `HostGroup` whose members can meet again after a loss, also with newcomers, and make a new group.
+    """A `HostGroup` whose members can connect again after a loss, also with newcomers, and make a new group.
 
-    If a collective fails on a rank, the rank raises an alarm in the reconnector's store. (Without a store, MPI itself tells the
-    ranks.) The other ranks look for the alarm when a collective takes long. So all ranks leave a broken group soon, even if no
-    connection shows them the loss.
+    If a collective fails on a rank, the rank writes an alarm to the reconnector's store. (Over MPI there is no store: MPI
+    itself tells the ranks.) The other ranks look for the alarm when a collective takes long. So all ranks leave a broken group
+    soon, even if no connection shows them the loss.
 
     Args:
         transport: connects the members of the reconnector's generation.
-        reconnector: lets the members meet again.
+        reconnector: connects the members again.
         options: the other arguments of `HostGroup`.
     """
 
@@ -68,7 +68,7 @@ class ShrinkableGroup(HostGroup):
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
         self._check_is_latest("shrink")
-        # Raise the alarm first, so that the others leave the old group with this reason.
+        # Raise the alarm before `abort`, so that the other ranks stop waiting in the old group, and learn this reason.
         self._reconnector.raise_alarm(self._reconnector.generation, f"rank {self.rank} has called shrink")
         self.abort()
         return self._replaced(self._reconnector.shrink(silence_timeout_s))

@@ -38,21 +38,21 @@ class MembershipVote:
 
     Note [Who is left]
     ~~~~~~~~~~~~~~~~~~
-    A *member* keeps its number as long as the job runs. A *generation* is one group of members. In the store, each generation
-    has its own keys::
+    A *member* keeps its number as long as the job runs. A *generation* is one group of members. Each generation has its own
+    keys in the store. The vote has four steps::
 
         1. each survivor sets here/<its number>
         2. it waits, at most `silence_timeout_s`, until each member has set its key or has certainly ended. If the running
            members without a key are then more than the members with a key, the members with a key give up: perhaps only
            their connections broke, and the others still compute
         3. it proposes the members that have set their keys, by one compare_set of the key "members"; the first proposal wins
-        4. it reads the decision. A member that is not in the decision was given up, and ends itself
+        4. it reads the decision. If the decision does not contain a member, `agree` raises `RankGivenUpError` in this member
 
-    Nothing is guessed. The operating system tells which members have ended (`ProcessIdentity`). If a member is silent for too
-    long, the decision leaves this member out. The member reads the decision when it comes back. Newcomers are added to the
-    proposal (step 3), and read the decision, too. Each generation has exactly one decision, whichever members die meanwhile,
-    because one compare_set wins. A member that dies after step 1 may be in the decision. Then the next generation cannot
-    connect, and its members vote again.
+    The operating system tells which members have ended (`ProcessIdentity`). If a member is silent for too long, the decision
+    leaves this member out. The member reads the decision when it comes back. Newcomers are added to the proposal (step 3), and
+    read the decision, too. Each generation has exactly one decision, whichever members die meanwhile, because one compare_set
+    wins. A member that dies after step 1 may be in the decision. Then the next generation cannot connect, and its members vote
+    again.
 
     Args:
         store: a store for this generation only; it must outlive every member.
@@ -80,7 +80,7 @@ class MembershipVote:
     def agree(self, silence_timeout_s: float, newcomers: Newcomers = nobody) -> tuple[int, ...]:
         """Agree on the members of the next generation. Every survivor calls this method, and gets the same result.
 
-        Returns the numbers of the survivors in order, then of the newcomers.
+        Return the numbers of the survivors in the order of their ranks, then the numbers of the newcomers.
 
         Args:
             silence_timeout_s: how long to wait for a silent member, in seconds.
@@ -141,7 +141,7 @@ class JoinQueue:
         newcomer                                        members, in `admit`
         1. takes the next number (`add`)
         2. sets waiting/<its number>
-                                                        3. agree on the next generation (see below);
+                                                        3. agree on the next generation;
                                                            the proposal contains the waiting newcomers
                                                         4. delete waiting/<number> of each newcomer that they let in
         5. reads the decisions, from generation 0 on,
@@ -179,7 +179,9 @@ class JoinQueue:
             self._store.delete_key(_waiting(number))
 
     def wait(self, me: int, silence_timeout_s: float, has_ended: HasEnded) -> Generation:
-        """Wait until the members let this process in, the newcomer with the number `me`. Returns the first generation with it.
+        """Wait until the members let in this process, the newcomer with the number `me`.
+
+        Return the first generation that contains this process.
 
         Raises:
             CollectiveTimeout: the members did not let this process in within `silence_timeout_s` seconds.
@@ -228,7 +230,7 @@ _MOST_ALARM_BYTES = 2000
 
 
 class StoreReconnector(Reconnector):
-    """Lets the survivors agree on the members of the next group by a `MembershipVote`. The subclass of a backend connects them.
+    """Lets the survivors agree on the members of the next group by a `MembershipVote`. A backend's subclass connects them.
 
     See Note [Who is left] above.
 

@@ -3,11 +3,11 @@
 Resolving a host's name does not help. Debian resolves a host's own name to 127.0.1.1. In a container the name may resolve to
 nothing. A host with several interfaces has one name and several addresses, and some of them lead nowhere.
 
-So rank 0 opens a "door" at each of its addresses: a socket that sends a word and hangs up. Only this job knows the word. All
-other ranks try all doors, and report which ones they have reached. The first door that every rank has reached decides.
-Rank 0 gets the address of this door. Each other rank gets the address of its own end of its connection to this door. (The word
-is needed because a proxy may accept any connection, and several hosts may have the same address, such as that of a bridge for
-containers.)
+So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. Only this job knows
+the word. All other ranks try all doors, and report which doors they have reached. The job uses the first door that every rank
+has reached. Rank 0 gets the address of this door. Each other rank gets the address of its end of its connection to this door.
+(The word is needed because a proxy may accept any connection, and several hosts may have the same address, such as the address
+of a bridge for containers.)
 """
 
 from __future__ import annotations
@@ -58,7 +58,12 @@ class OwnAddress:
 
 
 def chosen_interfaces(environ: Mapping[str, str], site: str | None = None) -> tuple[str, ...]:
-    """The interfaces that GLOO_SOCKET_IFNAME names, else those of `site`, the site file; empty if none. A pure function."""
+    """The names of the network interfaces that the user has chosen; empty if none. A pure function.
+
+    Args:
+        environ: the environment variables. If GLOO_SOCKET_IFNAME is set, it names the interfaces, separated by commas.
+        site: the value of `interface` in the site file, in the same format. Used if the variable is not set.
+    """
     chosen = environ.get(INTERFACE_VARIABLE) or site or ""
     return tuple(name for name in chosen.replace(" ", "").split(",") if name)
 
@@ -73,7 +78,9 @@ def loopback_domain() -> str:
 
 
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
-    """The addresses at which others may reach this host, IPv4 first. If `interfaces` are given, only their addresses.
+    """The addresses at which other hosts may reach this host, IPv4 first.
+
+    If `interfaces` are given, the addresses of these interfaces, in the order of `interfaces`, loopback addresses included.
 
     Raises:
         LaunchError: an interface does not exist, is down, or has no address.
@@ -109,7 +116,7 @@ def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
 
 
 def address_towards(address: str) -> str:
-    """The address from which this host would reach an address of another host. Sends nothing.
+    """This host's own address on the route to `address`, which belongs to another host. Sends nothing.
 
     Raises:
         LaunchError: the system has no route to the address.
@@ -249,8 +256,8 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
                 f"rank {rank} (host {one.host}) reaches rank 0 at none of its addresses: {_CHOOSE}, or open the firewall\n"
                 f"What it tried:\n{why}"
             )
-    # If no door was reached by all ranks, take the door that most ranks have reached. Each other rank takes a door that it has
-    # reached.
+    # If no door was reached by all ranks, take the door that most ranks have reached. The ranks that have not reached this door
+    # take another door that they have reached.
     common = [number for number in range(len(places)) if all(number in one.own for one in tried.values())]
     reached = max(range(len(places)), key=lambda number: sum(number in one.own for one in tried.values()))
     door = common[0] if common else reached

@@ -30,17 +30,17 @@ class ConnectRequest:
         launch: the launcher's facts about this process, or None if nothing launched it.
         rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store, ours or torch's, in which the ranks meet instead of an `init_method`; or None. It has no keys of an
-            earlier run.
+        store: a store, ours or torch's, in which the ranks meet instead of an `init_method`; or None. The store has no keys of
+            an earlier run.
         timeout_s: the group's time limit in seconds.
         group_name: the group's name in error messages.
         reproducible: reductions must give the same bits in every run. A backend that cannot do this must refuse to connect.
-        host_group: a group of the same ranks on host memory, if one was connected just before; else None. A backend for GPUs
-            may use its `send` and `recv` as long as the group lives.
+        host_group: a group of the same ranks on host memory, or None. A backend for GPUs may use the `send` and `recv` of this
+            host group as long as the new group lives.
         check_calls: the ranks must compare each collective before it starts. A backend that cannot do this must refuse to
             connect.
-        thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend that has several.
-        stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which; 0: never.
+        thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend with several algorithms.
+        stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank; 0: never.
         communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
             backend finds interfaces.

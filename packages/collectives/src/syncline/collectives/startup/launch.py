@@ -261,7 +261,7 @@ def parent_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def child_of_rank(rank: int | None, parent: int) -> str:
-    """The error message for a child of a rank that starts a group. A pure function."""
+    """The error message for a process that starts a group although it is a child of a rank. A pure function."""
     which = "a rank" if rank is None else f"rank {rank}"
     return (
         f"this process is a child of {which} (pid {parent}), and is not itself a rank of the job: do not start a group in it, "

@@ -39,12 +39,12 @@ class Met:
 
 
 def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
-    """Wait in the store until all ranks have called this function, and compare their sizes and their versions of Syncline.
+    """Wait in the store until all ranks have called this function. Compare `size` and the version of Syncline on all ranks.
 
     A rank learns only the processes of its own node, because it cannot watch processes of other nodes.
 
     Cost with L ranks on this node: L + 8 requests of fixed size, for any number of ranks, and more requests while the rank
-    waits. If some ranks do not come, each of them costs a few more requests: see `_absent`.
+    waits. Each rank that does not come costs a few more requests: see `_absent`.
 
     Args:
         store: a store for these ranks and this meeting only.
@@ -156,7 +156,7 @@ def _key(rank: int) -> str:
 
 
 def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> str:
-    """The address at which ranks on other hosts reach this rank. Call it after all ranks have met in the store.
+    """The address at which ranks on other hosts reach this rank. All ranks call this function, after `meet` has returned.
 
     Cost, for N ranks: three requests from each rank, and N more from rank 0.
 
@@ -231,7 +231,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """The result of `attempt`. If `attempt` fails on some ranks, all ranks raise the problem of the lowest of these."""
+    """The result of `attempt`. If `attempt` fails on some ranks, all ranks raise the error of the lowest of these ranks."""
     found, problem = None, None
     try:
         found = attempt()

@@ -1,9 +1,10 @@
 """Find out whether mpi4py has an MPI library that this launcher can start, start the library, and abort the MPI job.
 
-This module also finds out whether the library takes CUDA memory. A child process tries it: a library that cannot may crash.
+This module also finds out whether the library takes CUDA memory. This is tried in a child process, because the library may
+crash.
 
-The checks run before MPI starts, because an MPI library that cannot start ends the process. This module needs no torch: see
-`cli.run`.
+The checks run before MPI starts, because an MPI library that cannot start ends the process. This module does not import torch,
+because `syncline run` uses it.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def _load() -> None:
     """Import mpi4py.MPI, which loads the library, without starting MPI.
 
     By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So
-    this function only loads the library, the checks follow, and `start` starts MPI. The caller's own settings in `mpi4py.rc`
-    are respected.
+    this function only loads the library, the checks follow, and `start` starts MPI. Afterwards `mpi4py.rc` has the caller's
+    settings again.
     """
     if "mpi4py.MPI" in sys.modules:
         return
@@ -134,7 +135,7 @@ def start(connecting: Connecting) -> None:
 def _sighup_kept() -> Iterator[None]:
     """A context in which a library may take SIGHUP. Afterwards the signal ends the process again, or calls Python's handler.
 
-    UCX, which carries the messages of many MPI libraries, takes it for its own debugging.
+    UCX, which carries the messages of many MPI libraries, takes SIGHUP for its own debugging.
     """
     yield
     # Only the main thread can set handlers. A user who has named a signal for UCX wants its debugging.
