@@ -13,8 +13,8 @@ thread that forked. The other ranks do not know about the child. So in a child:
 - *MPI* is not called, not even to finalize MPI. A call would act in the parent's name, or wait for a lock that is never
   released.
 
-An object that must react to forks is an `Inherited`, and is registered with `tell_in_forks`. Python calls its methods at each
-fork that Python makes. A child that C code forks needs no such calls, because it runs no Python.
+An object that must react to forks is an `Inherited`, and is registered with `tell_in_forks`. Python then calls the object's
+methods at each fork that Python makes. A child that C code forks needs no such calls, because it runs no Python.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class ProcessGroup(ABC):
     def reduce_scatter_tensor(
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work:
-        """Combine the tensors of all ranks, and divide the result into `size` equal parts. Rank r gets part r, from 0.
+        """Combine the tensors of all ranks, and divide the result into `size` equal parts. Rank r gets part r.
 
         Args:
             output: any shape; a dtype that `op` is defined for. It is overwritten. It may be this rank's part of `tensor`.
@@ -561,7 +561,9 @@ class ProcessGroup(ABC):
         )
 
     def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
-        """Make a new group of the surviving ranks, after a `TransportError`. All survivors call this. It aborts this group.
+        """Make a new group of the surviving ranks, after a `TransportError`. All survivors call `shrink`.
+
+        The method aborts this group.
 
         All survivors get the same members, in the order of their ranks in this group, even if another rank dies meanwhile. Do
         not use this group, its sub-groups, or memory from its `allocate` again. Calls that were in flight may have finished on
@@ -657,7 +659,8 @@ class ProcessGroup(ABC):
     def close(self) -> None:
         """Finish all issued calls, then release what the group holds. All ranks call this. A second call does nothing.
 
-        A rank may wait at most 60 seconds for the other ranks. It is no error if another rank does not call `close`.
+        After its calls have finished, a rank waits at most 60 seconds for the other ranks. It is no error if another rank does
+        not call `close`.
         """
 
     @abstractmethod

@@ -21,16 +21,16 @@ from .transport import Request
 class TransferWork(Work):
     """A send or receive in flight. The transfer makes progress while a thread waits for it.
 
-    If the caller asks for a future, a new thread waits for the transfer. Without a future there is no new thread. `_driving`
-    lets only one thread at a time wait for the request, because a transport need not support more threads.
+    If the caller asks for a future, a new thread waits for the transfer. Without a future there is no new thread. Only one
+    thread at a time waits for the request (see `_driving`), because a transport need not support several waiting threads.
 
     Args:
         request: the transport's request.
         tensors: a list with the tensor that is sent or received.
         deliver: called when the request has succeeded. A receive may then copy the data to the program's tensor, for example.
         describe: returns the transfer's name for error messages.
-        timeout_s: the time limit of `wait` without an argument: the group's time limit, in seconds.
-        ask: returns the reason why waiting is useless, or None.
+        timeout_s: the time limit of `wait` if the caller of `wait` gives none, in seconds.
+        ask: returns the reason why waiting is useless, or None. The waiting thread calls this function now and then.
         explain: gets an error of the transport. If a lost rank caused the error, returns an error that names this rank; else
             None.
     """

@@ -19,7 +19,7 @@ _LOOKS_IN_LIMIT = 10
 
 
 def speakers(size: int) -> list[int]:
-    """Return the ranks that warn, for all ranks, while ranks connect: the first, the middle and the last rank.
+    """Return the ranks that log warnings while the ranks connect: the first, the middle and the last rank.
 
     A pure function.
 
@@ -34,7 +34,7 @@ class Connecting:
 
     Three things happen in a long wait:
 
-    1. The thread checks `scope` in its own waits, which raises an error at the time limit.
+    1. In its own waits, the thread checks `scope`. This check raises an error at the time limit.
     2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the `step`.
     3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks that `speakers` returns.
 

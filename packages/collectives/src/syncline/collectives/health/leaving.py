@@ -71,7 +71,7 @@ class Leavers:
         self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
-        """Count the calls of a new group. All members make groups with this name in the same order.
+        """Return an object that counts the calls of a new group. All members make groups with this name in the same order.
 
         The group gets a key, by which notices name the group. All members of the group compute the same key, whichever other
         groups they have made. When the group is closed, this rank's notice still has the key: another member may still be in

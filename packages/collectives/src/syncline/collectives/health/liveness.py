@@ -36,8 +36,8 @@ class ProcessIdentity:
     """Identifies a process, so that other processes of the same node can find out whether it still runs.
 
     Attributes:
-        node: host name, the id of the kernel's boot, and PID namespace. Two processes with the same value can see each
-            other's process ids.
+        node: the host name, the kernel's boot id and the PID namespace, in one text. Two processes with the same text can see
+            each other's process ids.
         host: the host's name, for messages.
         pid: the process id.
         started: the start time in the kernel's clock ticks. A later process with the same id has another start time.

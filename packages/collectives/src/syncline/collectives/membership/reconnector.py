@@ -85,7 +85,7 @@ class Reconnector(ABC):
         """Release the resources for connecting again. All members call this, after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """The object that finds calls that wait for ranks that have left; None if ranks do not tell that they leave.
+        """Make the counter of the group's calls (see `health.leaving`). None if ranks do not announce that they leave the job.
 
         Called once for each generation.
         """

@@ -107,9 +107,9 @@ class MembershipVote:
         return agreed
 
     def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
-        """Give up (raise `RankGivenUpError`) if more members run silently than are `present`.
+        """Raise `RankGivenUpError` if the members that run, but have not called `agree`, are more than those in `present`.
 
-        If the two numbers are equal, go on: both halves may make a proposal, but only one proposal can win.
+        If the two numbers are equal, raise no error: both halves may make a proposal, but only one proposal can win.
         """
         silent = [member for member in self._members if member not in present and self._is_running(member)]
         if len(present) < len(silent):

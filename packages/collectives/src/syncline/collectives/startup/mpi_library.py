@@ -72,8 +72,8 @@ def _load() -> None:
     """Import mpi4py.MPI, which loads the library, without starting MPI.
 
     By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So
-    this function only loads the library, the checks follow, and `start` starts MPI. Afterwards `mpi4py.rc` has the caller's
-    settings again.
+    this function only loads the library. Later the checks of this module run, and `start` starts MPI. When this function
+    returns, `mpi4py.rc` has the caller's settings again.
     """
     if "mpi4py.MPI" in sys.modules:
         return
