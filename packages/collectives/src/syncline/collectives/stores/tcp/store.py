@@ -59,7 +59,7 @@ class TCPStore(ServedStore):
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._closed = False
-        self._put_back(self._connect_patiently(CancelScope(self._timeout_s)))
+        self._keep_idle(self._connect_patiently(CancelScope(self._timeout_s)))
 
     def describe(self) -> str:
         """The store with its address and port, in words."""
@@ -115,7 +115,7 @@ class TCPStore(ServedStore):
         except BaseException:  # interrupted: the answer would arrive later, and be taken for the answer to the next call
             connection.close()
             raise
-        self._put_back(connection)
+        self._keep_idle(connection)
         return self._checked(table, *unpack(answer))
 
     def _checked(self, table: bytes, status: int, fields: list[bytes]) -> tuple[int, list[bytes]]:
@@ -161,7 +161,7 @@ class TCPStore(ServedStore):
         self._parents.extend(self._idle)
         self._idle = []
 
-    def _put_back(self, connection: Connection) -> None:
+    def _keep_idle(self, connection: Connection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(connection)

@@ -1,4 +1,4 @@
-"""One NCCL communicator: turns tensors into calls of NCCL. The only module that calls `cupy.cuda.nccl`.
+"""One NCCL communicator: turns tensors into calls of NCCL. The only module that calls a `NcclCommunicator` of CuPy.
 
 Tables and functions at the top translate torch's dtypes and our reductions to NCCL's.
 """

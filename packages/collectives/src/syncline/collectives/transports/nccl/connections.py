@@ -181,7 +181,7 @@ class Connections:
         """A context for threads that work for the group; see `DeviceRuntime.background`."""
         return self._connector.runtime.background(self.device)
 
-    def communicator_of_all(self, signature: Signature, device: torch.device) -> StreamCommunicator:
+    def connection_of_all(self, signature: Signature, device: torch.device) -> StreamCommunicator:
         """The communicator of all ranks, for a call with this signature. The first call connects the ranks.
 
         Raises:

@@ -214,7 +214,7 @@ class NcclGroup(EngineGroup):
             The work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
-        connected = self._connections.communicator_of_all(call.signature, device)
+        connected = self._connections.connection_of_all(call.signature, device)
         plan = self._plans.get(call.signature) or self._make_plan(call.signature)
         assert isinstance(plan, NcclPlan)
         batch = self._batch
@@ -229,7 +229,7 @@ class NcclGroup(EngineGroup):
     @override
     def _new_plan(self, signature: Signature) -> NcclPlan:
         device = self._connections.device
-        connected = self._connections.communicator_of_all(signature, device)
+        connected = self._connections.connection_of_all(signature, device)
         return NcclPlan(connected.communicator, signature, device, reproducible=self._reproducible)
 
     def _put_on_stream(
@@ -358,7 +358,7 @@ class NcclGroup(EngineGroup):
     def _put_batch(self, batch: Batch, work: StreamWork) -> None:
         signature = Signature("coalesced")
         self._check_usable(signature)
-        connected = self._connections.communicator_of_all(signature, self._connections.device)
+        connected = self._connections.connection_of_all(signature, self._connections.device)
         self._put_on_stream(connected, work, batch.calls, self._runtime.now(connected.stream.device))
 
     # ---- two ranks ----
