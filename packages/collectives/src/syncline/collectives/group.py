@@ -57,7 +57,7 @@ class ProcessGroup(ABC):
         rank: this process's rank in the group.
         size: the number of ranks.
         ranks: the rank in the default group, for each rank of this group.
-        name: the group's name in messages.
+        name: the group's name in error messages.
         timeout_s: how long one collective may take, in seconds.
         torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
             a program passes a torch group to Syncline, Syncline makes a new object of this class. To see whether two objects

@@ -53,7 +53,7 @@ class PremulSum:
 
     @property
     def name(self) -> str:
-        """The reduction's name in messages."""
+        """The reduction's name in error messages."""
         return f"PREMUL_SUM({self.factor:g})"
 
 

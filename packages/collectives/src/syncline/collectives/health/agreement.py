@@ -170,7 +170,7 @@ class Agreement:
         Cost: as `Carrier.maximum`, with 16 bytes. If the texts differ, also as `Carrier.statements`.
 
         Raises:
-            TimeoutError: another rank did not come.
+            TimeoutError: another rank did not call this method in time.
         """
         # The smallest number is the negative of the largest negated number, so one exchange finds the smallest and the largest.
         mine = crc32(text.encode())
@@ -185,7 +185,7 @@ class Agreement:
 
         Raises:
             DisagreementError: the ranks were given different options. All ranks raise it.
-            CollectiveTimeout: a rank did not come.
+            CollectiveTimeout: a rank did not call this method in time.
         """
         text = options_in_words(options)
         try:
@@ -234,7 +234,7 @@ class Agreement:
         Raises:
             DisagreementError: the ranks have made different calls, or some ranks close the group and others do not. All ranks
                 raise it.
-            TimeoutError: another rank did not come.
+            TimeoutError: another rank did not call this method in time.
         """
         digest, calls = self._history if until is None else until
         numbers = self._carrier.maximum((digest, -digest, calls, -calls, closes, -closes), scope)
@@ -250,7 +250,7 @@ class Agreement:
         """Wait until all ranks have called this method. All ranks call it between the same two calls of the group.
 
         Raises:
-            TimeoutError: another rank did not come.
+            TimeoutError: another rank did not call this method in time.
         """
         self._carrier.maximum((0,), scope)
 

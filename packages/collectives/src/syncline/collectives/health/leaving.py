@@ -51,7 +51,7 @@ class Leaving:
 
 
 def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequence[int]) -> list[int]:
-    """Return the ranks that will never come to collective `number` of a group. The first collective is 1. A pure function."""
+    """Return the ranks that will never start collective `number` of a group. The first collective is 1. A pure function."""
     return sorted(left.rank for left in notices if left.rank in members and left.started.get(group, 0) < number)
 
 

@@ -38,7 +38,7 @@ class ProcessIdentity:
     Attributes:
         node: the host name, the kernel's boot id and the PID namespace, in one text. Two processes with the same text can see
             each other's process ids.
-        host: the host's name, for messages.
+        host: the host's name, for error messages.
         pid: the process id.
         started: the start time in the kernel's clock ticks. A later process with the same id has another start time.
     """
@@ -129,7 +129,7 @@ class Run:
     pid: int
 
     def who(self) -> str:
-        """This rank with host and process id, for messages."""
+        """Describe this rank for messages to the user, with its host and process id."""
         return rank_here(self.rank, self.size, self.pid)
 
 

@@ -34,7 +34,7 @@ class Recorder:
     Any thread may call the methods. The group calls `begin` for its calls one after the other, in the order in which they run.
 
     Args:
-        group_name: the group's name in messages.
+        group_name: the group's name in error messages.
         rank: this rank in the group.
         ranks: for each rank of the group its rank in the job.
         count: counts the calls that have begun; a rank that leaves the job tells the others this number. None makes a new

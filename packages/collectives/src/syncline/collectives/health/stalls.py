@@ -169,7 +169,7 @@ def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int
     """Return the warning: which ranks wait, in which call, and which ranks do not. A pure function.
 
     Args:
-        group_name: the group's name in messages.
+        group_name: the group's name, for the warning.
         ranks: for each rank of the group its rank in the job.
         waiting: for each waiting rank of the group its call.
         limit_s: at least one rank has waited for this long, in seconds.

@@ -1,4 +1,4 @@
-"""Reconnector: connects the survivors of a group, and newcomers, as the members of the next group."""
+"""Reconnector: connects the survivors of a group and newcomers (processes that start later) as members of the next group."""
 
 from __future__ import annotations
 

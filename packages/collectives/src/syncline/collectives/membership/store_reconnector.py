@@ -258,7 +258,7 @@ class StoreReconnector(Reconnector):
         """Connect the members of a generation. All these members call this method.
 
         Raises:
-            TransportError: members did not come within `timeout_s` seconds, or a member has ended.
+            TransportError: members did not call this method within `timeout_s` seconds, or a member has ended.
         """
 
     @override

@@ -32,9 +32,9 @@ class Launch:
         is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can connect the ranks.
         rank: this process's rank, 0 to world_size - 1.
         world_size: number of processes of the job, or None if the launcher does not say (PMIx alone). MPI knows this number.
-        local_rank: rank among the processes of this node, or None if the launcher does not say. Use it only in messages; see
-            `api.placement` for what the ranks find out themselves.
-        local_world_size: number of processes on this node, or None. Use it only in messages.
+        local_rank: rank among the processes of this node, or None if the launcher does not say. Use it only for warnings and
+            errors: `api.placement` finds out the local rank without the launcher.
+        local_world_size: number of processes on this node, or None. Use it only for warnings and errors.
     """
 
     launcher: str

@@ -53,7 +53,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
         scope: the time limit for everything.
 
     Raises:
-        TimeoutError: some ranks did not come; the message names them.
+        TimeoutError: some ranks did not call this function in time; the error names them.
         DisagreementError: the ranks were given different sizes, or run different versions; all ranks raise it. Or `size` ranks
             have met here before this rank came; then only this rank raises it.
         StoreError: the store failed.
