@@ -30,20 +30,21 @@ class ModelWatch:
 
     Note [What tells that a model has changed]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Walking over a model in each step would cost a microsecond for each of its submodules. So a walk needs a sign first:
+    Walking over a model in each step would cost a microsecond for each of its submodules. So the watch walks over the model
+    only after a sign of a change:
 
     - torch reports when a parameter or a module is registered with a submodule: assignment to an attribute,
       `load_state_dict(assign=True)`, a parametrisation, an adapter. This sign costs nothing in a step.
-    - The wrapper's own `_apply` (`ddp.double()`) may replace parameters, and changes their nodes in the graph.
+    - `_apply` of the wrapper, which `ddp.double()` calls, may replace parameters. So the wrapper itself sets `has_sign`.
     - Each forward looks whether parameters were frozen or thawed. This costs 0.03 us for each parameter.
     - torch does not report layers that `insert` puts into a `Sequential` or a `ModuleList`, nor layers that are taken out of
       a container. So each forward looks at the layers of the containers. This costs 0.3 us for each container, and 0.03 us
       for each layer.
-    - Some changes give no sign, such as `ddp.module.double()` with
-      `torch.__future__.set_overwrite_module_params_on_conversion`. To find these changes, the watch looks at all attributes
-      that hold parameters or modules, which costs 0.05 us for each attribute. The watch does this after every 32 reduced
-      backwards (those that average gradients), and at first also after 0, 1, 2, 4, 8 and 16 (`is_worth_a_look`). All ranks have
-      the same count.
+    - Some changes give no sign, such as `ddp.module.double()` after a call of
+      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. To find these changes, the watch looks at all
+      attributes that hold parameters or modules, which costs 0.05 us for each attribute. The watch takes this look after 0, 1,
+      2, 4, 8, 16 and 32 backwards that average gradients, and then after every 32 (see `is_worth_a_look`). All ranks count the
+      same number of these backwards.
 
     If the whole module is frozen (one of the two players of a GAN), no gradient comes, so nothing is averaged, and nothing
     needs to change. If unused parameters are allowed, parameters that were frozen or taken out count as unused.
@@ -52,7 +53,8 @@ class ModelWatch:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     For the time of one call, `torch.func.functional_call` puts other tensors into the places of parameters. These tensors are
     the caller's: plain tensors, results of a computation, or parameters of another module. The module itself has not changed,
-    and its own parameters are out of reach. So no look is due in such a forward, and the next forward without them looks.
+    and its own parameters are out of reach. So the watch does not look for changes in a forward with these tensors. The watch
+    looks in the next forward without these tensors.
 
     Args:
         state: lists the parameters and buffers of the watched module.
@@ -92,7 +94,7 @@ class ModelWatch:
         """Remember the module's present submodules, and the attributes that hold parameters, for later comparisons."""
         self.has_sign = False
         parts = list(self._state.module.modules())
-        self._parts = {self._owner, id(None), *map(id, parts)}  # None stands in a container for a layer that is left out
+        self._parts = {self._owner, id(None), *map(id, parts)}  # a container may hold None in place of a layer
         places: Iterable[Any] = map(own_parameters, parts)
         self._places = [
             (place, name, parameter)
@@ -119,7 +121,7 @@ class ModelWatch:
             and self._wrapped is self._state.module
             and all(_has_children(part, children) for part, children in self._children)
         )
-        if differs and self._has_stand_ins():  # they hide the module's own parameters, so look in the next forward
+        if differs and self._has_stand_ins():  # the module's own parameters are hidden, so look in the next forward
             return False
         self._looked_after = reductions
         self.has_sign = differs
@@ -133,7 +135,7 @@ class ModelWatch:
         return not self._parts.issuperset(map(id, layers.values()))
 
     def _has_stand_ins(self) -> bool:
-        """Whether a tensor is in the place of a parameter only for a while. See Note [Tensors that stand in for parameters]."""
+        """Whether a tensor stands in for a parameter now. See Note [Tensors that stand in for parameters]."""
         noted = {(id(place), name): parameter for place, name, parameter in self._places}
         given = given_to_functional_call()
         return any(
@@ -182,9 +184,9 @@ class ModelWatch:
         return [(name, buffer) for name, buffer in self._state.buffers() if name in new]
 
     def note_registration(self, part: torch.nn.Module) -> None:
-        """Note that a parameter or module was registered with the submodule `part`.
+        """Set `has_sign` if `part` belongs to the watched module.
 
-        If `part` belongs to the watched module, set `has_sign`.
+        A hook of torch calls this method when code registers a parameter or a module with the submodule `part`.
         """
         if id(part) in self._parts:
             self.has_sign = True
@@ -197,7 +199,8 @@ def _kind(name: str, parameter: Any) -> tuple[object, ...]:
 
 
 def _has_children(part: torch.nn.Module, children: Sequence[Any]) -> bool:
-    """Whether a module has exactly these modules as attributes. A container makes a new dict when it loses a layer."""
+    """Whether a module has exactly these modules as attributes."""
+    # Get the dict again, because a container makes a new dict when a layer is deleted.
     found = own_children(part)
     return len(found) == len(children) and all(map(operator.is_, found.values(), children))
 

@@ -26,7 +26,7 @@ class ModuleState:
         ignored: names of parameters and buffers that are not shared.
 
     Attributes:
-        module: the module whose state this is. The caller may assign another module.
+        module: the module with the parameters and buffers. The caller may assign another module.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
@@ -36,7 +36,7 @@ class ModuleState:
     def parameters(self) -> NamedParameters:
         """Return all shared parameters with their names, each once, in order of definition.
 
-        A parameter of several layers is shared if one of its names is not ignored.
+        A parameter that several layers use has several names. The parameter is shared if one of these names is not ignored.
         """
         if not self._ignored:  # the usual case
             return list(self.module.named_parameters())
@@ -75,11 +75,12 @@ class ModuleState:
 
         Raises:
             MisuseError: a tensor is not initialised yet (lazy modules), is on a device that the group does not serve, is
-                sparse, or has several elements in the same memory, which cannot be written. The text names the tensor.
+                sparse, or has several elements in the same memory, so that code cannot write it. The error names the tensor.
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
-            # A frozen parameter may be expanded: a broadcast writes each element once. An optimizer writes it several times.
+            # A frozen parameter may be expanded, because a broadcast writes each element once. An optimizer would write the
+            # same element several times.
             if problem is None and parameter.requires_grad and _overlaps(parameter):
                 problem = (
                     "has elements that share memory (such as `expand` makes), so no optimizer can write it; make it of "
@@ -112,12 +113,16 @@ class ModuleState:
         return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
     def verify(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Compare the tensors' names, shapes, strides and dtypes. A collective. If one differs, all ranks raise an error."""
+        """Check that all ranks have tensors with the same names, shapes, strides and dtypes. This is a collective.
+
+        Raises:
+            DisagreementError: on all ranks, if the tensors of two ranks differ, or the ranks freeze different parameters.
+        """
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
-        """Give every rank the root's parameters, and optionally its buffers, in place. This is a collective."""
+        """Give every rank the root's parameters, and with `buffers` also the root's buffers, in place. This is a collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         broadcast_tensors(named, group, root)
 

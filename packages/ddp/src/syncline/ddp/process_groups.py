@@ -20,14 +20,14 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """Return the group that the arguments name. If the script passed a group, return the same object.
+    """Return the group that the arguments name. If `process_group` is a group, return this object.
 
     Args:
         process_group: a group of Syncline or of torch.distributed; None: the default group.
         device_mesh: a one-dimensional `torch.distributed.DeviceMesh`, in place of `process_group`.
 
     Raises:
-        InvalidArgumentError: both were given, the mesh has more than one dimension, or `process_group` is not a group.
+        InvalidArgumentError: both arguments were given, the mesh has several dimensions, or `process_group` is not a group.
         MisuseError: this rank is not in the group.
     """
     if device_mesh is not None:
@@ -53,7 +53,8 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 def as_ours(group: AnyGroup) -> ProcessGroup:
     """Return a group of Syncline for any group.
 
-    If a group of torch.distributed runs on a group of Syncline, return this inner group. Otherwise wrap torch's group.
+    A group of Syncline is returned unchanged. If a group of torch.distributed runs on a group of Syncline, return this inner
+    group. Any other group of torch is wrapped.
     """
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 

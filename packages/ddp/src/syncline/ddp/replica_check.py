@@ -15,7 +15,7 @@ from .module_state import ModuleState
 EVERY_VARIABLE = "SYNCLINE_CHECK_REPLICAS"
 
 HASH_BYTES = 16
-# How many lanes are hashed at a time. On a CPU such a chunk stays in the cache; a GPU needs few, large operations.
+# The number of lanes in a chunk (see `ReplicaHash`). On a CPU, a chunk stays in the cache. A GPU needs few, large operations.
 _CHUNK_LANES = {"cpu": 1 << 15}
 _DEVICE_CHUNK_LANES = 1 << 20
 _SEED = 20_240_229
@@ -25,17 +25,18 @@ _MULTIPLIER = 6364136223846793005  # the multiplier of Knuth's 64-bit generator
 class ReplicaHash:
     """Hashes the bits of tensors of any dtype and device.
 
-    A lane is 32 bits of a tensor. A chunk is a fixed number of successive lanes. To make one of the two halves of a hash, each
-    lane is multiplied by an odd random 64-bit weight, and the products of a chunk are added up, modulo 2**64. Further
-    multiplications join the sums of the chunks. If two tensors differ in one lane, both halves differ. If they differ in
-    several lanes, both halves agree with a probability of at most 2**-64. The hash does not protect against an attacker.
+    A lane is 32 bits of a tensor. A chunk is a fixed number of successive lanes. A hash has two halves of 64 bits. For each
+    half, every lane is multiplied by an odd random 64-bit weight, and the products of a chunk are added up, modulo 2**64.
+    Further multiplications join the sums of the chunks. Two tensors that differ in one lane have different hashes. Two tensors
+    that differ in several lanes have the same hash with a probability of at most 2**-64. The hash does not protect against an
+    attacker.
     """
 
     def __init__(self) -> None:
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
-        """Return the hash of each tensor, which has 16 bytes. If tensors are on a GPU, the call waits for this GPU once."""
+        """Return a hash of 16 bytes for each tensor. If tensors are on a GPU, the call waits for this GPU once."""
         halves = [self._halves(tensor.detach()) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for place, half in enumerate(halves):
@@ -53,7 +54,7 @@ class ReplicaHash:
         for chunk in torch.split(lanes, weights.shape[1]):
             wide = chunk.to(torch.int64)
             sums = [(wide * one[: wide.numel()]).sum() for one in weights]
-            # The multiplier makes the order of the chunks count.
+            # Without the multiplier, the hash would not depend on the order of the chunks.
             total = total * _MULTIPLIER + torch.stack(sums)
         return total
 

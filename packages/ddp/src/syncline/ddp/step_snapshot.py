@@ -1,4 +1,4 @@
-"""StepSnapshot keeps the values that a step changes before the optimizer runs, so that the step can be repeated."""
+"""StepSnapshot saves a module's buffers and the random state at the beginning of a step, so that the step can be repeated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .module_state import first_of_each, writable
 
 
 def holders_of_buffers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that have a buffer now, among the submodules and the module itself."""
+    """Return the submodules (and the module itself) that directly hold at least one buffer now."""
     return [part for part in module.modules() if next(part.buffers(recurse=False), None) is not None]
 
 
@@ -21,8 +21,8 @@ class StepSnapshot:
 
     Args:
         module: the module with the buffers.
-        holders: the result of `holders_of_buffers(module)`. The caller keeps it, because a walk over hundreds of modules takes
-            a millisecond.
+        holders: the result of `holders_of_buffers(module)`. The caller keeps this list for all steps, because a walk over
+            hundreds of modules takes a millisecond.
     """
 
     def __init__(self, module: torch.nn.Module, holders: Iterable[torch.nn.Module]) -> None:

@@ -27,8 +27,8 @@ class Straggler:
         rank: the straggler's rank in the group.
         times_last: in how many steps this rank was last.
         steps: the number of steps in all.
-        late_s: how many seconds this rank was behind the median of the other ranks: the median over the steps in which this
-            rank was last.
+        late_s: this rank's delay in seconds, as the median of the steps in which this rank was last. The delay in a step is
+            the time from the median of the other ranks to this rank.
     """
 
     rank: int
@@ -84,8 +84,8 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Note the times of a step whose backward is over. One call in `every` is a collective."""
-        # The first step has no step before it, so its start is not common to all ranks.
+        """Store the time of a step's last gradient, after the step's backward. One call in `every` is a collective."""
+        # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:
             self._times.append(seen.last_gradient - self._common)
         self._common = seen.finished
@@ -98,7 +98,7 @@ class StragglerWatch:
         times = [torch.empty_like(own) for _ in range(self._group.size)]
         self._group.all_gather(times, own)
         if self._group.rank == 0 and self._group.size > 1:
-            # Log a warning, because a warning is shown even if the script sets up no logger. The user has asked for the line.
+            # Log a warning, because a warning is shown even if the script sets up no logger.
             logger.warning("%s", find_straggler(torch.stack(times, dim=1).tolist()))
 
 

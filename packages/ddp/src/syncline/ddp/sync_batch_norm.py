@@ -27,7 +27,7 @@ from .dedicated_group import dedicated_group
 from .process_groups import has_default_group, resolve_group
 from .torch_internals import BatchNorm, own_modules
 
-# For each group, the layers that were compared in it. In another group, perhaps with a newcomer, the ranks compare again.
+# For each group, the layers that the group's ranks have compared. In a new group, the ranks compare their layers again.
 _compared_layers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[SyncBatchNorm]] = weakref.WeakKeyDictionary()
 
 # A layer with one of these forwards is plain batch normalisation, so conversion may replace it.
@@ -86,7 +86,7 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
     ) -> torch.nn.Module:
-        """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by this class. This is no collective.
+        """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. This is no collective.
 
         Args:
             module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other
@@ -97,8 +97,8 @@ class SyncBatchNorm(BatchNorm):
             The module. If the module itself is a batch normalisation, the layer that replaces it.
 
         Raises:
-            MisuseError: a layer is not initialised yet (lazy), or is parametrised. Or a layer has its own forward, which the
-                conversion would lose. Or this rank is not in the group.
+            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward, which the conversion
+                would lose. Or this rank is not in the group.
         """
         NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -127,9 +127,9 @@ class SyncBatchNorm(BatchNorm):
         """Normalise a batch. In training this is a collective, also on a rank with an empty batch.
 
         Raises:
-            InvalidArgumentError: the shape does not fit, or the channels have fewer than two values over all ranks.
-            DisagreementError: on all ranks, in the first forward, if layers have different numbers of channels or inputs have
-                different dtypes.
+            InvalidArgumentError: the input's shape is wrong, or there are fewer than two values per channel over all ranks.
+            DisagreementError: on all ranks, in the first forward over a group, if the ranks' layers have different numbers of
+                channels, or the ranks' inputs have different dtypes.
         """
         group = self._group() if self.training else None
         if group is None or group.size == 1:
@@ -193,7 +193,11 @@ class SyncBatchNorm(BatchNorm):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes. A layer in the default group can be pickled: the loading process has a default group, too."""
+        """Return all attributes, for pickle. The loaded layer uses the default group of the process that loads it.
+
+        Raises:
+            MisuseError: the layer has a `process_group`.
+        """
         if self.process_group is not None:
             raise MisuseError(
                 "a SyncBatchNorm with a process_group cannot be pickled: only the default group is found again. Save its "

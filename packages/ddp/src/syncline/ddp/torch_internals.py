@@ -7,13 +7,13 @@ private to torch                        without it
 ``_cast_forward_inputs``                ``mixed_precision`` is an error
 ``Module._parameters``                  ``mixed_precision`` is an error; ``ModelWatch`` notices some new parameters late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
-``Tensor._version``                     ``mixed_precision`` compares all casts after each forward
+``Tensor._version``                     ``mixed_precision`` compares all low-precision copies after each forward
 ``Module._modules``                     ``SyncBatchNorm.convert_sync_batchnorm`` is an error; ``ModelWatch`` does not notice
                                         layers that ``insert`` puts into a container
-``ProcessGroupGloo.options._threads``   logging data have no "gloo_num_threads"
-``_to_kwargs``                          inputs are not moved: move them to a module's GPU before its call
-``_unsafe_preserve_version_counter``    a broadcast of buffers between a forward and its backward is an error of autograd
-``stateless._functional_call``          parameters that ``functional_call`` takes from another module are taken for new ones
+``ProcessGroupGloo.options._threads``   the logging data of DDP lack "gloo_num_threads"
+``_to_kwargs``                          the wrapper does not move inputs to the module's GPU, so the script must
+``_unsafe_preserve_version_counter``    autograd raises an error if buffers are broadcast before a forward's backward
+``stateless._functional_call``          parameters of another module in ``functional_call`` are treated as new parameters
 ``_BatchNorm``, ``_InstanceNorm``       importing the package is an error
 ``_BufferCommHookLocation``             importing the package is an error
 ``_MixedPrecision``                     importing the package is an error
@@ -58,7 +58,7 @@ _PRESERVES_SEVERAL = _preserve is not None and "tensors" in inspect.signature(_p
 
 
 def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
-    """Check that this torch can run the modules with casts in place of their parameters.
+    """Check that this torch can run the modules with low-precision copies in place of their parameters.
 
     Raises:
         MisuseError: this torch cannot run them. The text names the missing parts of torch.
@@ -96,13 +96,13 @@ def gloo_threads(group: object) -> int | None:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Let autograd call `callback` when the running backward ends. Call `check_low_precision` first."""
+    """Let autograd call `callback` when the running backward ends. The caller has called `check_low_precision` before."""
     assert _queue_callback is not None
     _queue_callback(callback)
 
 
 def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cast the floating point tensors among a module's arguments. Call `check_low_precision` first."""
+    """Cast the floating point tensors among a module's arguments. The caller has called `check_low_precision` before."""
     assert _cast_forward_inputs is not None
     return _cast_forward_inputs(dtype, *inputs, **kwargs)
 
@@ -138,7 +138,7 @@ def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def given_to_functional_call() -> set[int]:
-    """Return the `id`s of the tensors that `torch.func.functional_call` has put into modules, until it returns.
+    """Return the `id`s of the tensors that running calls of `torch.func.functional_call` have put into modules.
 
     Cost: a look at each frame of the Python stack, 2 microseconds for 40 frames.
     """
@@ -159,12 +159,12 @@ def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
 
 
 def was_written(tensor: torch.Tensor) -> bool:
-    """Whether code may have written to a tensor after it was made. The tensor must have been made outside of inference mode."""
+    """Whether code may have written to a tensor since its creation. The tensor must not be an inference tensor."""
     return getattr(tensor, "_version", 1) != 0
 
 
 def own_children(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the modules that are attributes of the module itself, by name; nothing if this torch has no such dict."""
+    """Return the modules that are attributes of the module itself, by name. Without `Module._modules`, the dict is empty."""
     return getattr(module, "_modules", {})
 
 

@@ -16,7 +16,7 @@ class Stateful(Protocol):
     """An object that can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state. It can be pickled."""
+        """Return the whole state, which can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Continue from a saved state."""
@@ -50,7 +50,7 @@ class TrainingState:
         self._stateful = stateful
 
     def collect(self) -> dict[str, Any]:
-        """Return this rank's state. Its tensors are the tensors in use, not copies."""
+        """Return this rank's state. The tensors in the state are the tensors in use, not copies."""
         return {
             "model": self._model.module.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),  # the state_dict lacks buffers that are not persistent
@@ -77,9 +77,9 @@ class TrainingState:
 class HookState:
     """The state of a communication hook. Ranks can share a state that has `state_dict` and `load_state_dict`.
 
-    A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback. A failed step may have
-    changed the state on some ranks only. So after a recovery all ranks take the state of one rank. (To undo the change, each
-    step would need a copy as large as the gradients.)
+    A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback (the parts of gradients that
+    compression left out). A failed step may have changed the state on some ranks only. So after a recovery all ranks take the
+    state of one rank.
 
     Args:
         state: the hook's first argument.
@@ -103,14 +103,14 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `other`, but with the errors of error feedback of `own`. Both are saved states of one hook of `syncline.hooks`.
+    """Return a copy of the saved state `other`, with the errors of error feedback that are in the saved state `own`.
 
-    The result fits a group of any size.
+    Both are saved states of the same hook of `syncline.hooks`. The result fits a group of any size.
     """
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)
-    if "states" in other:  # the state of a schedule
+    if "states" in other:  # a saved `ScheduleState` holds other states
         mixed["states"] = {
             name: _with_errors_of(own.get("states", {}).get(name, {}), its) for name, its in other["states"].items()
         }

@@ -100,18 +100,18 @@ class UnevenInputs(JoinHook):
         buffers = self._replica.buffers
         if sends_buffers:
             buffers.broadcast(self._replica.process_group, present[-1])
-        # The flag has the same value after a forward on the ranks with inputs.
+        # On the ranks with inputs, the forward sets this flag, too.
         buffers.are_stale = will_reduce
         if will_reduce:
             self._adjust(present)
             self._replica.reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the parameters of `last_rank`, and its buffers if forwards broadcast buffers."""
+        """Give all ranks the parameters of `last_rank`. If forwards broadcast buffers, give the buffers of `last_rank`, too."""
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=self._replica.buffers.enabled)
 
     def leave(self) -> None:
-        """Divide by the number of all ranks again."""
+        """Divide gradients by the number of all ranks again."""
         self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:

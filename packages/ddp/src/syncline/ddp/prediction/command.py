@@ -97,7 +97,7 @@ def parse_ranks(text: str) -> list[int]:
     """Return the numbers of ranks in a text. "2..1024" means both ends and all powers of two between them. "2,6,12" is a list.
 
     Raises:
-        InvalidArgumentError: the text has neither of these forms, or a number is below 2.
+        InvalidArgumentError: the text has neither of these forms, or a number is below 2 or above 1,048,576.
     """
     span = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
     if span:

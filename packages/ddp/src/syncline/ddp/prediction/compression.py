@@ -16,7 +16,7 @@ from .replay import ReadyBucket
 _NUMEL = 1 << 20
 _TRIALS = 5
 _RANK = 4
-_BYTES = 4  # bytes of a number on the wire, unless it is cast
+_BYTES = 4  # bytes of a number on the wire, unless a hook casts the numbers
 
 
 @dataclass(frozen=True)

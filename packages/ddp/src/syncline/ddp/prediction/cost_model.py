@@ -37,7 +37,8 @@ class CostModel:
     def all_reduce_s(self, ranks: int, nbytes: float) -> float:
         """Return the seconds of one all-reduce.
 
-        Within a node, the tensor is reduced to one rank and sent back. Nodes use a ring, or halving and doubling.
+        Within a node, the tensors are reduced to one rank, which later sends the result to the others. Between nodes, the
+        all-reduce is a ring, or recursive halving and doubling.
 
         Args:
             ranks: the group's size; nodes are filled one after the other.

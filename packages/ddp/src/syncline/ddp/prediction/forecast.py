@@ -49,7 +49,7 @@ class Forecast:
         return self.steps[ranks][AS_TRACED]
 
     def best(self, ranks: int, compression: str) -> Choice:
-        """Return the choice with this compression and the shortest step.
+        """Among the choices with this compression, return the one with the shortest step.
 
         If no bucket size is faster than the traced buckets, return the choice with the traced buckets.
         """
@@ -96,7 +96,7 @@ def advice(found: Forecast) -> str:
     for compression in dict.fromkeys(choice.compression for choice in found.steps[most]):
         choice = found.best(most, compression)
         gain = found.gain(most, choice)
-        # A further compression is named only if it gains more than the compressions that are named before.
+        # Name a further compression only if a step is clearly shorter than with the compressions that are named already.
         if choice != AS_TRACED and gain >= before:
             said.append(f"{choice} give {gain:.1f} times that{_from(found, compression, most)}")
             before = gain * _WORTH

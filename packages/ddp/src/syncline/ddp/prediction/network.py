@@ -36,7 +36,8 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
         text: a link, such as "latency_us=50,bandwidth_gbps=10" (microseconds, and 10**9 bits a second), or the path of a file
             of `bench --json`.
         ring_bytes: see `CostModel`. The fit assumes that the measured all-reduces used this value.
-        backend: the name of a backend in the file. None: the first backend that is not a baseline.
+        backend: the name of a backend in the file. None: the first backend that is not one of the baselines floor, raw-mpi and
+            torch-gloo.
 
     Raises:
         InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file.
@@ -75,7 +76,7 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """Return the link that best explains figures of `syncline bench --json`.
+    """Return the link whose latency and bandwidth fit the figures of `syncline bench --json` best.
 
     The figures must have been measured with one rank on each node.
 

@@ -52,7 +52,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's duration in seconds, and how many of these seconds are exposed communication."""
+    """A step's duration, and its exposed communication (which no computation hides). Both are in seconds."""
 
     step_s: float
     exposed_s: float
@@ -73,7 +73,10 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 
 
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
-    """Return a bucket's gradients. A trace has only the time of the last gradient, so assume that bytes come evenly until then.
+    """Return a bucket's gradients with estimated times.
+
+    A trace has only the time of the bucket's last gradient. So assume that between `since_s` and `until_s` the same number of
+    bytes comes in each second.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.
@@ -89,7 +92,7 @@ def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: 
 
 
 def rebucket(workload: Workload, caps_bytes: Sequence[int]) -> Workload:
-    """Put the same gradients into buckets of other sizes, like the reducer.
+    """Put a workload's gradients into buckets of other sizes, in the same way as the reducer.
 
     Args:
         workload: the traced workload.

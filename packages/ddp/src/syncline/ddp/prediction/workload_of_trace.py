@@ -14,7 +14,7 @@ from .replay import ReadyBucket, Workload, spread
 
 
 def workload_of(timeline: Timeline) -> Workload:
-    """Return the workload of the rank that computes longest, because the other ranks wait for this rank.
+    """Return the `Workload` of the rank that computes longest, because the other ranks wait for this rank.
 
     The clocks of the ranks need not be aligned, because only times of one rank are compared with each other.
 
@@ -33,7 +33,7 @@ def workload_of(timeline: Timeline) -> Workload:
 def _of_rank(rank: RankTimeline) -> Workload | None:
     """Return the workload of one rank, or None if this rank has traced too few steps.
 
-    Use only the steps with the last layout of buckets, and of these steps those with the largest number of reduced buckets.
+    Use only the steps with the newest layout of buckets. Among these steps, use only the steps that reduced the most buckets.
     """
     # A step ends where the next step begins, so both steps must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]

@@ -139,7 +139,7 @@ class SparseEmbedding(torch.nn.Module):
 
 
 class Checkpointed(torch.nn.Module):
-    """Has re-entrant and other checkpoints. One block runs twice, and two parameters are never used."""
+    """Has re-entrant and non-re-entrant activation checkpoints. One block runs twice, and two parameters are never used."""
 
     def __init__(self) -> None:
         super().__init__()

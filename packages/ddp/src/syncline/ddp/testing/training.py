@@ -20,7 +20,7 @@ _RTOL, _ATOL = 1e-8, 1e-10
 
 
 def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
-    """Train one of `MODELS` for 20 steps, each rank on its own four rows, and check the result.
+    """Train one of `MODELS` for 20 steps, with four rows of data on each rank in each step, and check the result.
 
     Every rank calls this function. All numbers are float64. Each rank starts with different weights, so that only the broadcast
     at construction makes the weights equal. Rank 0 also trains alone on the rows of all ranks. Both results must be equal
@@ -58,8 +58,9 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
 
 
 def _build(model: Model, *, seed: int) -> torch.nn.Module:
-    """Build a model, and set its parameters. Ranks may be threads that share torch's global generator, so make a generator."""
+    """Build a model, and set its parameters."""
     module = model.build().double()
+    # Ranks may be threads that share torch's global generator, so make a separate generator.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""CallLog notes this rank's collectives, sends and receives, except the all-reduces of buckets."""
+"""CallLog records this rank's collectives, sends and receives, except the all-reduces of buckets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .events import CallEvent
 
 
 class CallLog:
-    """Notes this rank's collectives, sends and receives, from the construction of this object until `stop`.
+    """Records this rank's collectives, sends and receives, from the construction of this object until `stop`.
 
     Args:
-        group: the group, which says which rank this is. If ranks are threads of one process, only calls of this rank are noted.
-        reducer: the reducer, whose all-reduces of buckets are not noted. Calls of a communication hook on other tensors than
-            the buckets are noted.
+        group: a group of this rank. If ranks are threads of one process, the calls of other ranks are left out.
+        reducer: the reducer, whose all-reduces of buckets are left out. If a communication hook reduces other tensors than the
+            buckets, these calls are recorded.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:
@@ -37,7 +37,7 @@ class CallLog:
         ]
 
     def stop(self) -> None:
-        """Note no more calls."""
+        """Stop recording."""
         self._stop()
 
     def _note(self, call: ObservedCall, tensor: torch.Tensor | None) -> None:

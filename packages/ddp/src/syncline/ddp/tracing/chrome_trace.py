@@ -2,7 +2,7 @@
 
 The viewers show each rank as a process with the threads `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
 backward, waiting and optimizers inside each step. If several buckets are in flight at once, there are also threads `buckets, 2`
-and so on. An arrow goes from a bucket's start on each rank to the bucket's start on the rank that started it last.
+and so on. For each bucket, arrows go from each rank to the rank that started the bucket last.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _call_event(pid: int, tid: int, call: CallEvent, origin: float) -> Event:
 
 
 def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[Event]:
-    """Return arrows from each bucket's start on every rank to this bucket's start on the rank that started it last."""
+    """Return for each bucket the arrows from each rank to the rank that started this bucket last."""
     numbers = count()
     for (step, _), ranks in starts.items():
         if step in steps:
@@ -123,7 +123,7 @@ def _flow(phase: str, number: int, pid: int, tid: int, time: float, origin: floa
 
 
 class _Lanes:
-    """The threads for one kind of slice (a named span of time in the format). Overlapping slices get different threads."""
+    """The threads for one kind of slice (a named span of time in the trace). Slices that overlap get different threads."""
 
     def __init__(self, pid: int, first: int, name: str) -> None:
         self._pid = pid

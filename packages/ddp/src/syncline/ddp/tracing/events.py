@@ -1,4 +1,4 @@
-"""The events of a step on one rank. All times of an event are seconds of one clock."""
+"""The events of a step on one rank. Times are in seconds. All times of one event come from the same clock."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class BucketEvent:
 
 @dataclass(frozen=True)
 class CallEvent:
-    """A collective, send or receive that is not the reduction of a bucket by `all_reduce`.
+    """A collective, send or receive. The all-reduces of buckets are not among these events.
 
     Attributes:
         name: the call's name, such as "broadcast".
         group: the name of the group.
-        nbytes: the bytes of the call's first tensor; 0 without a tensor.
+        nbytes: the bytes of the call's first tensor; 0 if the call has no tensor.
         started, finished: the times of start and end. If the end is not known, both are equal.
     """
 
@@ -101,7 +101,7 @@ class StepEvent:
     calls: tuple[CallEvent, ...] = ()
 
     def by(self, clock: ToClock) -> StepEvent:
-        """The same event, with times of another clock. If a forward's end is not known, it stays 0."""
+        """The same event, with times of another clock. If the end of forward is not known, `forward_ended` stays 0."""
         return replace(
             self,
             forward_started=clock(self.forward_started),

@@ -1,4 +1,4 @@
-"""Floor is the time that an all-reduce would take if only memory bandwidth limited it. `syncline bench` measures the floor."""
+"""Floor is the time of an all-reduce whose only limit is the memory bandwidth. `syncline bench` measures the floor."""
 
 from __future__ import annotations
 

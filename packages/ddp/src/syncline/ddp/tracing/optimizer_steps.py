@@ -13,7 +13,7 @@ from .events import OptimizerEvent
 
 
 class OptimizerSteps:
-    """Notes when optimizers of some parameters step, from the construction of this object until `stop`.
+    """Records when optimizers of some parameters step, from the construction of this object until `stop`.
 
     Args:
         parameters: the parameters. An optimizer is observed if its first parameter is among them.

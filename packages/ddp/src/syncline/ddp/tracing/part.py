@@ -30,8 +30,8 @@ class Header:
         rank, size: the rank and the size of the group whose ranks average their gradients.
         host, pid: the host's name and the process id.
         group: the group in words, such as "mpi: MPICH 4.3.0".
-        epoch_s: seconds since the epoch, minus the seconds of the rank's clock at the same moment.
-        run: a name of the run: the same on all ranks of a run, and different in each run.
+        epoch_s: seconds since the epoch, minus the seconds of the rank's `time.perf_counter()` at the same moment.
+        run: the name of the run, which is the same on all ranks of this run, and different in every other run.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Part:
     """The trace of one rank. All times are of this rank's own clock.
 
     Attributes:
-        header: the rank that traced.
+        header: which rank traced, on which host and in which group.
         clocks: the offsets to rank 0's clock, in the order of measurement.
         layouts: which parameters were in which bucket. There is one layout for each time that the reducer built new buckets.
         steps: the steps, in their order.

@@ -1,4 +1,4 @@
-"""Add a file of `torch.profiler` to a trace, and move its times to rank 0's clock."""
+"""Add a file of `torch.profiler` to a trace, and convert the times in the file to rank 0's clock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BEHIND = 1_000_000
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
     """Add a rank's profile to a trace, in place.
 
-    The profiler uses the host's wall clock. If this clock was adjusted while the job ran, the profile is shifted by the same
-    amount.
+    The profiler uses the host's wall clock. If this clock was adjusted while the job ran, the times of the profile are wrong by
+    the same amount.
 
     Args:
         trace: the result of `chrome_trace(timeline)`.

@@ -1,4 +1,4 @@
-"""StepRecorder notes this rank's traced steps, and writes them to the rank's file."""
+"""StepRecorder records this rank's traced steps, and writes them to the rank's file."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class _OpenStep:
 
 
 class StepRecorder:
-    """Notes this rank's steps and the events between the steps, from the construction of this object until `end`.
+    """Records this rank's steps and the events between the steps, from the construction of this object until `end`.
 
     Args:
         folder: the folder for the file. It is created if it is missing.
         header: the file's first line.
         group: the group whose ranks average their gradients.
         reducer: the reducer whose backwards are the steps. The recorder does not keep the reducer alive.
-        parameters: the model's parameters. The recorder notes steps of their optimizers.
+        parameters: the model's parameters. The recorder records when optimizers of these parameters step.
 
     Raises:
         OSError: the file cannot be written.
@@ -85,11 +85,14 @@ class StepRecorder:
         self._optimizers = OptimizerSteps(parameters)
 
     def note_clock(self, clock: ClockOffset) -> None:
-        """Note a measurement of this rank's clock."""
+        """Record a measurement of this rank's clock."""
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """Note step `number` when its backward is over. All events until the next step's forward belong to this step."""
+        """Record step `number`. Call this method when the step's backward is over.
+
+        All events until the next step's forward belong to this step.
+        """
         # Events before this step's forward belong to the previous step.
         optimizers, calls = self._optimizers.take(), self._calls.take()
         began = statistics.forward_started

@@ -33,7 +33,7 @@ class TraceRecording:
     ::
 
         construction             the ranks agree on a name for the run, and compare their clocks (see `measure_offset`)
-        step `first` .. `last`   each rank notes its events, and writes them to its own file
+        step `first` .. `last`   each rank records its events, and writes them to its own file
         the next step            the ranks compare their clocks again, and rank 0 merges all files into `trace.json`
 
     A step is a backward that averages gradients. All ranks have the same number of steps, so they issue the collectives of a
@@ -80,7 +80,7 @@ class TraceRecording:
             self._start()
 
     def note_step(self, statistics: IterationStatistics) -> None:
-        """Note that a step's backward is over. The call for the first step after the traced steps is a collective."""
+        """Record a step whose backward is over. The call for the first step after the traced steps is a collective."""
         self._steps += 1
         if self._is_over:
             return
@@ -107,7 +107,7 @@ class TraceRecording:
             return
         if self._recorder is not None:
             self._recorder.close_step()
-        # The last step is closed already, because the messages of this measurement belong to no step.
+        # `close_step` was called before this measurement, so the messages of the measurement belong to no step.
         clock = measure_offset(self._group)
         if self._recorder is not None:
             self._recorder.note_clock(clock)
@@ -137,7 +137,7 @@ class TraceRecording:
             self._warn(error)
             return
         self._recorder.note_clock(self._clock)
-        # If the program ends or the model is deleted before the last step, write the noted events then.
+        # If the program ends or the model is deleted before the last step, write the recorded events at that moment.
         self._end_at_exit = weakref.finalize(self, self._recorder.end, is_complete=False)
 
     def _close(self, *, is_complete: bool) -> None:
@@ -153,7 +153,7 @@ class TraceRecording:
         try:
             action(self._recorder)
         except OSError as error:
-            with suppress(OSError):  # `end` stops observing first, so it does no harm if closing the file fails, too
+            with suppress(OSError):  # before `end` writes, it stops observing; a second error of the file does no harm
                 self._recorder.end(is_complete=False)
             self._recorder = None
             self._warn(error)
@@ -179,7 +179,7 @@ class TraceRecording:
 
 
 def _agree_on_run(group: ProcessGroup) -> str:
-    """Return a name for this run that no other run has, the same on all ranks. This is a collective."""
+    """Return a name for this run. All ranks get the same name, and no other run has this name. This is a collective."""
     number = torch.tensor([time.time_ns()], dtype=torch.int64, device=message_device(group))
     group.broadcast(number, 0)
     return f"{int(number):x}"

@@ -17,7 +17,7 @@ class StepSummary:
     Attributes:
         number: the step's number.
         duration_s: the time from the first rank's start of the forward to the last rank's end of the step. A rank's step ends
-            with its last optimizer, or with backward's wait for buckets if that is later.
+            when its last optimizer has stepped and backward has waited for all buckets.
         compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
         exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
         last_rank: the rank whose last gradient came last.
@@ -120,7 +120,7 @@ def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> S
 
 
 def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
-    """Return for each bucket when the last rank started its reduction, and when this reduction was over on all ranks."""
+    """Return for each bucket when the reduction had started on all ranks, and when the reduction was over on all ranks."""
     by_bucket: dict[int, list[tuple[float, float]]] = {}
     for step in on_ranks:
         for bucket in step.buckets:

@@ -19,7 +19,7 @@ def tables(timeline: Timeline, floor: Floor | None = None) -> str:
 
     Args:
         timeline: the trace.
-        floor: the least time of all-reduces, for a column that compares the bandwidth with it. None: no such column.
+        floor: the least time of all-reduces. One more column compares this time with the measured time. None: no such column.
 
     Raises:
         MisuseError: rich is not installed.

@@ -1,4 +1,4 @@
-"""Merge the parts of all ranks in one folder into the trace file `trace.json`."""
+"""Merge the files that all ranks have written to one folder into the trace file `trace.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_timeline(folder: Path) -> Timeline:
     """Read the timeline of the latest run in a folder.
 
     Raises:
-        InvalidArgumentError: the folder has no parts, or a part cannot be read.
+        InvalidArgumentError: the folder has no file of a rank, or a file cannot be read.
     """
     return merge(read_parts(folder))
 
