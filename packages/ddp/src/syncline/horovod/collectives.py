@@ -3,10 +3,10 @@
 Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, even in a
 collective of a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
-Blocking functions that return a new tensor have gradients. The gradients are those of Horovod, which differ from the
-derivative. The gradients of `allgather` and `broadcast` are averages over the ranks, where the derivative is a sum. The
-gradient of `reducescatter` is the derivative times the number of ranks. (The functions of `syncline.collectives` that return
-tensors follow the derivative.)
+Blocking functions that return a new tensor are differentiable. Backward computes the same gradients as in Horovod, which are
+not the true derivatives. The gradients of `allgather` and `broadcast` are averages over the ranks, where the derivative is a
+sum. The gradient of `reducescatter` is the derivative times the number of ranks. (The functions of
+`syncline.collectives` that return tensors follow the derivative.)
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def allreduce(
         average: deprecated; False means `op=Sum`.
         name: ignored.
         compression: the compressor for the tensors that are sent.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. The first two are differentiable.
-        prescale_factor: each rank's tensor is first multiplied by this factor. Integers are rounded towards zero.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. `Average` and `Sum` are differentiable.
+        prescale_factor: each rank's tensor is multiplied by this factor before the reduction. In an integer tensor, the
+            products are rounded towards zero.
         postscale_factor: the result is multiplied by this factor.
         process_set: the ranks that take part.
     """
@@ -197,7 +198,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine several tensors like `allreduce`, each over the ranks. All are sent together. Returns a list of new tensors."""
+    """Combine each of several tensors as in `allreduce`. All tensors are sent together. Returns a list of new tensors."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _check("allreduce", tensors)
     compressed, contexts = _compressed(tensors, compression)
@@ -611,8 +612,9 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """Take part, with zeros, in the `allreduce`s and optimizer steps of the other ranks, until all ranks have called `join`.
 
-    Call `join` on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run.
-    Collectives of process sets, and all other collectives, raise an error.
+    Call `join` on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run. All
+    other collectives over all ranks raise an error. In collectives of process sets, a joined rank does not take part. So do not
+    call a collective of a process set that contains a joined rank.
 
     Returns:
         A rank that joined last, the same on every rank.
@@ -627,7 +629,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise an error if `tensors` is not a list of tensors. Call this before joined ranks hear of the collective."""
+    """Raise an error if `tensors` is not a list of tensors. Call this function before the collective is announced."""
     if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:

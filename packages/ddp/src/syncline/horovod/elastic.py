@@ -1,4 +1,4 @@
-"""Let a training go on when ranks die or join: `@hvd.elastic.run`, and the classes of states that it restores.
+"""Let a training go on when ranks die or join: `@hvd.elastic.run`, and classes for the state of a training.
 
 ::
 
@@ -6,9 +6,10 @@
     a rank is lost       shrink ──► restore the last commit ──► reset callbacks ──► sync ──► train(state)
     a process waits      commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
 
-The remaining ranks make a new group (`ProcessGroup.shrink`), in the same processes. A new process is started with
-SYNCLINE_JOIN=1, and runs the same script. As in Horovod, steps after the last commit are lost. `syncline.ddp.Elastic` is
-different: it applies each step on all ranks or on none, and repeats no applied batch.
+`sync`, `restore` and `commit` are methods of `State`. `shrink` and `admit` are methods of `ProcessGroup`. After a loss, the
+remaining ranks make a new group, in the same processes. A new process is started with SYNCLINE_JOIN=1, and runs the same
+script. As in Horovod, steps after the last commit are lost. In contrast, `syncline.ddp.Elastic` applies each step on all ranks
+or on none, and never repeats a batch that was applied.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     Before each call of `func`, all ranks get the state of rank 0.
 
     Raises:
-        TransportError: a rank is lost, and the group cannot go on without it (`ProcessGroup.missing_for_shrink`), or the ranks
-            do not come together again.
+        TransportError: a rank is lost, and the group cannot go on without it (`ProcessGroup.missing_for_shrink`), or the
+            remaining ranks do not form a new group in time.
     """
 
     @functools.wraps(func)
@@ -130,7 +131,7 @@ class State:
     def commit(self) -> None:
         """Save the state. If new processes wait to join, raise HostsUpdatedInterrupt.
 
-        Every rank calls `commit` at the same place of the training.
+        Every rank calls `commit` at the same point of the training.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks, if a process waits. `run` then lets the process in.
@@ -139,7 +140,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """If new processes wait to join, raise HostsUpdatedInterrupt like `commit`, but do not save the state."""
+        """Do the same as `commit`, but do not save the state. Every rank calls this method at the same point."""
         group = world().group
         # Whether the group can admit processes depends only on how it was made. So either all ranks return here, or all take
         # part in the broadcast below.
@@ -261,7 +262,7 @@ class ElasticSampler(Sampler[int]):
     Args:
         dataset: the data set. Its size must not change.
         shuffle: use a new order in each epoch, the same on all ranks.
-        seed: the seed of the orders.
+        seed: the seed from which the orders are drawn.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -277,7 +278,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
-        """Note that each rank has used `batch_size` more samples."""
+        """Record that each rank has used `batch_size` more samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -299,7 +300,7 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices. With n ranks, rank r gets the remaining samples number r, r + n, r + 2 n, ..."""
+        """This rank's indices. With n ranks, rank r gets number r, r + n, r + 2 n, ... of the remaining samples."""
         total = self.num_samples * self.num_replicas
         # Near the end of an epoch there may be fewer samples than ranks. Then `cycle` repeats samples as often as needed.
         padded = itertools.islice(itertools.cycle(self.remaining_indices), total)

@@ -2,19 +2,21 @@
 
 Note [The reductions of a step]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A step has the same reductions on every rank, however many backwards the rank runs, and whatever these backwards reach::
+Every rank takes part in the same reductions of a step, even if the ranks run different numbers of backwards, and even if their
+backwards reach different parameters::
 
     1. one reduction of all gradients       in the step's last backward, or in `synchronize`
     2. an agreement                         in `synchronize`: each rank says which gradients reduction 1 has left out
     3. one reduction of the rest            in `synchronize`, only if some rank has a rest
 
-The last backward of a step is the one whose number in the step no rank has exceeded so far. So reduction 1 overlaps with
-this backward, and a rank with fewer backwards reduces the gradients that it has in `synchronize`. A rest comes from a backward
-after the expected last one, from a gradient that the script has set, or from a parameter that gets its first gradient. The
-first step of an optimizer consists of the agreement and the rest: the reducer is made when the ranks know which gradients there
-are, and which of these gradients are sparse.
+The optimizer must know during a backward whether this backward is the step's last. The optimizer expects as many backwards as
+the largest number that any rank has run in an earlier step. (This number is at least `backward_passes_per_step`.) Reduction 1
+overlaps with the expected last backward. A rank that runs fewer backwards takes part in reduction 1 in `synchronize`. Reduction
+1 leaves out gradients that come after the expected last backward, gradients that the script has set, and the first gradient of
+a parameter. An optimizer's first step has no reduction 1, because there is no reducer yet. The agreement then tells the ranks
+which gradients there are, and which gradients are sparse. With this knowledge each rank makes its reducer.
 
-A rank that has called `join` takes part in all three with zeros.
+A rank that has called `join` takes part in 1, 2 and 3 with zeros.
 
 The reducer asks autograd which parameters a backward will not reach. So different ranks may reach different parameters. See
 `DynamicUsage`.
@@ -54,7 +56,7 @@ NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
 _DEFAULT_CAPS_BYTES = [1 << 20, 25 << 20]
 
-# The largest number of a backward in the agreement, which has a byte for it. No backward has this number.
+# In the agreement, one byte holds a number of backwards. This value says that no backward may reduce gradients.
 _NEVER = 255
 
 
@@ -86,9 +88,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Gradients are combined while a step's last backward runs, or in `synchronize`; see Note [The reductions of a step]. If a
     rank did not reach a parameter, the rank's gradient of this parameter counts as zeros. Parameters that no rank reached get
-    zeros. To read or clip gradients before the step, call
-    `optimizer.synchronize()`, then step within `with optimizer.skip_synchronize():`. The new optimizer shares options and state
-    with the given optimizer, which must not step any more.
+    zeros. To read or clip gradients before the step, call `optimizer.synchronize()`, and then call `step` in the
+    context `optimizer.skip_synchronize()`. The new optimizer shares options and state with the given optimizer. Do not call
+    `step` of the given optimizer any more.
 
     Args:
         optimizer: an optimizer of torch. It is the same on every rank.
@@ -104,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups: deprecated; the same as `groups`.
         groups: how gradients share buckets: a number of buckets, or a list of parameters for each bucket. None: buckets of
             HOROVOD_FUSION_THRESHOLD bytes. If this variable is not set, the first bucket has 1 MiB, and all others have 25 MiB.
-        sparse_as_dense: reduce sparse gradients as dense gradients. After the reduction they are sparse again.
+        sparse_as_dense: reduce sparse gradients as dense gradients. After the reduction, these gradients are sparse again.
         process_set: the ranks that combine gradients. On a rank outside of the set, the optimizer steps alone.
 
     Raises:
@@ -144,8 +146,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _keep_shared(optimizer: torch.optim.Optimizer) -> None:
     """Let `load_state_dict` change the optimizer's options and state in place.
 
-    torch's `load_state_dict` replaces both, so the optimizer would no longer share them with the `DistributedOptimizer` (or
-    with a scheduler that was made before it).
+    torch's `load_state_dict` makes new objects for options and state. Then the optimizer would no longer share its options and
+    state with the `DistributedOptimizer` or with a scheduler.
     """
     groups, state = optimizer.param_groups, optimizer.state
 
@@ -159,7 +161,7 @@ def _keep_shared(optimizer: torch.optim.Optimizer) -> None:
         state.update(new_state)
         loaded.param_groups, loaded.state = groups, state
 
-    # The hooks are shared, too.
+    # The `DistributedOptimizer` shares the optimizer's hooks, so the hook runs in its `load_state_dict`, too.
     optimizer.register_load_state_dict_post_hook(keep)
 
 
@@ -176,7 +178,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A context in which `step` does not call `synchronize`. Call `synchronize` before you enter it."""
+        """A context in which `step` does not call `synchronize`. Call `synchronize` before you enter the context."""
         self._combining.check_can_skip()
         self._should_synchronize = False
         try:
@@ -251,7 +253,7 @@ class _Distributed:
 # ---- gradients, during backward ----
 
 
-# All optimizers that were made, also those that are gone: the place in this list numbers an optimizer on all ranks alike.
+# All optimizers of this process, also deleted ones. An optimizer has the same index in this list on all ranks.
 _made: list[weakref.ref[_GradientCombining]] = []
 
 
@@ -263,14 +265,14 @@ def _enter_world() -> None:
         if combining is not None:
             combining.enter_world()
         elif is_initialized():
-            # Another rank may still have this optimizer, so its numbers stay taken.
+            # Another rank may still have this optimizer, so the optimizer's step numbers stay in use.
             _add_steps(world(), _Gone())
 
 
 class _GradientCombining:
     """Combines gradients through a `Reducer`. See Note [The reductions of a step].
 
-    Parameters have numbers, in the order of the optimizer. The reducer has those parameters that have ever got a gradient.
+    Parameters have numbers, in the order of the optimizer. The reducer has every parameter that has got a gradient on any rank.
 
     Attributes:
         passes: the number of gradients that a parameter may get in a step.
@@ -305,9 +307,9 @@ class _GradientCombining:
         _made.append(weakref.ref(self))
 
     def enter_world(self) -> None:
-        """Use the ranks of the present `world()`. If there is none, only leave the world of before."""
+        """Use the ranks of the present `world()`. After `shutdown` there is no world, so only drop the reducer."""
         before, self._world = self._world, world() if is_initialized() else None
-        # The group may be broken, with gradients in its memory, and `elastic` goes back to an earlier step anyway.
+        # Drop the gradients, which may be in the memory of a broken group. `elastic` goes back to an earlier step anyway.
         if self._reducer is not None and before is not None and self._world is not None:
             for _, parameter in self._named:
                 parameter.grad = None
@@ -328,7 +330,7 @@ class _GradientCombining:
         self._counts: Counter[int] = Counter()  # how many gradients each parameter has got
         self._is_reduced = False  # whether reduction 1 is over
         self._combined: set[int] = set()  # parameters whose gradients a reduction of this step has combined
-        self._late: set[int] = set()  # parameters with gradients that came after that
+        self._late: set[int] = set()  # parameters that got a gradient after the latest reduction
         self._roll: PendingResult[None] | None = None
         self.is_synchronized = False
         if self._reducer is not None:
@@ -369,7 +371,7 @@ class _GradientCombining:
         # On a rank outside of the set the optimizer steps alone.
         if self._process_set.included() and self._process_set.group().size > 1 and self._named:
             self._densify_kept()
-            # No backward of this rank was the last one, or it reached none of the reducer's parameters.
+            # This rank has not run the expected last backward, or that backward reached none of the reducer's parameters.
             if self._reducer is not None and not self._is_reduced:
                 self._announce(self._reduction_step)
                 self._reduce([number for number in self._members if self._rest(number) != _Rest.NOTHING])
@@ -385,7 +387,7 @@ class _GradientCombining:
     def _came(self, number: int, parameter: torch.Tensor) -> None:
         """Count a gradient. Autograd calls this method after it has added the gradient to `parameter.grad`.
 
-        This hook runs before the reducer's, which was registered later.
+        This method runs before the reducer's hook, which was registered later.
         """
         if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(number)
@@ -406,7 +408,7 @@ class _GradientCombining:
     def _begin_backward(self) -> None:
         """Decide at the first gradient of a backward whether the gradients are reduced while this backward runs."""
         backward = _Backward(current_backward())
-        # Autograd alone holds the object, so it is also gone when the backward fails.
+        # Only autograd keeps this object alive, so the object is also gone if the backward fails.
         self._latest_backward = weakref.ref(backward)
         call_at_backward_end(backward.end)
         self._backwards += 1
@@ -427,25 +429,25 @@ class _GradientCombining:
         self._announce(self._reduction_step)
 
     def _ended(self, _: object = None) -> None:
-        """Note that a reduction is over. The reducer calls this method when it has reduced all gradients of a backward."""
+        """Record that a reduction is over. The reducer calls this method when it has reduced all gradients of a backward."""
         self._hear()
         self._is_reduced = True
         self._late.difference_update(self._members)
 
     def _delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note whose gradients are combined. The reducer calls this method for each bucket."""
+        """Record which parameters' gradients are combined. The reducer calls this method for each bucket."""
         self._combined.update(self._number_of[id(parameter)] for parameter in parameters)
 
     # ---- joined ranks ----
 
     def _announce(self, step: int) -> None:
         """Tell joined ranks which collectives follow."""
-        # A joined rank takes part only in collectives of all ranks, so it has no steps of a process set to shadow.
+        # Joined ranks take part only in collectives of all ranks, so do not announce the steps of an added process set.
         if self._process_set.process_set_id == 0:
             self._roll = world().calls.announce_step(step)
 
     def _hear(self) -> None:
-        """Wait until the ranks have compared the latest announcement. If it was not the same on all ranks, raise the error."""
+        """Wait until the ranks have compared their latest announcements. If the announcements differ, raise an error."""
         roll, self._roll = self._roll, None
         if roll is not None:
             roll.wait()
@@ -466,9 +468,9 @@ class _GradientCombining:
     # ---- the end of a step ----
 
     def _backwards_seen(self, rest: Sequence[int]) -> int:
-        """The number of this step's last backward, as this rank has seen it. `_NEVER`: no backward may reduce."""
+        """How many backwards this rank has run in this step, or `_NEVER` if no backward of later steps may reduce gradients."""
         # The reducer cannot see into a re-entrant checkpoint. And if the script itself sets a gradient after the last backward,
-        # it will do so again.
+        # the script will do the same in later steps.
         sets_later = self._is_reduced and self._backwards <= self._last and any(rest[number] for number in self._members)
         return _NEVER if self._is_reentrant or sets_later else min(self._backwards, _NEVER - 1)
 
@@ -483,7 +485,7 @@ class _GradientCombining:
             # An average may be averaged again without harm. Any other reduction would count its result twice.
             if self._op is not Average:
                 return _Rest.TWICE
-        # Zeros that no backward has brought are those of `zero_grad`, or of an earlier step that did not reach the parameter.
+        # If no backward of this step has made these zeros, `zero_grad` has made them, or `_fill` in an earlier step.
         elif number not in self._late and not (gradient.coalesce().values() if gradient.is_sparse else gradient).any():
             return _Rest.NOTHING
         if number in self._densified:
@@ -494,7 +496,7 @@ class _GradientCombining:
         """Agree on what is left to reduce, and reduce it. This is a collective.
 
         Args:
-            rest: this rank's code for each parameter. None on a rank that has joined.
+            rest: for each parameter, a value of `_Rest` for this rank. None on a rank that has joined.
             backwards: see `_backwards_seen`.
 
         Raises:
@@ -518,7 +520,7 @@ class _GradientCombining:
         self._reduce(None if rest is None else [number for number, code in enumerate(rest) if code != _Rest.NOTHING])
 
     def _reduce(self, numbers: Sequence[int] | None) -> None:
-        """Reduce gradients that are there already. None: take part with zeros. This is a collective."""
+        """Reduce the present gradients of the parameters `numbers`. None: take part with zeros. This is a collective."""
         assert self._reducer is not None
         if numbers is None:
             self._reducer.shadow_backward(has_forward=False)
@@ -543,7 +545,7 @@ class _GradientCombining:
             self._reducer = None
 
     def _include(self, layouts: Mapping[int, int]) -> None:
-        """Let the reducer have these parameters. A gradient counts as sparse if it is sparse on any rank."""
+        """Add these parameters to the reducer. A gradient counts as sparse if it is sparse on any rank."""
         new = layouts.keys() - set(self._members)
         if not new:
             return
@@ -555,7 +557,7 @@ class _GradientCombining:
         self._members = [numbers[position] for position in order]
         named = [self._named[number] for number in self._members]
         with ExitStack() as unfrozen:
-            # Only during construction: the reducer requires it.
+            # Unfreeze frozen parameters only for this constructor, which registers hooks.
             for _, parameter in named:
                 unfrozen.enter_context(hookable(parameter))
             reducer = Reducer(
@@ -566,7 +568,7 @@ class _GradientCombining:
                 find_unused_parameters=True,
             )
         self._choose_reduction(reducer)
-        # Weakly, so that an optimizer that the script drops takes its hooks off the parameters at once.
+        # Use weak references: if the script deletes the optimizer, its hooks are removed from the parameters at once.
         reducer.on_begin(_weak(self._began))
         reducer.on_delivery(_weak(self._delivered))
         reducer.on_iteration(_weak(self._ended))
@@ -607,7 +609,7 @@ class _Backward:
 
 
 class _Gone:
-    """In place of an optimizer that is gone."""
+    """Takes the step numbers of a deleted optimizer, so that later optimizers have the same numbers on all ranks."""
 
     def shadow_reduction(self) -> None:
         """Never called, because nothing holds this object."""
@@ -640,7 +642,7 @@ def _weakly(method: Callable[[int, torch.Tensor], None], number: int) -> Callabl
     def hook(parameter: torch.Tensor) -> None:
         call(number, parameter)
 
-    # The reducer looks for hooks of the user, by the hooks' module.
+    # The reducer recognises its own hooks by their module. With this module, the hook does not count as a hook of the user.
     hook.__module__ = GradientHooks.__module__
     return hook
 
@@ -653,7 +655,7 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
     if buffer.layout is torch.sparse_coo:
         return group.all_reduce(buffer, REDUCTIONS[op], async_op=True).get_future().then(lambda done: done.value()[0])
     # An elementwise compressor takes the whole bucket at once. Any other compressor takes each gradient separately.
-    # The compressor need not derive from `Compressor`, so it may not say.
+    # A compressor that does not derive from `Compressor` may lack this attribute.
     pieces = [buffer] if getattr(compression, "is_elementwise", False) else bucket.gradients()
     is_split = predivide != 1.0
     if is_split:
@@ -671,7 +673,7 @@ def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
         done.value()
         for piece, target, context in zip(pieces, targets, contexts, strict=True):
-            # A compressor may return the tensor itself; then the result is in place already.
+            # If the compressor has returned the tensor itself, the result is in place already.
             if target is not piece:
                 piece.copy_(compression.decompress(target, context))
         return buffer.mul_(predivide / group.size) if is_split else buffer
@@ -705,7 +707,7 @@ class _StepCombining:
         self._parameters += [parameter for _, parameter in named]
 
     def set_passes(self, passes: int) -> None:
-        """Note the number. It has no effect here: before a step, any number of backwards may add to this rank's gradients."""
+        """Store the number, which has no effect: before a step, any number of backwards may add to this rank's gradients."""
         self.passes = passes
 
     def check_can_skip(self) -> None:
@@ -720,7 +722,7 @@ class _StepCombining:
 
     @torch.no_grad()
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Step, then combine the changes. This is a collective."""
+        """Step the optimizer. Then combine the changes of the parameters over the ranks. This is a collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -729,7 +731,7 @@ class _StepCombining:
             # This rank is outside of the set, or alone in it: there is nothing to combine.
             own_step()
             return loss
-        # Choose in each step, because a script may freeze and unfreeze parameters.
+        # Choose the parameters in each step, because a script may freeze and unfreeze parameters.
         stepping = [each for each in self._parameters if each.requires_grad or each.grad is not None]
         before = [parameter.detach().clone() for parameter in stepping]
         own_step()

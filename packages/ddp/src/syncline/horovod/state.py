@@ -48,8 +48,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's `optimizer.state_dict()`, with learning rates and other options.
 
-    The root's optimizer may have stepped while the other ranks' optimizers are new. This works for every optimizer, also for
-    L-BFGS.
+    The root's optimizer may already have a state while the other ranks' optimizers are new. The function works for every
+    optimizer, also for L-BFGS.
 
     Args:
         optimizer: an optimizer of torch, or a `DistributedOptimizer`.
@@ -95,7 +95,7 @@ def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of `outline` with new tensors in its holes. They are appended to `tensors`, in the order of `_outlined`."""
+    """A copy of `outline` with new tensors in its holes. The new tensors are also appended to `tensors`, in order."""
     if isinstance(outline, _Hole):
         device = outline.device_type if outline.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))

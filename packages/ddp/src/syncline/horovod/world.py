@@ -57,7 +57,7 @@ _callbacks: list[Callable[[], None]] = []
 
 
 def call_with_each_world(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call the function whenever `world()` is another one: in `init`, in `replace_world`, and in `shutdown`.
+    """A decorator: call the function after each change of `world()` (in `init`, `replace_world` and `shutdown`).
 
     In `shutdown` there is no world any more, and the old group is still open.
     """
@@ -69,7 +69,7 @@ def world() -> World:
     """The `World` that is in use now.
 
     Raises:
-        NotInitializedError: `init` was not called, or `shutdown` was called after it.
+        NotInitializedError: `init` was not called, or `shutdown` was called after `init`.
     """
     if _world is None:
         raise NotInitializedError("syncline.horovod is not initialised: call hvd.init() first (and not after hvd.shutdown())")
@@ -149,7 +149,7 @@ def _set_world(made: World | None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` was not called since."""
+    """Whether `init` was called, and `shutdown` was not called after `init`."""
     return _world is not None
 
 
