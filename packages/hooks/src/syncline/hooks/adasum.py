@@ -15,8 +15,8 @@ def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Combine the gradients of all ranks by Adasum, for each parameter separately.
 
     Orthogonal gradients are added up, and equal gradients are averaged. So a learning rate for one process fits any number of
-    ranks. Do not multiply it by the number of ranks. (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation",
-    MLSys 2021.)
+    ranks. Do not multiply the learning rate by the number of ranks. (S. Maleki et al., "Scaling Distributed Training with
+    Adaptive Summation", MLSys 2021.)
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.

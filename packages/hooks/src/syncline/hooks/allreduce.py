@@ -13,7 +13,7 @@ from .contract import Bucket, TensorFuture, communication_hook, group_of
 
 @communication_hook
 def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
-    """Average the bucket over the ranks, in its own dtype and in place.
+    """Average the bucket over the ranks, in the bucket's dtype and in place.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.

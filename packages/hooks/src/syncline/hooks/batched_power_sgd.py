@@ -20,7 +20,8 @@ from .stages import Stages
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
     """Average the bucket approximately. The bucket becomes one square matrix, which is filled up with zeros.
 
-    It works like `powerSGD_hook`, but the rows of the matrix are not the rows of the parameters. So the approximation is worse.
+    The hook works like `powerSGD_hook`, but the rows of the matrix are not the rows of the parameters. So the approximation is
+    worse.
     Use `powerSGD_hook` unless it takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have no
     effect here, as in torch. A bucket with NaN or infinity becomes NaN on every rank, and the state drops the bucket's
     errors and factor.
@@ -29,7 +30,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:
 
     Args:
         state: the settings, and the errors and factors of earlier steps. A factor belongs to a whole bucket. If the
-            buckets change, they begin with random factors.
+            buckets change, the new buckets begin with random factors.
         bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16
             bits.
 
@@ -60,14 +61,14 @@ def _bucketwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> St
     state.count(bucket, 2 * side * rank)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), state.statistics.stage("second factor"):
-        # torch adds the epsilon to the length of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
+        # torch adds the epsilon to the norm of a sum over the ranks. Our `p` is a mean, so the epsilon is divided, too.
         p = orthogonalize(wire.view(p.shape).to(p.dtype), state.orthogonalization_epsilon / group.size)
         q = torch.bmm(matrix.transpose(1, 2), p)
         wire = q.reshape(-1).to(buffer.dtype)
     yield group.all_reduce(wire, ReduceOp.AVG, async_op=True)
     with torch.no_grad(), state.statistics.stage("decompress"):
         q = wire.view(q.shape).to(q.dtype)
-        # A single NaN or infinity makes the sum not finite. All ranks decide alike: they have the same bits in `wire`.
+        # A single NaN or infinity makes the sum not finite. `wire` has the same bits on all ranks, so all ranks decide alike.
         is_sound = bool(torch.isfinite(wire.sum(dtype=q.dtype)))
         approximation = torch.bmm(p, q.transpose(1, 2))
         names, left_out = _pieces(state, bucket, padded.sub_(approximation.view(-1)), layout)
@@ -94,8 +95,8 @@ def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffe
 def _pieces(state: PowerSGDState, bucket: Bucket, padded: torch.Tensor, layout: str) -> tuple[list[str], list[torch.Tensor]]:
     """Split the padded bucket into one part for each parameter, in the parameter's shape, and the padding. Returns names, too.
 
-    A part keeps the order of the bucket's memory, whatever the parameter's strides are. So each number of an error is later
-    added to the gradient's number at the same place.
+    A part keeps the order of the bucket's memory, whatever the parameter's strides are. So each element of an error is
+    later added to the gradient's element at the same position in memory.
     """
     shapes = [parameter.shape for parameter in bucket.parameters()]
     sizes = [shape.numel() for shape in shapes]

@@ -15,8 +15,8 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
-    `bf16_compress_hook`, in contrast, rounds the gradients of each rank. It rounds the sum of all ranks only at the end, so
-    float32 sums travel between nodes. This hook rounds twice: first each site's sum, divided by the number of all ranks, and
+    `bf16_compress_hook`, in contrast, rounds the gradients of each rank, and then only the sum of all ranks. So float32 sums
+    travel between nodes. `bf16_between_sites_hook` rounds twice: first each site's sum, divided by the number of all ranks, and
     then the sum over the sites. Sums of 16-bit numbers are accumulated in float32.
 
     Args:

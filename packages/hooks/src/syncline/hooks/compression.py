@@ -34,8 +34,8 @@ class CompressionState:
             much memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
         named_parameters: pairs of name and parameter, such as `model.named_parameters()`. `state_dict` saves the error feedback
-            under these names. If you give none, Syncline's DDP knows the names, and under torch's DDP the parameters' numbers
-            are the keys.
+            under these names. Without this argument, Syncline's DDP gives the names. Under torch's DDP, the parameters'
+            numbers are used instead of names.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -81,7 +81,7 @@ class CompressionState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
-                `named_parameters`, the first step notices another model.
+                `named_parameters`, the error for another model comes in the first step.
         """
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
@@ -96,7 +96,7 @@ class CompressionState:
         self.origin = Origin(state["rank"], state["world_size"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything except for the group, as in `PowerSGDState`. The copy's group is None; set `process_group` for another."""
+        """All attributes, for pickle, but with None as `process_group`. To use a group, set `process_group` of the copy."""
         return {**self.__dict__, "process_group": None}
 
 
@@ -104,7 +104,7 @@ class CompressionState:
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     """Send compressed gradients, and average them over the ranks. Add the part that was left out to the next step's gradients.
 
-    All ranks get the same bits. What NaN and infinity become depends on the compressor. The error feedback never contains them.
+    All ranks get the same bits. What NaN and infinity become depends on the compressor. The error feedback contains neither.
 
     With `find_unused_parameters`, DDP (ours and torch's) drops the result for a parameter that no rank used. The hook cannot
     know this, so the part of the parameter's error that was sent in this step is lost. In Syncline's DDP,

@@ -29,7 +29,7 @@ class Compressor(ABC):
         """Make the message that stands for this rank's gradients.
 
         Args:
-            gradients: tensors of one dtype and any shapes, each with at least one element. They are not changed.
+            gradients: tensors of one dtype and any shapes, each with at least one element. `compress` does not change them.
             seed: a number for random choices, the same on every rank, different in every call.
 
         Returns:
@@ -56,7 +56,7 @@ class Compressor(ABC):
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The mean of the tensors of all messages. They are added in the order of the ranks, so all ranks get the same bits."""
+        """The mean of the tensors of all messages. Every rank adds them in rank order, so all ranks get the same bits."""
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):

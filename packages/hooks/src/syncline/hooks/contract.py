@@ -97,7 +97,7 @@ def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False
 
 
 def names_in(bucket: Bucket) -> list[str] | None:
-    """The model's names of `bucket.parameters()`, in the same order. None under torch's DDP, whose buckets know no names."""
+    """The names that `bucket.parameters()` have in the model. None under torch's DDP, whose buckets do not know the names."""
     if isinstance(bucket, dist.GradBucket):
         return None
     names: list[str] | None = bucket.parameter_names()  # type: ignore[attr-defined]  # our GradBucket has it, torch's does not

@@ -24,7 +24,7 @@ _KIND = "DiLoCo"
 
 
 class DiLoCoOptimizer(WrappingOptimizer):
-    """Steps an inner optimizer on this replica alone. Every `sync_every` steps an outer optimizer moves all replicas together.
+    """Steps an inner optimizer on this replica alone, and moves all replicas towards their average every `sync_every` steps.
 
         inner steps 1 .. H      each replica alone, on its own data: nothing is communicated
         outer gradient          the parameters after the latest synchronisation, minus the present average of all replicas
@@ -35,8 +35,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
     With `fragments` above 1 this is Streaming DiLoCo. The parameters are divided into fragments of about the same number of
     bytes, and the fragments are synchronised in turn. So N fragments divide the peak of sent bytes by N. With `overlap_steps`,
-    the average of a fragment is under way during this number of inner steps. Then each parameter becomes `mixing` times its
-    own value plus `1 - mixing` times the outer step's result.
+    the average of a fragment is under way (in the background) during this number of inner steps. Then each parameter becomes
+    `mixing` times its present value plus `1 - mixing` times the outer step's result.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
@@ -57,8 +57,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
         outer_momentum: the momentum of the outer optimizer, 0 to below 1.
         fragments: the number of fragments, or a list of parameter names for each fragment. Every name is in exactly one list.
         overlap_steps: the number of inner steps from the start of an average to its outer step, 0 to below `sync_every`.
-        mixing: the weight of a parameter's own value, as against the outer step's result, 0 to below 1. It must be 0 without
-            overlap. The second paper recommends 0.5.
+        mixing: the weight of a parameter's present value, 0 to below 1. The outer step's result has the weight `1 - mixing`.
+            Without overlap, `mixing` must be 0. The second paper recommends 0.5.
         compressor: `Int8()`, `Int4()`, or another. Only the changes since the latest synchronisation are sent, compressed with
             error feedback. None: whole parameters are sent.
         seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor it must be 0.
@@ -154,9 +154,9 @@ class DiLoCoOptimizer(WrappingOptimizer):
     def synchronize(self) -> None:
         """Take the outer steps of averages under way. Then take one more outer step of every fragment, without mixing.
 
-        This is a collective. Call it at the end of training. Afterwards the replicas are equal. (With one fragment and no
-        overlap, replicas are equal after every outer step. Do not call `synchronize` right after such an outer step, because a
-        second outer step would only follow the momentum.)
+        This is a collective. Call `synchronize` at the end of training. Afterwards the replicas are equal. (With
+        one fragment and no overlap, replicas are equal after every outer step. Do not call `synchronize` right after such an
+        outer step, because a second outer step would only follow the momentum.)
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -167,7 +167,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
             fragment.finish_if_due(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state. Its key "outer" has the outer optimizer's state, by the parameters' names.
+        """The inner optimizer's state, with one more key "outer": the outer optimizer's state, by the parameters' names.
 
         The method waits for averages under way. With sites this wait is a collective of the site, so all ranks of the site must
         call the method. With a compressor, the error feedback differs between ranks, so save on every rank. For another number
@@ -188,11 +188,11 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return {**self.optim.state_dict(), "outer": outer}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. It does not contain the model's parameters, so load these, too.
+        """Continue from a saved state. The state does not contain the model's parameters, so load these parameters, too.
 
         Raises:
-            MisuseError: the "outer" state is missing or belongs to another model. Or it was saved while an average was under
-                way, and this optimizer has other fragments.
+            MisuseError: the "outer" state is missing or belongs to another model. Or the state was saved while an average was
+                under way, and this optimizer has other fragments.
         """
         outer = state_dict.get("outer", {})
         check_kind(outer, _KIND)

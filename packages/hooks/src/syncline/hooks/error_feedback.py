@@ -32,7 +32,7 @@ class ErrorFeedback:
             tensors: the parameters' gradients, in any shape.
 
         Raises:
-            MisuseError: an error and its gradient differ in size, because it was loaded from another model's state.
+            MisuseError: an error and its gradient differ in size, because the error was loaded from another model's state.
         """
         pairs = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if name in self._errors]
         for name, tensor in pairs:
@@ -51,7 +51,7 @@ class ErrorFeedback:
             The error in the shape of the gradient, on the gradient's device. None if no error is remembered.
 
         Raises:
-            MisuseError: the error and the gradient differ in size, because it was loaded from another model's state.
+            MisuseError: the error and the gradient differ in size, because the error was loaded from another model's state.
         """
         if name not in self._errors:
             return None
