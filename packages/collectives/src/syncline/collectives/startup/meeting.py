@@ -238,6 +238,7 @@ def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
     except LaunchError as error:
         problem = str(error)
     problems = [one for one in exchange_objects(problem, group=group) if one is not None]
-    if found is None or problems:
+    if problems:
         raise LaunchError(problems[0])
+    assert found is not None
     return found

@@ -220,6 +220,8 @@ def is_from_pypi(vendor: str) -> bool:
     except (PackageNotFoundError, ValueError, OSError):
         return False
     library = next((line.split()[-1] for line in maps.splitlines() if "/libmpi" in line), "")
+    if not library:  # no MPI library is loaded
+        return False
     return "/site-packages/" in library or Path(library).resolve().is_relative_to(Path(sys.prefix).resolve())
 
 
