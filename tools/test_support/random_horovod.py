@@ -63,6 +63,7 @@ class Program:
         options: for `DistributedOptimizer`.
         momentum: of SGD.
         steps: the steps.
+        uneven: for each rank, how many more steps it makes before it joins; None: no rank joins.
     """
 
     blocks: dict[str, str]
@@ -70,6 +71,7 @@ class Program:
     options: dict[str, Any]
     momentum: float
     steps: list[Step] = field(default_factory=list)
+    uneven: list[int] | None = None
 
 
 def draw(seed: int, world_size: int) -> Program:
@@ -127,6 +129,8 @@ def draw(seed: int, world_size: int) -> Program:
                 pick.choice(["step", "step", "step", "synchronize", "closure", "leave out"]),
             )
         )
+    if pick.random() < 0.4:
+        program.uneven = [pick.randint(0, 3) for _ in range(world_size)]
     return program
 
 
@@ -161,6 +165,11 @@ class _Replica:
                 if parameter.requires_grad and not (parameter.grad is not None and parameter.grad.is_sparse):
                     parameter.grad = torch.empty_like(parameter)
                     set_values([parameter.grad], f"set {number} {rank} {name}")
+
+    def backward(self, number: int, rank: int) -> None:
+        """Run a backward that reaches all blocks."""
+        x = inputs_of(number, rank, "uneven").requires_grad_()
+        loss_of(self.net(x, list(self.net.blocks)), rank).backward()  # type: ignore[no-untyped-call]
 
     def clip(self) -> None:
         for parameter in self.net.parameters():
@@ -209,6 +218,29 @@ def play(program: Program) -> None:
         compare(where + "parameters", dict(mine.net.named_parameters()), dict(alone[0].net.named_parameters()))
         tensors = [*mine.net.parameters(), *dense_gradients(mine.net).values()]
         random_training.assert_equal_on_all_ranks(where, hvd.global_process_set.group(), tensors)
+    if program.uneven is not None:
+        _play_unevenly(program, mine, alone)
+
+
+def _play_unevenly(program: Program, mine: _Replica, alone: list[_Replica]) -> None:
+    """Make as many steps as each rank has. A rank that has joined adds zeros."""
+    assert program.uneven is not None
+    for number in range(max(program.uneven)):
+        for rank, replica in enumerate(alone):
+            replica.optimizer.zero_grad()
+            if number < program.uneven[rank]:
+                replica.backward(number, rank)
+        _combine(alone, program)
+        for replica in alone:
+            replica.optimizer.step()
+        if number < program.uneven[hvd.rank()]:
+            mine.optimizer.zero_grad()
+            mine.backward(number, hvd.rank())
+            mine.optimizer.step()
+            where = f"step {number} of uneven ones, rank {hvd.rank()}: {program}\n"
+            compare(where + "gradients", dense_gradients(mine.net), dense_gradients(alone[0].net))
+            compare(where + "parameters", dict(mine.net.named_parameters()), dict(alone[0].net.named_parameters()))
+    assert program.uneven[hvd.join()] == max(program.uneven)
 
 
 def _combine(replicas: list[_Replica], program: Program) -> None:
