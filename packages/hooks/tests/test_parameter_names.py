@@ -138,35 +138,49 @@ def saved_by(group: ProcessGroup, *, knows_names: bool, model: Model | None = No
     return run.state.state_dict()  # type: ignore[no-any-return]  # a Run takes any state
 
 
+OTHER_NAMES = [
+    ({"knows_names": False}, False, "middle", "'parameter 2' only there, none only here"),
+    ({"knows_names": False, "without": "middle"}, False, "", "none only there, 'parameter 2' only here"),
+    ({"knows_names": False}, True, "", "'parameter 0' and 2 more only there, 'first' and 2 more only here"),
+    ({"knows_names": True}, False, "", "'first' and 2 more only there, 'parameter 0' and 2 more only here"),
+]
+OTHER_SHAPES = [
+    ({"knows_names": True, "model": Model({"last": (4, 16)})}, True, "", r"'last' is \[4, 16\] there and \[8, 8\] here"),
+    ({"knows_names": False, "model": Model({"last": (4, 16)})}, False, "", r"2' is \[4, 16\] there and \[8, 8\] here"),
+]
+
+
 @pytest.mark.parametrize(
-    ("saver", "knows_names", "without", "message"),
+    ("rehearses", "saver", "knows_names", "without", "message"),
     [
-        ({"knows_names": False}, False, "middle", "'parameter 2' only there, none only here"),
-        ({"knows_names": False, "without": "middle"}, False, "", "none only there, 'parameter 2' only here"),
-        ({"knows_names": False}, True, "", "'parameter 0' and 2 more only there, 'first' and 2 more only here"),
-        ({"knows_names": True}, False, "", "'first' and 2 more only there, 'parameter 0' and 2 more only here"),
-        ({"knows_names": True, "model": Model({"last": (4, 16)})}, True, "", r"'last' is \[4, 16\] there and \[8, 8\] here"),
-        ({"knows_names": False, "model": Model({"last": (4, 16)})}, False, "", r"2' is \[4, 16\] there and \[8, 8\] here"),
+        *((rehearses, *case) for rehearses in (True, False) for case in OTHER_NAMES),
+        *((False, *case) for case in OTHER_SHAPES),
     ],
 )
-@pytest.mark.parametrize("rehearses", [True, False])
-def test_a_state_of_other_parameters_is_refused_in_the_first_step_at_the_latest(
+def test_a_state_of_other_parameters_is_refused_in_the_first_step_and_ever_after(
     rehearses: bool, saver: dict[str, Any], knows_names: bool, without: str, message: str
 ) -> None:
     def body(group: ProcessGroup) -> None:
-        saved = saved_by(group, **saver)
         run = Run(group, CompressionState(TopK(0.1)), compression_hook, knows_names=knows_names)
         if rehearses:
             run.step(0, without=without)
+        run.state.load_state_dict(saved_by(group, **saver))
+        for number in (1, 2):  # also if the script goes on
+            with pytest.raises(MisuseError, match=f"{message}.*pass named_parameters in both runs"):
+                run.step(number, without=without)
 
-        def load_and_step() -> None:
-            run.state.load_state_dict(saved)
-            run.step(1, without=without)
+    run_ranks(1, body)
 
+
+@pytest.mark.parametrize(("saver", "knows_names", "without", "message"), OTHER_SHAPES)
+def test_a_load_that_is_refused_changes_nothing(saver: dict[str, Any], knows_names: bool, without: str, message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        run, same = (Run(group, CompressionState(TopK(0.1)), compression_hook, knows_names=knows_names) for _ in range(2))
+        assert_same(run.step(0), same.step(0))
         with pytest.raises(MisuseError, match=f"{message}.*pass named_parameters in both runs"):
-            load_and_step()
-        with pytest.raises(MisuseError, match="named_parameters"):  # also if the script goes on
-            run.step(2, without=without)
+            run.state.load_state_dict(saved_by(group, **saver))
+        for number in range(1, 4):
+            assert_same(run.step(number, without=without), same.step(number, without=without))
 
     run_ranks(1, body)
 

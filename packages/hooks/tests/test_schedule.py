@@ -12,6 +12,7 @@ from syncline.hooks import (
     CompressionState,
     Int8,
     Phase,
+    PostLocalSGDState,
     PowerSGDState,
     ScheduleState,
     allreduce_hook,
@@ -19,6 +20,7 @@ from syncline.hooks import (
     compression_hook,
     merge_states,
     noop_hook,
+    post_localSGD_hook,
     powerSGD_hook,
     schedule_hook,
 )
@@ -174,6 +176,35 @@ def test_a_schedule_of_other_phases_is_refused() -> None:
         ScheduleState([Phase(0, noop_hook)]).load_state_dict(CompressionState(Int8()).state_dict())
     with pytest.raises(MisuseError, match="expected a ScheduleState"):
         schedule_hook(None, FakeBucket([], None))  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_schedule_whose_later_phase_is_refused_changes_nothing() -> None:
+    def body(group: ProcessGroup) -> None:
+        def made(low: Any) -> ScheduleState:
+            int8 = CompressionState(Int8(), named_parameters=[("weight", parameter)])
+            inner = ScheduleState([Phase(0, compression_hook, int8), Phase(9, powerSGD_hook, low)])
+            local = PostLocalSGDState(None, group, 3)
+            return ScheduleState([Phase(0, post_localSGD_hook, local), Phase(1, schedule_hook, inner)])
+
+        parameter = torch.zeros(20, 20)
+        state, same = (made(PowerSGDState(None, 2, 2)) for _ in range(2))
+        other = made(PowerSGDState(None, 3, 2))
+        for number, each in ((3, state), (3, same), (5, other)):
+            train(group, each, parameter, range(number))
+        with pytest.raises(MisuseError, match="matrix_approximation_rank=3, this one 2"):
+            state.load_state_dict(other.state_dict())
+        other = made(None)
+        with pytest.raises(MisuseError, match="state for phase 1, whose state here cannot be loaded"):
+            other.load_state_dict(state.state_dict())
+
+        assert (other.iter, other.phases[0].state.iter, other.phases[1].state.phases[0].state.iter) == (0, 0, 0)
+        assert (state.iter, state.phases[0].state.iter, state.phases[1].state.phases[0].state.iter) == (3, 1, 2)
+        for ours, theirs in zip(
+            train(group, state, parameter, range(3, 6)), train(group, same, parameter, range(3, 6)), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+    run_ranks(2, body)
 
 
 def test_a_later_phase_numbers_its_parameters_in_the_first_step() -> None:

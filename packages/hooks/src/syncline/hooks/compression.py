@@ -76,20 +76,25 @@ class CompressionState:
             "errors": self.error_feedback.state_dict(),
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the error that `load_state_dict` would raise, and change nothing."""
+        check_kind(state, _KIND)
+        if state["compressor"] != self.compressor.name:
+            raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
+        self.names.check(state["names"])
+        # Without given names, parameters get their names with the first bucket. Then `expect` compares them.
+        if self.names.are_given:
+            check_parameters(state["errors"], self.names.shapes)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
+        """Continue from a saved state. If the state is refused, nothing changes.
 
         Raises:
             MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
                 `named_parameters`, the error for another model comes in the first step.
         """
-        check_kind(state, _KIND)
-        if state["compressor"] != self.compressor.name:
-            raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
+        self.check_state_dict(state)
         self.names.expect(state["names"])
-        # Without given names, parameters get their names with the first bucket. Then `expect` compares them.
-        if self.names.are_given:
-            check_parameters(state["errors"], self.names.shapes)
         self.iter = state["iter"]
         self.seeds.restore(state["seeds"])
         self.error_feedback.load_state_dict(state["errors"])

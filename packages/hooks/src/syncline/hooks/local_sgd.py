@@ -62,13 +62,17 @@ class PostLocalSGDState:
         """The number of steps so far. The groups are not saved, so a job with any number of ranks can load the state."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the error that `load_state_dict` would raise, and change nothing."""
+        check_kind(state, _KIND)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
         Raises:
             MisuseError: the state belongs to another kind of hook.
         """
-        check_kind(state, _KIND)
+        self.check_state_dict(state)
         self.iter = state["iter"]
 
 

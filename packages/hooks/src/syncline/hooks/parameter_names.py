@@ -89,8 +89,8 @@ class ParameterNames:
         """The parameters' shapes by name, and the number of steps in which parameters got numbers."""
         return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "numberings": self._numberings}
 
-    def expect(self, state: Mapping[str, Any]) -> None:
-        """Keep a loaded state. Without given names, later calls of `of` check that the buckets fit this state.
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that a saved state may be of this run's parameters, as far as they are known. Changes nothing.
 
         Raises:
             MisuseError: the numbers in the saved state may mean other parameters in this run, or a parameter has another shape.
@@ -106,10 +106,19 @@ class ParameterNames:
                     "the saved state has numbers for its parameters, this one names: load it into a state without "
                     "named_parameters, or begin without it"
                 )
-            return
-        self._loaded = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
-        self._met = set()
-        self._check_shapes(self.shapes)
+        else:
+            _check_shapes(_shapes_in(state), self.shapes)
+
+    def expect(self, state: Mapping[str, Any]) -> None:
+        """Keep a loaded state. Without given names, later calls of `of` check that the buckets fit this state.
+
+        Raises:
+            MisuseError: for the same reasons as `check`. Then nothing has changed.
+        """
+        self.check(state)
+        if not self.are_given:
+            self._loaded = _shapes_in(state)
+            self._met = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the parameters. A copy names the parameters of its first buckets, and checks that these names fit."""
@@ -159,7 +168,7 @@ class ParameterNames:
     # ---- after loading ----
 
     def _compare_with_loaded(self, names: Sequence[str], *, is_last: bool) -> None:
-        self._check_shapes({name: self.shapes[name] for name in names})
+        _check_shapes(self._loaded, {name: self.shapes[name] for name in names})
         self._met.update(names)
         if not is_last:
             return
@@ -174,19 +183,24 @@ class ParameterNames:
             )
         self._loaded = {}
 
-    def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        for name, shape in shapes.items():
-            if self._loaded.get(name, shape) != shape:
-                raise MisuseError(
-                    f"the loaded state is of another model: parameter '{name}' is {list(self._loaded[name])} there and "
-                    f"{list(shape)} here; load this model's state, or pass named_parameters in both runs"
-                )
-
 
 def _copy_that_expects(state: Mapping[str, Any]) -> ParameterNames:
     copy = ParameterNames()
     copy.expect(state)
     return copy
+
+
+def _shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
+    return {name: torch.Size(shape) for name, shape in state["shapes"].items()}
+
+
+def _check_shapes(loaded: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size]) -> None:
+    for name, shape in shapes.items():
+        if loaded.get(name, shape) != shape:
+            raise MisuseError(
+                f"the loaded state is of another model: parameter '{name}' is {list(loaded[name])} there and {list(shape)} "
+                "here; load this model's state, or pass named_parameters in both runs"
+            )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -182,14 +182,8 @@ class PowerSGDState:
             "numel": [self.total_numel_before_compression, self.total_numel_after_compression],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, the hook raises the error for another model in
-                the first step.
-        """
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the error that `load_state_dict` would raise, and change nothing."""
         check_kind(state, _KIND)
         for name in _SHAPING:
             if state["settings"][name] != getattr(self, name):
@@ -200,6 +194,17 @@ class PowerSGDState:
         # Without given names, the names are unknown until the first step. In this step `ParameterNames.of` compares the names.
         if self.names.are_given:
             check_parameters(_of_parameters(state["errors"]), self.names.shapes)
+        self.names.check(state["names"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state. If the state is refused, nothing changes.
+
+        Raises:
+            MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, the hook raises the error for another model in
+                the first step.
+        """
+        self.check_state_dict(state)
         self._take(state)
 
     def _take(self, state: Mapping[str, Any]) -> None:

@@ -113,24 +113,38 @@ class ScheduleState:
         saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the error that `load_state_dict` would raise, and change nothing.
 
-        Raises:
-            MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.
+        For a phase, this method calls the `check_state_dict` of the phase's state, if the state has one. All states of this
+        package that can be saved have this method.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
             raise MisuseError(
                 f"the saved schedule has phases from steps {state['first_steps']}, this one from {self._first_steps()}; "
-                f"construct "
-                "it with the saved ones"
+                "construct it with the saved ones"
             )
         for number, saved in state["states"].items():
             phase = self.phases[int(number)]
             if not _can_be_saved(phase):
                 raise MisuseError(f"the saved schedule holds a state for phase {number}, whose state here cannot be loaded")
-            phase.state.load_state_dict(saved)
+            if hasattr(phase.state, "check_state_dict"):
+                phase.state.check_state_dict(saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state. If the state is refused, nothing changes.
+
+        For a phase with a state of your own, give its class a method `check_state_dict`. Without this method, the state can
+        refuse only when the states of earlier phases are already loaded.
+
+        Raises:
+            MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.
+        """
+        # Check the states of all phases before the first of them changes.
+        self.check_state_dict(state)
+        for number, saved in state["states"].items():
+            self.phases[int(number)].state.load_state_dict(saved)
         self.iter = state["iter"]
         # After loading, no step is under way, even if a user loads a state because a step has failed.
         self._is_between_steps = True
