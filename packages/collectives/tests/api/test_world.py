@@ -214,6 +214,11 @@ def test_what_is_no_tensor_is_refused_in_our_words(call, found: str) -> None:
         (lambda tensor: collectives.broadcast_object_list("x", 0), "expected a list of objects, found str"),
         (lambda tensor: collectives.batch_isend_irecv([{}]), "expected a list of P2POps"),
         (lambda tensor: collectives.adasum_coalesced([None]), "expected tensors to be a list of tensors"),
+        (
+            lambda tensor: collectives.adasum_coalesced([tensor, tensor.to("meta"), tensor.double()]),
+            "dtype on one device, found torch.float32 on cpu, torch.float32 on meta and 1 more; call it once for each",
+        ),
+        (lambda tensor: collectives.adasum_coalesced([tensor.int()]), "floating-point .* found torch.int32 on cpu; convert"),
         (lambda tensor: collectives.all_gather_rows(None), "expected tensors to be a list of tensors"),
         (lambda tensor: collectives.broadcast_copy(None, 0), "expected tensor to be a torch.Tensor, found NoneType"),
         (lambda tensor: collectives.all_gather_coalesced(None, []), "expected a list of tensors for each rank"),

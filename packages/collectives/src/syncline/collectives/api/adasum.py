@@ -38,11 +38,12 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
     checks.refuse_no_tensors("adasum", chosen.place(), tensors=tensors)
     if not tensors:
         return
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in tensors})
     if len(kinds) > 1 or not tensors[0].is_floating_point():
+        more = f" and {len(kinds) - 2} more" if len(kinds) > 2 else ""
         raise InvalidArgumentError(
-            f"adasum on {chosen.place()}: expected tensors of one floating-point dtype on one device, found "
-            f"{', '.join(sorted(str(dtype) for dtype, _ in kinds))}"
+            f"adasum on {chosen.place()}: expected one floating-point dtype on one device, found {', '.join(kinds[:2])}{more}; "
+            f"{'call it once for each' if len(kinds) > 1 else 'convert the tensors'}"
         )
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     _combine_all(flat, [tensor.numel() for tensor in tensors], chosen)
