@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from syncline.collectives import (
     InvalidArgumentError,
     LaunchError,
+    ProcessGroup,
     StoreAuthenticationError,
     StoreTimeout,
     StoreUnavailableError,
 )
+from syncline.collectives.startup import rendezvous
 from syncline.collectives.startup.rendezvous import (
     Address,
     address_by_environment,
@@ -28,9 +31,11 @@ from syncline.collectives.startup.rendezvous import (
     parse_address,
     parse_folder,
     store_at,
+    tcp_store_of_rank_0,
 )
 from syncline.collectives.startup.user_secret import is_loopback, user_secret
 from syncline.collectives.stores import TCPStoreServer, new_secret
+from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
 from test_support.full_run import cases
 
@@ -252,6 +257,46 @@ def test_a_port_in_use_and_a_rank_0_that_never_comes(port: int) -> None:
     with pytest.raises(StoreUnavailableError, match=f"port {port} of 127.0.0.1 is in use"):
         store_at(f"tcp://127.0.0.1:{port}", 0, 2, 0.3, environ)
     server.close()
+
+
+NOT_HERE = "192.0.2.1"  # an address for documentation, which no machine has
+
+
+def test_all_ranks_of_a_group_are_told_why_rank_0_cannot_serve_the_store() -> None:
+    def body(group: ProcessGroup) -> str:
+        with pytest.raises(StoreUnavailableError) as caught:
+            tcp_store_of_rank_0(group, 20.0, NOT_HERE)
+        return str(caught.value)
+
+    reason = f"TCP store: {NOT_HERE} is not an address of this machine; give one that is"
+    first, *others = run_ranks(3, body, timeout_s=20.0)
+    assert first == reason
+    assert others == [
+        f"rank {rank}: rank 0 cannot use the TCP store in which the ranks meet: look at its error\nrank 0: {reason}"
+        for rank in (1, 2)
+    ]
+
+
+def test_all_ranks_of_a_group_are_told_which_rank_lacks_pyzmq(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = threading.local()
+
+    def require() -> None:
+        if hasattr(lacking, "here"):
+            raise StoreUnavailableError("a TCP store needs pyzmq")
+
+    def body(group: ProcessGroup) -> str:
+        if group.rank == 1:
+            lacking.here = True
+        with pytest.raises(StoreUnavailableError) as caught:
+            tcp_store_of_rank_0(group, 20.0)
+        return str(caught.value).splitlines()[0]
+
+    monkeypatch.setattr(rendezvous, "require_pyzmq", require)
+    assert run_ranks(3, body, timeout_s=20.0) == [
+        "rank 0: rank 1 cannot use the TCP store in which the ranks meet: look at its error",
+        "a TCP store needs pyzmq",
+        "rank 2: rank 1 cannot use the TCP store in which the ranks meet: look at its error",
+    ]
 
 
 def test_processes(tmp_path: Path, port: int, secret_file: Path) -> None:

@@ -23,7 +23,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ..api.object_exchange import exchange_objects
-from ..errors import InvalidArgumentError, LaunchError
+from ..errors import InvalidArgumentError, LaunchError, StoreUnavailableError
 from ..forks import in_forks
 from ..group import ProcessGroup
 from ..stores import AsTorchStore, FileStore, Store, TCPStore, TCPStoreServer, file_rendezvous, join_latest_run, new_secret
@@ -250,15 +250,32 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
         group: a group of the ranks.
         timeout_s: the store's time limit in seconds.
         address: the address at which the other ranks reach this rank; None: find it, see `address_by_group`.
+
+    Raises:
+        LaunchError: `address` is None, and `address_by_group` found no address. All ranks raise it.
+        StoreUnavailableError: rank 0 cannot serve the store, or a rank lacks pyzmq. All ranks raise it.
     """
-    require_pyzmq()  # here, before any rank waits for rank 0
     address = address or address_by_group(group, chosen_interfaces(os.environ), timeout_s)
-    told = None
-    if group.rank == 0:
-        secret = new_secret()
-        server = _serve(address, 0, secret)
-        told = (server.host, server.port, secret)
-    host, port, secret = exchange_objects(told, group=group)[0]
+    told: tuple[str, int, str] | str | None = None
+    try:
+        require_pyzmq()
+        if group.rank == 0:
+            secret = new_secret()
+            server = _serve(address, 0, secret)
+            told = (server.host, server.port, secret)
+    except Exception as error:
+        # Send the error, so that the other ranks fail, too, and do not wait for this rank.
+        exchange_objects(str(error), group=group)
+        raise
+    said = exchange_objects(told, group=group)
+    for rank, problem in enumerate(said):
+        # If a rank sends a text, it is the rank's error.
+        if isinstance(problem, str):
+            raise StoreUnavailableError(
+                f"rank {group.rank}: rank {rank} cannot use the TCP store in which the ranks meet: look at its error\n"
+                f"rank {rank}: {problem}"
+            )
+    host, port, secret = said[0]
     logger.debug("rank %d: rendezvous in the TCP store of rank 0 at %s:%d", group.rank, host, port)
     return _client(host, port, secret, timeout_s)
 
