@@ -17,7 +17,7 @@ import pytest
 
 from syncline.collectives import DisagreementError, InvalidArgumentError, StoreError, StoreTimeout, StoreUnavailableError
 from syncline.collectives.stores import FileStore, file_rendezvous, join_latest_run
-from syncline.collectives.stores.file import leave_run
+from syncline.collectives.stores.file import leave_run, rendezvous
 from syncline.collectives.stores.file.folder import Folder, LinkLock
 from syncline.collectives.stores.file.store import Log, decode, encode
 
@@ -257,6 +257,102 @@ def test_who_leaves_last_takes_the_folder_of_the_run_away(tmp_path: Path) -> Non
     leave_run(stores[0])
     assert runs(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rendezvous"]
+
+
+def leave_all(stores: list[Any]) -> None:
+    for store in stores:
+        leave_run(store)
+
+
+def test_a_process_that_starts_later_waits_for_the_next_run_if_the_latest_has_ended(tmp_path: Path) -> None:
+    leave_all(meet_in(tmp_path, dict.fromkeys(range(2), 2)))
+    with pytest.raises(StoreTimeout, match=r"rendezvous: the latest job that met here has ended.* within 0.05 s"):
+        join_latest_run(tmp_path, timeout=0.05)
+    assert runs(tmp_path) == []
+    with ThreadPoolExecutor(1) as other:
+        late = other.submit(join_latest_run, tmp_path, timeout=60)
+        stores = meet_in(tmp_path, dict.fromkeys(range(2), 2))
+        assert late.result(60).folder == stores[0].folder
+    leave_all([*stores, late.result()])
+    assert runs(tmp_path) == []
+
+
+def after_the_offer(monkeypatch: pytest.MonkeyPatch, happens: Callable[[bytes], None]) -> None:
+    """Let this happen when this thread has read the offer, before it goes on. `happens` gets the offer."""
+    get = FileStore.get
+    reader = threading.current_thread()
+
+    def read(store: FileStore, key: str, timeout: Any = None) -> bytes:
+        value = get(store, key, timeout)
+        if key == "offer" and threading.current_thread() is reader:
+            happens(value)
+        return value
+
+    monkeypatch.setattr(FileStore, "get", read)
+
+
+def test_a_process_that_starts_later_does_not_join_a_run_that_ends_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = meet_in(tmp_path, dict.fromkeys(range(2), 2))
+
+    def all_leave(_: bytes) -> None:
+        leave_all(stores)
+        stores.clear()
+
+    after_the_offer(monkeypatch, all_leave)
+    with pytest.raises(StoreTimeout, match="the latest job that met here has ended"):
+        join_latest_run(tmp_path, timeout=0.05)
+    assert runs(tmp_path) == []
+
+
+def test_a_rank_does_not_join_a_rank_0_that_gives_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as other:
+        rank_0 = other.submit(file_rendezvous, tmp_path, 0, 3, timeout=60)
+
+        def rank_0_gives_up(offer: bytes) -> None:
+            said = json.loads(offer)
+            if "1" in said["joined"]:
+                # Rank 2 comes with another world_size.
+                FileStore(tmp_path, "rendezvous").set(f"here/{said['run']}/2", "4")
+                assert isinstance(rank_0.exception(60), DisagreementError)
+
+        after_the_offer(monkeypatch, rank_0_gives_up)
+        with pytest.raises(StoreError, match="rank 0 answered rank 1, and then gave up; look at rank 0's error"):
+            file_rendezvous(tmp_path, 1, 3, timeout=60)
+    assert runs(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", ["opens the store of the run", "says that it is here"])
+def test_a_rank_that_fails_while_it_joins_is_no_user_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    joiner, failures = threading.current_thread(), ["once"]
+
+    def fail_once(step: str) -> None:
+        if threading.current_thread() is joiner and step == failing and failures:
+            failures.pop()
+            raise StoreError("the disk is full")
+
+    class FailingStore(FileStore):
+        def __init__(self, path: Any, run_id: str, timeout: Any = None) -> None:
+            super().__init__(path, run_id, timeout)
+            if run_id.startswith("run-"):
+                fail_once("opens the store of the run")
+
+        def set(self, key: str, value: bytes | str) -> None:
+            if key.startswith("here/"):
+                fail_once("says that it is here")
+            super().set(key, value)
+
+    monkeypatch.setattr(rendezvous, "FileStore", FailingStore)
+    with ThreadPoolExecutor(1) as other:
+        rank_0 = other.submit(file_rendezvous, tmp_path, 0, 2, timeout=60)
+        with pytest.raises(StoreError, match="the disk is full"):
+            file_rendezvous(tmp_path, 1, 2, timeout=60)
+        leave_all([file_rendezvous(tmp_path, 1, 2, timeout=60), rank_0.result(60)])
+    assert not failures
+    assert runs(tmp_path) == []
 
 
 def test_a_rank_0_that_nobody_joins_leaves_no_folder(tmp_path: Path) -> None:

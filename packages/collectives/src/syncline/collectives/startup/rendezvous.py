@@ -166,7 +166,7 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
     Raises:
         InvalidArgumentError: `init_method` does not name a folder.
-        StoreError: no job has met in the folder; see `stores.join_latest_run`.
+        StoreError: no job has met in the folder, or the latest job has ended; see `stores.join_latest_run`.
     """
     return _left_at_exit(join_latest_run(parse_folder(init_method), timeout=timeout_s))
 

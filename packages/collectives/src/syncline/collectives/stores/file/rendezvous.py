@@ -19,9 +19,10 @@ of date, but they must have the form that a rendezvous writes::
 A join/r of an earlier run gets an answer in step 3, too, which does no harm. Ranks that were given different values of
 `world_size` find this out in steps 4 and 5.
 
-The rendezvous store counts the processes that use the store of the run. A process that no longer uses the run's store calls
-`leave_run`. The last process to do so removes the run's store. A process that was killed stays in the count, so the store of
-its run is never removed.
+The rendezvous store counts the processes that use the store of the run: rank 0 from step 2 on, and the others from step 4 on,
+before they set here/<run>/r. A process that no longer uses the run's store calls `leave_run`. The last process to do so removes
+the count and the run's store. A run without a count has ended, so nobody may join it. A process that was killed stays in the
+count, so the store of its run is never removed.
 
 Each run has a new store, named by the random id of step 2. Two runs that meet at the same time in the same rendezvous store
 could mix their ranks. Give such runs different `rendezvous_id`s.
@@ -33,8 +34,11 @@ import json
 import os
 import re
 import secrets
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 from ...engine.cancel_scope import CancelScope
@@ -70,7 +74,7 @@ def file_rendezvous(
         StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
         StoreUnavailableError: the folder cannot be written, or others can write it.
         StoreError: a record in the folder was not written by a rendezvous. All ranks raise the error at once, not at their time
-            limit.
+            limit. Or rank 0 answered this rank, and then failed.
         DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
@@ -79,22 +83,21 @@ def file_rendezvous(
     store = FileStore(path, rendezvous_id, timeout)
     if rank == 0:
         run = f"run-{secrets.token_hex(16)}"
-        own = _used(store, path, run, timeout)
-        try:
+        store.add(_users(run), 1)
+        with _used(store, path, run, timeout) as own:
             _host(store, run, world_size)
-        except BaseException:
-            # No process will use the run's store now. This process is counted as a user of the store, so undo the count.
-            leave_run(own, rendezvous_id)
-            raise
-        return own
+            return own
     offer = _join(store, rank)
-    own = _used(store, path, offer.run, timeout)  # before `set`: after `set`, rank 0 may go on and remove the store
-    store.set(f"here/{offer.run}/{rank}", str(world_size))
-    # Raise only after this rank has written its `world_size`, so that rank 0 sees the difference, too.
-    if offer.size not in (0, world_size):
-        leave_run(own, rendezvous_id)
-        raise _other_size(store, rank, world_size, offer.size)
-    return own
+    disagrees = offer.size not in (0, world_size)
+    # Count this rank before `set`: after `set`, rank 0 may go on, and leave the run.
+    if not store.change(_users(offer.run), _one_more):
+        raise _other_size(store, rank, world_size, offer.size) if disagrees else _gave_up(store, rank)
+    with _used(store, path, offer.run, timeout) as own:
+        store.set(f"here/{offer.run}/{rank}", str(world_size))
+        # Raise only after this rank has written its `world_size`, so that rank 0 sees the difference, too.
+        if disagrees:
+            raise _other_size(store, rank, world_size, offer.size)
+        return own
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
@@ -107,10 +110,7 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
         rendezvous_id: the value that was given to `file_rendezvous` or `join_latest_run`.
     """
     with suppress(StoreError):
-        key, common = _users(store.folder.name), FileStore(store.folder.parent, rendezvous_id)
-        if common.add(key, -1) == 0:
-            common.delete_key(key)
-            store.remove()
+        _leave(FileStore(store.folder.parent, rendezvous_id), store.folder)
 
 
 def join_latest_run(
@@ -118,8 +118,8 @@ def join_latest_run(
 ) -> FileStore:
     """The store of the latest run whose rank 0 came to this folder, for a process that starts later than the run.
 
-    If no run has come yet, the function waits. The latest run may have ended long ago. This function does not check whether the
-    run's processes are alive; the caller must.
+    If no run has come yet, or if all processes of the latest run have called `leave_run`, the function waits for the next run.
+    Killed processes call nothing. This function does not check whether the run's processes are alive; the caller must.
 
     Args:
         path: as for `file_rendezvous`.
@@ -127,26 +127,65 @@ def join_latest_run(
         timeout: the time limit of the wait, and of the store that is returned; seconds or a timedelta.
 
     Raises:
-        StoreTimeout: no run's rank 0 came to the folder in time.
+        StoreTimeout: no run's rank 0 came to the folder in time, or the latest run has ended.
         StoreError: a record in the folder was not written by a rendezvous.
     """
     store = FileStore(path, rendezvous_id, timeout)
-    if not poll(lambda: store.check(["offer"]), CancelScope(store.timeout.total_seconds())):
+    run = ""
+
+    def is_counted() -> bool:
+        nonlocal run
+        run = _read_offer(store).run
+        # `check` costs less than `change`, and this process may wait for long.
+        return store.check([_users(run)]) and store.change(_users(run), _one_more)
+
+    if not poll(is_counted, CancelScope(store.timeout.total_seconds())):
+        lack = "the latest job that met here has ended, and no other has come" if run else "no job has met here"
         raise StoreTimeout(
-            f"{store.describe()}: no job has met here within {store.timeout.total_seconds():g} s (timeout); was it given "
+            f"{store.describe()}: {lack} within {store.timeout.total_seconds():g} s (timeout); was it given "
             "another folder, or does this process not see that file system?"
         )
-    return _used(store, path, _read_offer(store).run, timeout)
+    with _used(store, path, run, timeout) as own:
+        return own
 
 
-def _used(common: FileStore, path: str | os.PathLike[str], run: str, timeout: timedelta | float | None) -> FileStore:
-    common.add(_users(run), 1)
-    return FileStore(path, run, timeout)
+# ---- the users of a run ----
+
+
+@contextmanager
+def _used(common: FileStore, path: str | os.PathLike[str], run: str, timeout: timedelta | float | None) -> Iterator[FileStore]:
+    """A context with the store of a run that counts this process. If the body fails, the run no longer counts this process."""
+    try:
+        yield FileStore(path, run, timeout)
+    except BaseException:
+        with suppress(StoreError):
+            _leave(common, Path(path) / run)
+        raise
+
+
+def _leave(common: FileStore, folder: Path) -> None:
+    """Take this process out of the count of the run with this folder. If it was the last one, remove the folder."""
+    if common.change(_users(folder.name), _one_less):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _users(run: str) -> str:
     """The key that counts the processes that use the store of a run."""
     return f"users/{run}"
+
+
+def _one_more(count: bytes | None) -> tuple[bytes | None, bool]:
+    """A change for `FileStore.change`. The answer says whether the run has users; if not, the run gets no count again."""
+    return (None, False) if count is None else (str(int(count) + 1).encode(), True)
+
+
+def _one_less(count: bytes | None) -> tuple[bytes | None, bool]:
+    """A change for `FileStore.change`. The answer says whether this process was the last user; then the count is removed."""
+    left = int(count or 0) - 1
+    return (str(left).encode(), False) if left > 0 else (None, count is not None)
+
+
+# ---- the rendezvous ----
 
 
 def _host(store: FileStore, run: str, world_size: int) -> None:
@@ -203,6 +242,12 @@ def _other_size(store: FileStore, rank: int, told: int, of_rank_0: int) -> Disag
     return DisagreementError(
         f"rank {rank} was told that there are {told} ranks, and rank 0 that there are {of_rank_0}: pass the same world_size to "
         f"all ranks that meet in {store.describe()}"
+    )
+
+
+def _gave_up(store: FileStore, rank: int) -> StoreError:
+    return StoreError(
+        f"{store.describe()}: rank 0 answered rank {rank}, and then gave up; look at rank 0's error, and start all ranks again"
     )
 
 

@@ -239,6 +239,13 @@ class FileStore(table.LockedStore):
         """All keys that have a value. Other kinds of stores do not have this method."""
         return list(self._values())
 
+    def change(self, key: str, change: table.Mutation[table.Answer]) -> table.Answer:
+        """Carry out `change` on the value of `key`, atomically, and return the change's answer. See the module `table`.
+
+        Other kinds of stores do not have this method.
+        """
+        return self._apply(as_key(key), change)
+
     def remove(self) -> None:
         """Delete the folder of this run. Call it in one process, when all processes are done with the store.
 
