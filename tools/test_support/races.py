@@ -225,8 +225,9 @@ class _Stream(FakeStream):
     def record(self) -> _Event:
         return _Event(self._runtime, self)
 
-    def run(self, body: Any, after: Event) -> FakeEvent:
-        self.wait_for(after)
+    def run(self, body: Any, after: Event | None) -> FakeEvent:
+        if after is not None:
+            self.wait_for(after)
         with self.current():
             body()
         return self.record()

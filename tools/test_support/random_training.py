@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from syncline.collectives import ProcessGroup, exchange_objects
 from syncline.collectives.internal import bytes_of
 from syncline.ddp import DistributedDataParallel
+from syncline.reducer import GradBucket
 
 STEPS = 7
 FEATURES = 6
@@ -56,7 +58,7 @@ class Words(torch.nn.Module):
         self.table = torch.nn.Embedding(_WORDS, FEATURES, sparse=sparse)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table((x[:, :2].abs() * 7).long() % _WORDS).mean(1)
+        return self.table((x[:, :2].abs() * 7).long() % _WORDS).mean(1)  # type: ignore[no-any-return]
 
 
 class Scales(torch.nn.Module):
@@ -176,7 +178,7 @@ class _Planned(Exception):
 
 def set_values(tensors: Sequence[torch.Tensor], seed: str) -> None:
     """Give tensors random values. Ranks may be threads, which share torch's own generator, so make one."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6]))
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big"))
     with torch.no_grad():
         for tensor in tensors:
             tensor.copy_(0.4 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
@@ -387,7 +389,7 @@ class Player:
         elif verb == "hook":
             for parameter in blocks[name].parameters():
                 if parameter.requires_grad:
-                    parameter.register_hook(lambda gradient: 2 * gradient)
+                    parameter.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
         elif verb == "swap data":
             for parameter in blocks[name].parameters():
                 parameter.data = parameter.data.clone()
@@ -446,11 +448,9 @@ class Rank(Player):
         if self.program.hook:
             self.ddp.register_comm_hook(None, self._hook)
 
-    def _hook(self, _: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        tensor = bucket.buffer()
-        if tensor.is_sparse:
-            raise AssertionError("a hook got a sparse bucket")
-        return self.group.all_reduce(tensor.div_(self.group.size), async_op=True).get_future()
+    def _hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        reduced = self.group.all_reduce(bucket.buffer().div_(self.group.size), async_op=True)
+        return reduced.get_future().then(lambda done: done.value()[0])
 
     def change(self, verb: str, *rest: str) -> None:
         super().change(verb, *rest)
@@ -663,9 +663,8 @@ def compare(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None
         if value is None or found[name] is None:
             assert found[name] is value, f"{where}, '{name}': found {found[name]}, expected {value}"
         else:
-            torch.testing.assert_close(
-                found[name], value, rtol=_RTOL, atol=_ATOL, msg=lambda text, name=name: f"{where}, '{name}': {text}"
-            )
+            difference = partial("{}, '{}': {}".format, where, name)
+            torch.testing.assert_close(found[name], value, rtol=_RTOL, atol=_ATOL, msg=difference)
 
 
 def assert_equal_on_all_ranks(where: str, group: ProcessGroup, tensors: Iterable[torch.Tensor | None]) -> None:
