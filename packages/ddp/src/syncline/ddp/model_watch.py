@@ -85,7 +85,7 @@ class ModelWatch:
         self._averaged = [parameter for _, parameter in parameters if parameter.requires_grad]
         self._known = {id(parameter) for _, parameter in parameters}
         self.take_note_of_structure()
-        # The places, not the tensors: a forward may put a new tensor into a place, and not on every rank.
+        # Remember each buffer's module and name, not its tensor: a forward may assign a new tensor, on some ranks only.
         self._buffer_places = {
             (id(part), name) for part in self._state.module.modules() for name, _ in part.named_buffers(recurse=False)
         }
@@ -107,7 +107,11 @@ class ModelWatch:
         self._containers = [(part, len(own_children(part))) for part in parts if isinstance(part, _CONTAINERS)]
 
     def is_due(self, reductions: int) -> bool:
-        """Whether a look for changes is due before a forward. `reductions` counts the backwards that averaged gradients."""
+        """Whether the caller must look for changes before this forward, such as with `has_changed`.
+
+        Args:
+            reductions: how many backwards have averaged gradients so far.
+        """
         if self.has_sign or self._others_need_gradients():
             return not self._has_stand_ins()
         if any(self._has_other_layers(part, count) for part, count in self._containers):
@@ -168,13 +172,13 @@ class ModelWatch:
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are new since the last `take_note`.
 
-        A parameter that was frozen then and needs a gradient now is new, too.
+        A parameter that was frozen at that `take_note` and needs a gradient now counts as new, too.
         """
         thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
     def new_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers of modules, or under names, that are new since the last `take_note`."""
+        """Return each buffer whose module or whose name in this module is new since the last `take_note`."""
         new = {
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self._state.module.named_modules()
@@ -216,7 +220,7 @@ _handles: list[Any] = []
 
 
 def _listen() -> None:
-    """Let torch report every registration in this process, from the first watch on."""
+    """Ask torch, once in this process, to call `_note` whenever a parameter or a module is registered."""
     with _lock:
         if not _handles:
             _handles.append(register_module_parameter_registration_hook(_note))

@@ -12,7 +12,7 @@ from syncline.collectives.internal import disable_dynamo
 
 @disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
-    """Return all tensors in nested lists, tuples, sets, mappings and dataclasses."""
+    """Return all tensors in nested lists, tuples, sets, mappings and dataclasses, and in the attributes of these objects."""
     tensors: list[torch.Tensor] = []
     seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed object
     waiting = [outputs]

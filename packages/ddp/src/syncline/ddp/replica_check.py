@@ -1,4 +1,4 @@
-"""ReplicaCheck compares the parameters of all ranks every so many steps."""
+"""ReplicaCheck compares the parameters of all ranks, once in a given number of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stragglers: report, every so many steps, for which rank the other ranks wait."""
+"""Stragglers: report, once in a given number of steps, for which rank the other ranks wait."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Lets rank 0 log, after every `every` steps, which rank was the `Straggler` of these steps. The logger is `syncline.ddp`.
+    """Once in `every` steps, rank 0 logs the `Straggler` of these steps. The logger is `syncline.ddp`.
 
     The ranks need not compare their clocks, because all ranks measure from the same moment: the end of the previous step. (A
     reduction ends only after all ranks have contributed.) The time since this moment includes reading data, forward and

@@ -220,7 +220,8 @@ def convert_sync_batchnorm(
         The module. If the module itself is a batch normalisation, the layer that replaces it.
 
     Raises:
-        MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward.
+        MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward. Or this rank is not in the
+            group.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 

@@ -1,4 +1,4 @@
-"""Private parts of torch that ddp uses. The table says what happens if this version of torch lacks a part.
+"""Private parts of torch that ddp uses. The table says what happens if the installed torch lacks a part.
 
 ======================================  ==============================================================================
 private to torch                        without it
@@ -117,7 +117,7 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """A context in which autograd does not see changes of these tensors. A graph that has saved these tensors stays valid."""
+    """Return a context in which autograd does not see changes of these tensors. Graphs that have saved them stay valid."""
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:

@@ -62,7 +62,7 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Take over the state of another rank."""
+        """Give this rank the state that `collect` has returned on another rank."""
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
             writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
@@ -94,7 +94,7 @@ class HookState:
         return can_be_saved(self._state)
 
     def collect(self) -> dict[str, Any]:
-        """This rank's state, without the errors of error feedback."""
+        """Return this rank's state, without the errors of error feedback."""
         return _with_errors_of({}, self._state.state_dict())
 
     def load(self, state: Mapping[str, Any]) -> None:

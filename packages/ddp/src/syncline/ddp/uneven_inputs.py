@@ -43,8 +43,8 @@ class UnevenInputs(JoinHook):
 
     ::
 
-        with inputs       announce ──► buffers ──► rebuild, once ──► backward: buckets, map of used parameters
-        without           announce ──► buffers ──► Reducer.shadow_backward: the same with zeros
+        with inputs       announce ──► buffers ──► rebuild buckets, once ──► backward: buckets, map of used parameters
+        without           announce ──► buffers ──► Reducer.shadow_backward: the same collectives, with zeros
 
     Buffers come from the highest rank that has inputs. A communication hook is called on all ranks.
 

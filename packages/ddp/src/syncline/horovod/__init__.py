@@ -1,6 +1,6 @@
 """Horovod's functions, made with Syncline: `import syncline.horovod as hvd` in place of `import horovod.torch as hvd`.
 
-Scripts run unchanged. The page "Moving from Horovod" of the documentation lists the differences. The main difference is
+Most scripts run unchanged. The page "Moving from Horovod" of the documentation lists the differences. The main difference is
 that names of tensors are ignored: all ranks must issue their collectives in the same order. `init` compares all calls
 (`check_calls=True`), so a different order is an error.
 

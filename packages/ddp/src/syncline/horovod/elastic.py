@@ -78,7 +78,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             except HostsUpdatedInterrupt:
                 try:
                     _go_on(world().group.admit())
-                # A rank was lost while newcomers were let in.
+                # A rank was lost while the group admitted new processes.
                 except TransportError as error:
                     _recover(error)
             finally:
@@ -151,15 +151,15 @@ class State:
             raise HostsUpdatedInterrupt
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Keep a copy of the state in memory. `commit` calls `save`."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the last saved state."""
+        """Go back to the last saved state. `run` calls `restore` on the remaining ranks after a rank is lost."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks the state of rank 0."""
+        """Give all ranks the state of rank 0. `run` calls `sync` on all ranks before each call of the training function."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -197,7 +197,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A state of models, optimizers, samplers and other objects. Each of them is an attribute of the state.
+    """A state of models, optimizers, samplers and other objects. Each object is an attribute of the state.
 
     Args:
         model: a module, or None.

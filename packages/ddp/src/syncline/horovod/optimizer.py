@@ -210,7 +210,7 @@ class _Distributed:
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
-            # The optimizer may call the closure again, and this rank may run no backward there.
+            # The optimizer may call the closure again, and the closure may run no backward on this rank.
             self._combining.is_synchronized = False
             loss = closure()
             # The closure itself may call `synchronize`, to clip gradients.
@@ -317,7 +317,7 @@ class _GradientCombining:
         self._members: list[int] = []  # the numbers of the reducer's parameters, in the reducer's order
         self._sparse: set[int] = set()
         self._densified: set[int] = set()
-        # The number of a step's last backward. 0: not known yet, so `synchronize` reduces.
+        # The expected number of a step's last backward. 0: not known yet, so `synchronize` reduces.
         self._last = 0
         self.forget()
         if self._world is not None:
@@ -418,7 +418,7 @@ class _GradientCombining:
             self._reducer.keep_local(self._is_reduced or self._backwards != self._last)
 
     def _densify_kept(self) -> None:
-        """Make gradients dense that the step before made sparse again, and that the script has kept."""
+        """Make gradients of the previous step dense again, if `_fill` made them sparse and the script has kept them."""
         for number in self._densified:
             parameter = self._named[number][1]
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -593,7 +593,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 class _Backward:
-    """A backward of this rank, until autograd has computed everything.
+    """One backward of this rank.
 
     Attributes:
         number: autograd's number of the backward. An inner backward, of a re-entrant checkpoint, has another number.

@@ -26,7 +26,7 @@ def allreduce_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """
     group = group_of(process_group, bucket)
     work = group.all_reduce(bucket.buffer(), ReduceOp.AVG, async_op=True)
-    # A work's future holds a list of tensors, a hook's future one tensor.
+    # The future of a work holds a list of tensors. The future of a hook must hold one tensor.
     return work.get_future().then(lambda done: done.value()[0])
 
 

@@ -17,8 +17,8 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to float16, average it over the ranks, and cast the result back.
 
     The ranks' gradients are added up in float32. The sum is divided by the number of ranks before it is rounded to float16. So
-    a sum beyond float16's limit of 65,504 does no harm, but a single gradient beyond this limit becomes infinite. (NCCL instead
-    divides each gradient before the addition, and rounds each addition.)
+    a sum beyond float16's limit of 65,504 does no harm, but a single gradient beyond this limit becomes infinite. (Over NCCL,
+    each gradient is divided before the addition, and the result of each addition is rounded.)
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -60,7 +60,8 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
     """Wrap a hook, so that the hook gets the bucket cast to float16, and the hook's result is cast back.
 
     Args:
-        hook: any hook. It gets float16 in `buffer()` and `gradients()`, and its result may have any dtype.
+        hook: any hook. The bucket's `buffer()` and `gradients()` give the hook float16 tensors. The hook's result may have any
+            dtype.
 
     Returns:
         A hook that takes the same state as `hook`. Its result is the bucket's own buffer, in the bucket's own dtype.

@@ -53,7 +53,7 @@ def communication_hook(hook: Hook) -> Hook:
     """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
     torch compares the hook's annotations with torch's types, by identity. A hook that also runs under Syncline's DDP has other
-    annotations. Also, `from __future__ import annotations` turns annotations into texts. So `inspect.signature` must show no
+    annotations. Also, `from __future__ import annotations` turns annotations into strings. So `inspect.signature` must show no
     annotations.
 
     torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ can see. This

@@ -77,8 +77,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
     # Note [Bitwise outer steps]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~
     # The anchors are the parameters after the latest synchronisation. Without a compressor the ranks average the parameters
-    # themselves, not the differences from the anchors. So an outer step of rate 1 without momentum gives exactly the average.
-    # On one rank this average is exactly the inner optimizer's result.
+    # themselves, not the differences from the anchors. So with `outer_lr=1` and without momentum, an outer step gives exactly
+    # the average. In a group of one rank, this average is exactly the inner optimizer's result.
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class _Fragment:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]], due: Sequence[Any] | None) -> None:
-        """Continue from saved tensors, by name. `due` is [step, mixing] of the outer step if an average was under way."""
+        """Continue from saved tensors, by name. `due` is [step, mixing] if an average was under way, else None."""
         mine = [saved[name] for name in self.parameters]
         for anchor, velocity, tensors in zip(self._anchors, self._velocities, mine, strict=True):
             anchor.copy_(tensors["anchor"])

@@ -43,7 +43,7 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """Return all known compressions. The first does not compress. A speed that is not given is measured, on the CPU.
+    """Return all known compressions. The first does not compress. Speeds that are not given are measured, on the CPU.
 
     Args:
         speeds: for some names of compressions, the speed in bytes of gradients per second.

@@ -64,8 +64,8 @@ def messages(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> int:
 def volume(nodes: int, nbytes: float, ring_bytes: float = 0.0) -> float:
     """Return how many bytes a node sends in an all-reduce between nodes.
 
-    Halving and doubling works with a number of nodes that is a power of two. So each node above the largest power of two first
-    sends its tensor to another node, and at the end gets the result back.
+    Halving and doubling needs a number of nodes that is a power of two. For example, of 6 nodes only 4 nodes do the halving
+    and doubling. The other 2 nodes first send their whole tensors to two of the 4 nodes, and get the result back at the end.
     """
     if nbytes / nodes >= ring_bytes or _is_power_of_two(nodes):
         parts: int = nodes

@@ -1,4 +1,4 @@
-"""Forecast predicts a step for each number of ranks, bucket size and compression, and gives advice. Pure functions."""
+"""Predict how long a step takes for each number of ranks, bucket size and compression, and give advice. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Choice:
     """A way to reduce gradients.
 
     Attributes:
-        cap_bytes: the size limit of all buckets (`bucket_cap_mb`) in bytes; None: the traced buckets.
+        cap_bytes: the size limit of each bucket (`bucket_cap_mb`) in bytes. None: use the buckets in the trace.
         compression: the compression's name.
     """
 
@@ -38,7 +38,7 @@ class Forecast:
 
     Attributes:
         alone_s: the seconds of a step on one rank.
-        steps: the predictions, by number of ranks and by choice.
+        steps: the predictions: `steps[ranks][choice]`.
     """
 
     alone_s: float
@@ -69,7 +69,7 @@ AS_TRACED = Choice(None, "none")
 
 
 def forecast(workload: Workload, model: CostModel, ranks: Sequence[int], compressions: Sequence[Compression]) -> Forecast:
-    """Predict a step for each of these numbers of ranks, each bucket size, and each of these compressions."""
+    """Predict how long a step takes for each number of ranks, each bucket size in `CAPS_BYTES`, and each compression."""
     workloads: dict[int | None, Workload] = {None: workload}
     for cap_bytes in CAPS_BYTES:
         workloads[cap_bytes] = rebucket(workload, [cap_bytes])

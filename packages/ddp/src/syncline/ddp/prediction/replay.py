@@ -1,4 +1,4 @@
-"""Replay computes when a step would end if reductions took other times. Pure functions."""
+"""Replay computes how long a step would take if reductions were faster or slower. Pure functions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Prediction:
 
 
 def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Prediction:
-    """Predict a step that reduces one bucket after the other, each as early as possible.
+    """Predict the duration of a step that reduces one bucket after the other, each bucket as early as possible.
 
     Args:
         workload: the workload of one rank.

@@ -1,4 +1,4 @@
-"""Measure how much each rank's `time.perf_counter()` differs from rank 0's, by messages between rank 0 and each rank."""
+"""Measure how much each rank's `time.perf_counter()` differs from rank 0's. Rank 0 exchanges messages with each rank."""
 
 from __future__ import annotations
 

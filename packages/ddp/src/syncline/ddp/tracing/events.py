@@ -37,7 +37,7 @@ class BucketEvent:
     finished: float
 
     def by(self, clock: ToClock) -> BucketEvent:
-        """The same event, with times of another clock."""
+        """Return this event with all times converted by `clock`."""
         return replace(self, ready=clock(self.ready), started=clock(self.started), finished=clock(self.finished))
 
 
@@ -59,7 +59,7 @@ class CallEvent:
     finished: float
 
     def by(self, clock: ToClock) -> CallEvent:
-        """The same event, with times of another clock."""
+        """Return this event with all times converted by `clock`."""
         return replace(self, started=clock(self.started), finished=clock(self.finished))
 
 
@@ -72,7 +72,7 @@ class OptimizerEvent:
     finished: float
 
     def by(self, clock: ToClock) -> OptimizerEvent:
-        """The same event, with times of another clock."""
+        """Return this event with all times converted by `clock`."""
         return replace(self, started=clock(self.started), finished=clock(self.finished))
 
 

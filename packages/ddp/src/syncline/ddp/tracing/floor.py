@@ -26,8 +26,8 @@ class Floor:
     def seconds(self, nbytes: float) -> float:
         """Return the least possible seconds of an all-reduce of this many bytes.
 
-        The seconds are linear between two sizes. Below the first and above the last size, the seconds are proportional to the
-        size.
+        Between two measured sizes, the seconds are interpolated linearly. Below the first and above the last size, the
+        seconds are proportional to the size.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)

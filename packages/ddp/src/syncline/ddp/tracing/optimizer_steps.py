@@ -26,7 +26,7 @@ class OptimizerSteps:
         self._handles = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)
 
     def take(self) -> tuple[OptimizerEvent, ...]:
-        """Return the steps since the last `take`."""
+        """Return the optimizer steps since the last `take`."""
         seen, self._seen = self._seen, []
         return tuple(seen)
 

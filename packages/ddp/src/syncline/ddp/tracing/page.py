@@ -55,7 +55,7 @@ def _bucket_row(rank: RankTimeline) -> str:
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
-    """Return Plotly's traces for the timeline: for each phase (such as forward), the bars of this phase on all ranks."""
+    """Return Plotly's data series for the timeline: for each phase (such as forward), the phase's bars on all ranks."""
     origin = min(step.forward_started for step in timeline.of_step(number))
     slices = [one for rank in timeline.ranks for one in _slices(rank, number)]
     bars = []

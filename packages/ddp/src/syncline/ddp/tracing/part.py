@@ -111,7 +111,7 @@ def _began(part: Part) -> float:
 
 
 def read_part(path: Path) -> Part:
-    """Read the part in one file. If the file ends within a line, leave this line out.
+    """Read the part in one file. If the last line was cut off, leave this line out.
 
     Raises:
         InvalidArgumentError: the file is not a part.

@@ -97,7 +97,10 @@ class TraceRecording:
             self._try(lambda recorder: recorder.note_step(self._steps, statistics))
 
     def finish(self) -> None:
-        """End the trace and merge the ranks' files. This is a collective. A second call does nothing."""
+        """End the trace and merge the ranks' files. A second call does nothing.
+
+        This is a collective, unless `ranks_may_differ` is True. Then this rank only closes its file.
+        """
         if self._is_over:
             return
         self._is_over = True

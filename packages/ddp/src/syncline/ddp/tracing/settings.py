@@ -49,7 +49,8 @@ def parse_steps(text: str, name: str) -> tuple[int, int]:
     """Read the first and the last step from a text such as "10-20". The text "7" names one step.
 
     Raises:
-        InvalidArgumentError: the text names no steps. `name` is in the error's text.
+        InvalidArgumentError: the text has another form, or the first step is 0 or after the last. The error's text contains
+            `name`.
     """
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     first = int(match[1]) if match else 0
