@@ -134,7 +134,8 @@ class Join:
         """Tell the context that this rank has inputs. A joinable calls this method before it communicates in an iteration.
 
         Returns:
-            The ranks that have inputs, or None outside of a context. Only the call of the first joinable asks the other ranks.
+            The ranks that have inputs, or None outside of a context. Only the call of the first joinable in the context's list
+            asks the other ranks whether they have inputs. The calls of the other joinables return the latest answer.
         """
         context = joinable._join
         if context is None:

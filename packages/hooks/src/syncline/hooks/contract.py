@@ -82,8 +82,8 @@ def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False
         may_be_sparse: also accept the buffer of a sparse gradient, which is a sparse tensor.
 
     Raises:
-        MisuseError: the dtype is integer or complex. (A cast would drop the imaginary part of a complex number.) Or the buffer
-            is sparse.
+        MisuseError: the dtype is integer or complex, or the buffer is sparse and `may_be_sparse` is False. (A cast would drop
+            the imaginary part of complex numbers.)
     """
     buffer = bucket.buffer()
     if not buffer.is_floating_point():

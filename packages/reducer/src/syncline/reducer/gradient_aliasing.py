@@ -49,7 +49,8 @@ class GradientAliasing:
     def is_memory_free(self) -> bool:
         """Whether the bucket may fill its memory.
 
-        The answer is True if each moved gradient is gone, or has other memory, or is still its parameter's gradient.
+        True if each moved gradient is gone, or has other memory by now, or is still the `grad` of its parameter. (Then it is in
+        the bucket already, and is not copied.)
         """
         return all(
             storage_users(alias) == self._alone[position]

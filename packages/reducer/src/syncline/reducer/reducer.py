@@ -659,7 +659,10 @@ class Reducer(Inherited):
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
     def _count_unsynchronized(self) -> None:
-        """At the end of a backward that is not reduced, count its gradients for the next backward that is reduced."""
+        """At the end of a backward that is not reduced, tell the usage model which gradients came.
+
+        In the next backward that is reduced, these parameters count as used.
+        """
         with self._lock:
             self._counts_at_end = False
             for _, taken in self._pending.take_all():

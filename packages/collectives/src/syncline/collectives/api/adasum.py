@@ -28,8 +28,8 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
         tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten; all ranks get the same bits.
         group: the default group if None.
 
-    Cost, for p ranks: log2(p) exchanges of all tensors between two ranks, two more exchanges if p is not a power of two, and a
-    copy of all tensors. Products are added up in float64.
+    Cost: log2(p) exchanges of all tensors between two ranks if p is a power of two, else log2(q) + 2 exchanges; and a copy of
+    all tensors. Products are added up in float64.
 
     Raises:
         InvalidArgumentError: tensors are not floating point, or differ in dtype or device.

@@ -66,7 +66,7 @@ def broadcast_coalesced(
             The other ranks overwrite them.
         group: the group; None means the default group. Every rank of the group calls this function.
         root: the rank, by its number in the group, whose tensors are copied.
-        buffer_size_bytes: the largest flat buffer, in bytes.
+        buffer_size_bytes: the largest flat buffer for several tensors, in bytes. A larger tensor has a buffer of its own.
 
     Extra memory: two buffers. Bytes on the wire: as many as for a `broadcast` of all tensors.
 

@@ -40,7 +40,9 @@ _ERROR_S = 10.0
 
 
 class EngineGroup(ProcessGroup, Inherited):
-    """The common base of groups. It keeps plans, the record of calls, the history that ranks compare, and the first failure.
+    """The common base of groups.
+
+    It keeps a `Plan` for each signature of calls, the record of calls, the history that ranks compare, and the first failure.
 
     `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts them on a stream of a GPU.
 

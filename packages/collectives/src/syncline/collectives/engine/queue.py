@@ -226,7 +226,7 @@ class Queue:
     def leave_to_parent(self) -> None:
         """Reset the queue in a forked child. The child lacks the queue's thread, and a lock may be held for ever.
 
-        No task runs any more.
+        Afterwards the child's queue is empty and has ended: it runs no queued task, and takes no new one.
         """
         self._turn, self._running_on = threading.RLock(), None
         self._changed = threading.Condition()

@@ -25,12 +25,12 @@ SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
 def setting(value: bytes) -> Mutation[None]:
-    """Make a change, for `apply`, that sets the value."""
+    """Return a change, which `apply` carries out. It sets the value."""
     return lambda _: (value, None)
 
 
 def adding(key: str, amount: int) -> Mutation[int]:
-    """Make a change, for `apply`, that adds `amount` to a value in decimal text. `key` is for error messages."""
+    """Return a change, which `apply` carries out. It adds `amount` to a value in decimal text. `key` is for errors."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
         total = _number(key, old) + amount
@@ -51,7 +51,7 @@ def _number(key: str, value: bytes | None) -> int:
 
 
 def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
-    """Make a change, for `apply`, that sets `desired` if the value is `expected`. `Store.compare_set` describes the answer."""
+    """Return a change, which `apply` carries out. It sets `desired` if the value is `expected`, as `Store.compare_set` does."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
         if (old or b"") == expected:
@@ -62,7 +62,7 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """Make a change, for `apply`, that removes the value. The answer says whether there was a value."""
+    """Return a change, which `apply` carries out. It removes the value, and answers whether there was one."""
     return lambda old: (None, old is not None)
 
 

@@ -197,7 +197,7 @@ def _mpi() -> MPIFacts | None:
 
 
 def _abi(file_name: str) -> str:
-    """Return the binary interface (ABI) of an extension module of mpi4py, from the module's file name.
+    """Return for which MPI's binary interface (ABI) an extension module of mpi4py was built, from the module's file name.
 
     Wheels of mpi4py have one such module for each ABI, for example MPI.openmpi.cpython-311-x86_64-linux-gnu.so.
     """

@@ -62,7 +62,7 @@ class TCPStoreServer:
 
     @property
     def host(self) -> str:
-        """The address on which the server listens, as a number."""
+        """The IP address on which the server listens, such as "127.0.0.1"; never a host's name."""
         return self._host
 
     @property
@@ -86,7 +86,7 @@ class TCPStoreServer:
 
 
 def _address(host: str, port: int) -> str:
-    """The address of `host`, as a number."""
+    """Return the IP address of `host`."""
     if not 0 <= port <= 65535:
         raise InvalidArgumentError(f"port={port}: expected 0 to 65535, where 0 takes a free port")
     try:

@@ -98,7 +98,7 @@ def choose(
         operation: the collective.
         size: the size of the call.
         capabilities: the facts about the group.
-        thresholds: the sizes from which each algorithm is used. They are the same on all ranks.
+        thresholds: the sizes in bytes at which the choice changes. They are the same on all ranks.
         is_native: whether MPI itself can do the reduction.
     """
     # If no ranks share memory, or there is nothing to move, use MPI.
@@ -127,7 +127,10 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 
 
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
-    """Whether a call of this size is faster in a window. If so, ranks with windows compare where their tensors are."""
+    """Whether a call of this size is faster in a window.
+
+    If so, and if the group has a window, all ranks compare where their tensors are.
+    """
     # A comparison of places costs one exchange. For a small tensor, a window saves less than that.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
         return False
