@@ -104,8 +104,10 @@ class RaceChecker:
         """The words of memory whose address alone is known."""
         begin = tensor.data_ptr()
         storages = self._memory.items()
-        start, storage = next((start, one) for start, one in storages if start <= begin < start + max(one.nbytes(), 1))
-        return _words(begin, tensor.nbytes) if storage.nbytes() <= _SMALL_BYTES else {start}
+        for start, storage in storages:
+            if start <= begin < start + max(storage.nbytes(), 1) and storage.nbytes() > _SMALL_BYTES:
+                return {start}
+        return _words(begin, tensor.nbytes)
 
     # ---- autograd ----
 

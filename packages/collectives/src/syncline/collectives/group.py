@@ -505,8 +505,8 @@ class ProcessGroup(ABC):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that this rank uses for a collective on a tensor of this dtype and shape.
 
-        Calls with different reductions or roots may use different algorithms. This method looks only at the reduction and root
-        that this rank began to use last.
+        Calls with different reductions or roots may use different algorithms. If this rank has used several, the answer is for
+        the reduction and the root whose first use came last.
 
         Args:
             name: the method's name, such as "all_reduce".

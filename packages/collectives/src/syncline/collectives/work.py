@@ -37,7 +37,7 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 
 
 class GroupFuture(AnyFuture):
-    """A future for which a callback of the same group can wait without a deadlock.
+    """The future of a collective of a group. A callback of this group can wait for the future without a deadlock.
 
     `then` keeps the errors of callbacks as they are. (torch's `then` makes a RuntimeError of their text.)
 

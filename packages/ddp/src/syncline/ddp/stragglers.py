@@ -84,7 +84,10 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Store the time of a step's last gradient, after the step's backward. One call in `every` is a collective."""
+        """Store when a step's last gradient came, measured from the end of the previous step.
+
+        Call this method after each step's backward. The first call stores no time. One call in `every` is a collective.
+        """
         # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:
             self._times.append(seen.last_gradient - self._common)

@@ -37,7 +37,9 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return None if the bucket contains a delayed parameter or `until`. For other buckets, ask the wrapped usage model.
+        """Return None if a bucket of these parameters contains a delayed one, or the one for which the delayed ones wait.
+
+        For other buckets, ask the wrapped usage model.
 
         None means that the reducer must look at each gradient of the bucket.
         """

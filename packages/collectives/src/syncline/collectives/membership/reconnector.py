@@ -85,8 +85,9 @@ class Reconnector(ABC):
         """Release the resources for connecting again. All members call this, after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """Make the counter of the group's calls (see `health.leaving`). None if ranks do not announce that they leave the job.
+        """Make the `GroupLeavers` of this generation; None if ranks do not announce that they leave the job.
 
+        It counts the collectives that this rank starts in the group, and finds those that never finish because a rank has left.
         Called once for each generation.
         """
         return None

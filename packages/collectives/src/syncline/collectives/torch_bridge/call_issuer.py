@@ -22,7 +22,7 @@ from .watched import Seen
 
 
 def reduction_of(options: Any) -> Reduction:
-    """The reduction that torch's options name. `options` may also be one of torch's reductions. None means SUM.
+    """Return the reduction in `options`, an options object of torch or one of torch's reductions. None means SUM.
 
     Raises:
         InvalidArgumentError: we have no such reduction.

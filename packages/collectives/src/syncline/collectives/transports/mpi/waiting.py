@@ -20,7 +20,10 @@ _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Set after how many seconds a waiting thread of this process begins to sleep between checks; infinity: never."""
+    """Set for how many seconds a waiting thread of this process yields between checks before it sleeps between them.
+
+    With infinity it never sleeps.
+    """
     global _spin_s
     _spin_s = seconds
 
@@ -61,8 +64,8 @@ class Patience:
         """Rest before the next check of the wait.
 
         Returns:
-            Whether the caller must now check the call's cancel scope (its time limit). False after most rests of [1]: the
-            check reads the clock, and a check after each rest would slow down short waits.
+            Whether the caller must now check the call's cancel scope (its time limit). False after most rests without a
+            sleep: the check reads the clock, and a check after each rest would slow down short waits.
         """
         if self._nap_s:
             time.sleep(self._nap_s)

@@ -69,8 +69,8 @@ class NcclGroup(EngineGroup):
        issues has the same place in the order on every rank, and the callback can wait for this call without blocking a thread.
     4. `send` and `recv` have no place in the order: each direction between two ranks has its own communicator and stream.
     5. A future's callback may issue collectives. So a thread that completes a future, with or without an error, holds no lock:
-       it calls `StreamWork.settle` after its turn in the queue. If an error must end the group, this error first leaves the
-       turn as a `FatalError`.
+       it calls `StreamWork.settle` after its turn in the queue. If an error must end the group, the code that runs in the turn
+       raises a `FatalError`. The group ends after the turn, when the thread holds no lock.
 
     The group serves the GPU of its first call. The group's communicator is made at this call. A group that was split from a
     connected group has its communicator already.
@@ -78,10 +78,10 @@ class NcclGroup(EngineGroup):
     All calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph, once the group is connected. A
     collective before the capture connects the group.
 
-    If NCCL cannot reduce as `ReduceOp` says, the ranks exchange the terms and reduce in rank order; see `NcclPlan`. Two
-    differences remain, as in torch, because NCCL is faster with them: float16 and bfloat16 are rounded at each addition, and
-    AVG multiplies each term by 1/size before the addition. With `reproducible` neither difference exists, at the cost of
-    copies of the tensor.
+    If NCCL cannot reduce as `ReduceOp` says, the ranks exchange the terms and reduce in rank order; see `NcclPlan`. If NCCL
+    itself reduces, two things differ from what `ReduceOp` says, as in torch: float16 and bfloat16 are rounded at each
+    addition, and AVG multiplies each term by 1/size before the addition. NCCL is faster this way. With `reproducible` neither
+    difference exists, at the cost of copies of the tensor.
 
     Note [Verification over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -90,7 +90,8 @@ class NcclGroup(EngineGroup):
     one comparison after the other, and a training step does not wait for a comparison. If a comparison finds a difference, the
     group ends, and the next call on the group raises the error. A barrier with `async_op=False` waits for a comparison, and
     raises the comparison's error even if NCCL never ends the barrier. `close` waits for a comparison, too, for at most
-    `_CLOSE_S` seconds. With more than `_COMPARED_EACH_TIME` ranks, there is no comparison after some backwards.
+    `_CLOSE_S` seconds. With more than `_COMPARED_EACH_TIME` ranks, the ranks do not compare after each backward: the more
+    ranks, the rarer.
 
     Calls are recorded and digested in the order in which they are put on the stream. Calls in a CUDA graph are recorded at the
     capture, not at a replay.
