@@ -15,7 +15,9 @@ from test_support.fake_device import CPU
 from test_support.races import RaceChecker
 
 pytestmark = pytest.mark.ranks
-IN_ORDER = [name for name in CHECKS if name.startswith(("total_order", "in_flight", "coalesced", "random", "reduce_scatter_of"))]
+IN_ORDER = [
+    name for name in CHECKS if name.startswith(("total_order", "in_flight", "coalesced", "random", "reduce_scatter_of"))
+]
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])

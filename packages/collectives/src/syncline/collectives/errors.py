@@ -67,7 +67,7 @@ class SynclineError(RuntimeError):
     """Base class of every error raised by a Syncline package. A RuntimeError, because scripts for torch catch that class."""
 
     def reworded(self, message: str) -> Self:
-        """A copy of the error with another message: the same type, attributes and cause."""
+        """Return a copy of the error that has another message, but the same type, attributes and cause."""
         made_by = OSError if issubclass(type(self), OSError) else RuntimeError  # an OSError has another layout in memory
         other: Self = made_by.__new__(type(self), message)  # not __init__: a subclass may take other arguments
         other.args = (message,)
@@ -85,7 +85,7 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument that should be a function is not one. Also a TypeError, as torch raises for such an argument."""
+    """An argument that should be a function is not one. Also a TypeError: torch raises a TypeError for such an argument."""
 
 
 class NotInitializedError(MisuseError):
@@ -124,7 +124,8 @@ class RankLostError(TransportError):
     """Processes of the group ended, or cannot be reached, while others wait for them.
 
     Attributes:
-        ranks: the ranks of the group that are known to be lost when the error is raised, ascending; never empty.
+        ranks: the ranks of the group that are known to be lost when the error is raised, ascending. Empty in two cases: a
+            newcomer finds that all processes of the job have ended, or all ranks with the state of a training are lost.
     """
 
     def __init__(self, message: str, ranks: Iterable[int]) -> None:

@@ -62,8 +62,8 @@ class ProcessGroup(ABC):
         torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
             a program passes a torch group to Syncline, Syncline makes a new object of this class. To see whether two objects
             stand for one torch group, compare their `torch_group`.
-        hosts: the host of each rank of the default group, as `startup.nodes.in_words` writes it; None if the ranks did not
-            exchange their hosts when they connected.
+        hosts: the host of each rank of the default group, in the format of `startup.nodes.in_words`; None if the ranks did not
+            exchange the names of their hosts when they connected.
     """
 
     torch_group: Any = None
@@ -466,7 +466,7 @@ class ProcessGroup(ABC):
 
     @property
     def has_total_order(self) -> bool:
-        """Whether a collective issued in a future's callback has the same place in this group's order on every rank.
+        """Whether all ranks run a collective that a future's callback issues at the same position among the group's calls.
 
         If not, do not issue collectives in callbacks: issue them on the thread that issues all other collectives.
         """
@@ -485,7 +485,7 @@ class ProcessGroup(ABC):
 
     @contextmanager
     def marked(self, mark: str) -> Iterator[None]:
-        """A context that adds a mark to the first call that this thread issues in it.
+        """A context manager that adds a mark to the first call that this thread issues inside the context.
 
         The mark must be the same on every rank: when the ranks compare calls, they also compare the marks. Errors show the
         marks.
@@ -551,7 +551,7 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Set whether the program goes on when a rank is lost. If it does, the group writes no report about the loss."""
+        """Set whether the program goes on when a rank is lost. If the program goes on, the group writes no report of a loss."""
 
     def missing_for_shrink(self) -> str | None:
         """Why `shrink` cannot work for this group, and what the user can do, in one sentence; None if `shrink` can work."""

@@ -28,8 +28,8 @@ class ReduceOp(enum.Enum):
     PREMUL_SUM  sum of the terms, each multiplied by a factor; made by `premul_sum`
     =========== ====================================================================
 
-    float16 and bfloat16 are accumulated in float32 and rounded once. NCCL rounds each addition, unless the group was made with
-    `reproducible=True`.
+    float16 and bfloat16 are accumulated in float32 and rounded once. Exception: over NCCL each addition is rounded, unless the
+    group was made with `reproducible=True`.
     """
 
     SUM = "sum"
@@ -143,8 +143,8 @@ def divide(total: torch.Tensor, count: int) -> None:
     if total.dtype in EXACTLY_HALVED and count & (count - 1) == 0:
         total.mul_(1 / count)
     elif total.is_complex() and not total.is_conj():
-        # When torch 2.6 divides complex numbers, an element's bits depend on its place in memory. Division of the real view
-        # gives the same bits at every place.
+        # When torch 2.6 divides complex numbers, the bits of an element's result depend on the element's address in memory. If
+        # we divide the real view, the bits do not depend on the address.
         torch.view_as_real(total).div_(count)
     else:
         total.div_(count, rounding_mode="trunc" if total.dtype in INTEGERS else None)

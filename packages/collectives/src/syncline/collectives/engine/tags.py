@@ -74,7 +74,7 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
 def sized_wire_tag(tag: int, dtype: torch.dtype, numel: int, largest: int) -> int:
     """Return a `wire_tag` that also codes the number of elements.
 
-    Use it for a library that does not check the size of a message.
+    Use this function for a library that does not check the size of a message.
 
     Two numbers of elements have the same code if they differ by a multiple of 2039 (`SIZES`).
     """

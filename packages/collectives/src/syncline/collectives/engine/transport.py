@@ -174,9 +174,9 @@ class Transport(ABC):
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Make the library end the call that runs on another thread. That call raises an error. The group starts no later call.
+        """Make the library end the call that runs on another thread. That call then raises an error. May block.
 
-        This may block.
+        After this method, the group starts no other call.
         """
 
     @abstractmethod

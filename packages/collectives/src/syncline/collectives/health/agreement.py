@@ -128,7 +128,8 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Return for each round the rank that sends to this rank, and the rank to which this rank sends. A pure function.
 
     The algorithm is dissemination: in round k each rank sends everything it knows to the rank 2**k after it. The algorithm
-    works for any number of ranks. A rank may receive a fact twice, so receiving a fact twice must do no harm.
+    works for any number of ranks. A rank may receive a fact twice. So use the algorithm only for results that a repeated fact
+    does not change, such as a maximum.
     """
     step = 1
     while step < size:
@@ -193,7 +194,7 @@ class Agreement:
             largest, negative_smallest, started_ns = self._carrier.maximum((mine, -mine, time.time_ns()), scope)
             if largest != -negative_smallest:
                 raise DisagreementError(different_options(self._statements(text, scope)))
-        # Raise a `CollectiveTimeout` here, because the group does so only for a call, and this is not a call.
+        # For a call, the group turns a TimeoutError into a `CollectiveTimeout`. This comparison is not a call, so do it here.
         except TimeoutError as error:
             raise CollectiveTimeout(
                 f"rank {self._rank} has connected, but not all ranks compared their options: {error}"
@@ -302,7 +303,7 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
     Args:
         histories: the last calls of each rank whose calls are known.
-        untold: ranks whose last calls differ from all calls in `histories`, and are not known here.
+        untold: ranks whose last calls are not known, because they did not fit into a message.
         fewest: the smallest number of calls of any rank.
         most: the largest number of calls of any rank.
     """
@@ -343,7 +344,7 @@ def name_of_run(started_ns: int) -> str:
 
 
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
-    """Return the error text for an all-to-all whose splits do not match, or None if they do.
+    """Return the error text for an all-to-all whose splits do not match, or None if the splits match.
 
     A rank cannot see a mismatch from its own counts. If too few elements come, some libraries do not write the rest of the
     output, and other libraries end the process.

@@ -77,7 +77,7 @@ class Connecting:
         self._step, self._missing, self._has_warned = "what comes next", "", True
 
     def say_who_is_missing(self, words: str, *, speaks: bool) -> None:
-        """Set which ranks are missing in the present step, in words. Also set whether this rank logs warnings from now on."""
+        """Set which ranks are missing in the current step, in words. Also set whether this rank logs warnings from now on."""
         self._missing, self._speaks = words, speaks
 
     def __enter__(self) -> Connecting:
@@ -119,7 +119,7 @@ class Connecting:
         return self.is_over or self._has_warned or not self._speaks
 
     def look(self, now_s: float) -> None:
-        """Warn if the present step takes too long. The monitor calls this method."""
+        """Warn if the current step takes too long. The monitor calls this method."""
         if self.is_idle or now_s - self._since_s < self._warning_s:
             return
         self._has_warned = True

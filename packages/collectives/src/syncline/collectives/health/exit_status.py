@@ -1,9 +1,10 @@
 """Find out the exit status of this process before the process ends.
 
 In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So we wrap `sys.exit`, and also `exit` and
-`quit`, which the module `site` gives to scripts. Many programs catch the exception (argparse in a test, a server's loop), so
-only an uncaught exception counts. Python frees an uncaught exception when no frame of the main thread is left. Python frees a
-caught exception earlier, while a frame still runs. If other code keeps the exception alive, we treat the exception as caught.
+`quit`, which the module `site` gives to scripts. These functions raise SystemExit. Many programs catch SystemExit (a test of
+argparse, a server's loop), so only an uncaught exception counts. Python frees an uncaught exception when no frame of the main
+thread is left. Python frees a caught exception earlier, while a frame still runs. If other code keeps the exception alive, we
+treat the exception as caught.
 
 If a script raises SystemExit in another way (`raise SystemExit(3)`), only `syncline run` sees the status before the process
 ends.

@@ -112,7 +112,7 @@ class Leavers:
 
 
 class GroupLeavers:
-    """Counts the collectives of one group that this rank has started, and finds collectives that will not finish.
+    """Counts the collectives that this rank has started in one group, and finds collectives that will not finish.
 
     Attributes:
         count: the count of started collectives.

@@ -215,7 +215,7 @@ class Monitor:
                 self._guarded(turn.look, thing, now_s)
 
     def _guarded(self, look: Callable[P, object], *arguments: P.args, **options: P.kwargs) -> None:
-        """Look once. If this raises an error (no thread can start, for example), the monitor goes on with its other looks."""
+        """Look once. If the look raises an error (for example, no thread can start), go on with the other looks."""
         try:
             look(*arguments, **options)
         except Exception:
@@ -278,7 +278,7 @@ class _Turn:
             self._look(looked, now_s)
 
     def finish(self, limit_s: float) -> None:
-        """Wait for a running look. If its thread were inside torch when the interpreter ends, the process would crash."""
+        """Wait for a running look. If its thread is inside torch while the interpreter ends, the process crashes."""
         if self._running is not None:
             self._running.done.wait(limit_s)
 
@@ -302,7 +302,8 @@ def end_process(words: str) -> None:
         os._exit(END_STATUS)
 
 
-# The monitor of this process. The parent's thread does not run in a forked child, which starts a monitor with its first group.
+# The monitor of this process. The thread of the parent's monitor does not run in a forked child. The child starts its own
+# monitor with its first group.
 _starting = threading.Lock()
 _monitor: Monitor | None = None
 _has_ended = False
@@ -336,7 +337,7 @@ def call_now_and_then(looked: Looked) -> None:
 def _forget() -> None:
     """Forget the parent's monitor in a forked child.
 
-    The monitor's thread does not run in the child, and its lock may stay locked.
+    The monitor's thread does not run in the child, and the monitor's lock may stay locked.
     """
     global _starting, _monitor
     _starting, _monitor = threading.Lock(), None

@@ -118,7 +118,7 @@ def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence
     last = max(max(calls) for calls in known.values())
     for position in range(first, last + 1):
         calls = {rank: mine.get(position) for rank, mine in placed.items()}
-        # None stands for a rank that has not reached this position. So this rank diverges, too.
+        # None stands for a rank that has not reached this position. Such a rank diverges, too.
         if len({None if call is None else call.digest for call in calls.values()}) > 1:
             return Divergence(position, calls, _sentence(position, placed))
     return None
@@ -153,7 +153,7 @@ def _deviation(
 ) -> tuple[str, str]:
     """Describe what a rank did in place of the call that most ranks made. Return the words for one and for several ranks."""
     place = f"{usual.name} #{usual.position}"
-    # The rank waits somewhere before, or still computes.
+    # The rank waits in an earlier call, or still computes.
     if mine is None:
         return f"has not come to {place}", f"have not come to {place}"
     # The rank's call at this position is the call that the others make next.

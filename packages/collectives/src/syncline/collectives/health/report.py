@@ -30,7 +30,7 @@ from .statements import ranks_in_words
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """The last calls of one rank on one group.
+    """The last calls of one rank in one group.
 
     Attributes:
         name: the group's name.
@@ -165,7 +165,8 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
     """Return the first call that has begun but not succeeded.
 
-    If all calls that have begun have succeeded, return the last of them. If no call has begun, return the last call.
+    If all calls that have begun have succeeded, return the last of them. If no call has begun, return the last call. If there
+    is no call, return None.
     """
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
@@ -368,8 +369,8 @@ def _stacks() -> str:
     )
 
 
-# Each signal comes twice: to the thread of `_listen`, and to the main thread when it runs Python code. So within this time
-# after a report, no second report is written.
+# Each signal comes twice: to the thread that `_listen` starts, and to the main thread as soon as the main thread runs Python
+# code. So within this time after a report, no second report is written.
 _ONCE_S = 1.0
 
 # The byte that ends the thread at exit. No signal has this number.
@@ -426,13 +427,13 @@ class _OnSignal:
             self._earlier(number, frame)
 
     def is_set(self) -> bool:
-        """Whether this is still Python's handler of the signal."""
+        """Whether this object is still the handler that Python calls for SIGUSR1."""
         return signal.getsignal(signal.SIGUSR1) is self
 
     def report(self) -> None:
         """Write one report for each signal. If another report is being written, do nothing.
 
-        Do not wait for the other report. Its writer may be this thread, which the signal has interrupted.
+        Do not wait for the other report: perhaps this thread was writing it when the signal interrupted the thread.
         """
         if not self._writing.acquire(blocking=False):
             return

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("syncline.collectives")
 
 DEFAULT_STALL_WARNING_S = 30.0
-# A rank posts a line for rank 0 when it has waited for a tenth of the limit, so that the warning also names ranks that came
-# late. It posts a second line shortly before the limit, so that this line is at rank 0 when the limit is reached. If rank 0 has
-# waited as long as the other ranks, it warns within two looks after the limit. If rank 0 came later, it warns when it has read
-# the second line.
+# The limit is `StallWatch.limit_s`. A rank posts a line for rank 0 when the rank has waited for a tenth of the limit, so that
+# the warning also names ranks that came late. The rank posts a second line shortly before the limit, so that rank 0 has this
+# line when the limit is reached. If rank 0 has waited as long as the other ranks, rank 0 warns within two looks after the
+# limit. If rank 0 came later, it warns when it has read the second line.
 _LOOKS_IN_LIMIT = 30
 _LOOKS_BEFORE_LINE = 3
 _STOP_S = 1.0
@@ -62,7 +62,7 @@ class Waiting:
     Attributes:
         position: the call's position in the group's total order.
         call: the call in words.
-        is_long: whether the rank has waited almost as long as the limit, so that rank 0 must warn at the limit.
+        is_long: whether the rank has waited for almost `StallWatch.limit_s` seconds, so that rank 0 must warn soon.
     """
 
     position: int

@@ -82,7 +82,7 @@ def different_calls(said: Statements) -> DisagreementError:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0, 1, 2", or "ranks 0-16, 18-9999" for runs of more than three.
+    """Return ranks in words: "rank 3", "ranks 0, 1, 2", or, if a run has more than three ranks, "ranks 0-16, 18-9999".
 
     Args:
         ranks: the ranks, ascending.
@@ -105,7 +105,7 @@ def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def ranks_of(found: Iterable[Sequence[int]]) -> Iterator[int]:
-    """Return the ranks in the runs, which have the form of the result of `runs`."""
+    """Yield all ranks of these runs of ranks. A run is a pair, as in the result of the function `runs`."""
     for first, last in found:
         yield from range(first, last + 1)
 

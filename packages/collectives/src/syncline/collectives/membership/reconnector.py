@@ -18,7 +18,7 @@ WAITING = -1
 
 @dataclass(frozen=True)
 class Generation:
-    """The members of one group. When members are lost or let in, the next generation follows, with a new group.
+    """The members of one group. When members are lost, or newcomers are let in, the next generation follows, with a new group.
 
     Attributes:
         number: counts the generations of the job from 0; `WAITING` in a newcomer that was not let in yet.

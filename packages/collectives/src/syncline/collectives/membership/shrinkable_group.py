@@ -102,7 +102,7 @@ class ShrinkableGroup(HostGroup):
 
     @override
     def _alarm(self) -> TransportError | None:
-        # If the members cannot meet again, no rank raises an alarm; see `_on_failure`.
+        # If the members cannot connect again, no rank raises an alarm; see `_on_failure`.
         if self._reconnector.missing() is not None:
             return None
         with suppress(StoreError):  # without the store the group still communicates; only the alarm is lost

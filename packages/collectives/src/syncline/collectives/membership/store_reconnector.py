@@ -307,7 +307,7 @@ class StoreReconnector(Reconnector):
                 return self._connected(self.generation)
             except TransportError as error:
                 logger.debug("generation %d did not connect: %s", self.generation.number, error)
-                # Members that did connect have gone on with this generation. The alarm makes them meet again, too.
+                # Members that have connected use the group of this generation. The alarm makes them leave it and vote again.
                 self.raise_alarm(self.generation, f"the members that are left could not connect: {error}")
                 if attempts == MOST_ATTEMPTS:
                     raise TransportError(f"the members {list(now.members)} live, and could not connect: {error}") from error

