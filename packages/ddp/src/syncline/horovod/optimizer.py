@@ -69,7 +69,7 @@ class _Rest(IntEnum):
     DENSIFIED = 3
     """The gradient was sparse, and was made dense."""
     TWICE = 4
-    """A gradient that came after another one was combined, so that both cannot be told apart any more."""
+    """A backward added to a gradient that was combined already. The sum of both cannot be combined any more."""
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

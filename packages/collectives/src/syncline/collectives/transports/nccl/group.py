@@ -83,8 +83,8 @@ class NcclGroup(EngineGroup):
     addition, and AVG multiplies each term by 1/size before the addition. NCCL is faster this way. With `reproducible` neither
     difference exists, at the cost of copies of the tensor.
 
-    Note [Verification over NCCL]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Note [Comparison over NCCL]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~
     NCCL does not compare calls: if ranks disagree, they get wrong sums or wait for ever. So the ranks compare their histories
     (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the group does
     one comparison after the other, and a training step does not wait for a comparison. If a comparison finds a difference, the
@@ -443,7 +443,7 @@ class NcclGroup(EngineGroup):
         made.report_to(self._reporter)
         return made
 
-    # ---- agreement; see Note [Verification over NCCL] ----
+    # ---- agreement; see Note [Comparison over NCCL] ----
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:

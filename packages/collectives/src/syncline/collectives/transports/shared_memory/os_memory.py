@@ -27,7 +27,7 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _SEQUENTIALLY_CONSISTENT = 5  # C's memory_order_seq_cst
 
 Fence: TypeAlias = Callable[[], object]
-"""Orders a thread's reads and writes in memory: those before the call come before those after the call, for all processors."""
+"""A call makes sure that all processors see the thread's earlier reads and writes of memory before its later ones."""
 
 
 def no_fence() -> None:
@@ -78,9 +78,9 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
         The number of bytes that are in huge pages now.
     """
     step = huge_page_bytes()
-    scope = time.monotonic() + seconds
+    end_s = time.monotonic() + seconds
     done = 0
-    while step and start + step <= stop and time.monotonic() < scope:
+    while step and start + step <= stop and time.monotonic() < end_s:
         try:
             mapping.madvise(_MADV_COLLAPSE, start, step)
             done += step
