@@ -108,9 +108,8 @@ def draw(seed: int, world_size: int) -> Program:
             return [name for name in present if name in always or pick.random() < 0.6]
 
         everything = pick.random() < 0.5
-        counts = [passes if op == "Sum" else pick.randint(0 if passes > 1 else 1, passes) for _ in range(world_size)]
-        if op == "Sum":
-            counts = [1] * world_size
+        least = 0 if passes > 1 else 1
+        counts = [1 if op == "Sum" else pick.randint(least, passes) for _ in range(world_size)]
         backwards = [[list(present) if everything else some() for _ in range(count)] for count in counts]
         # A gradient that a backward has brought may be combined already.
         reached = {name for rank in backwards for used in rank for name in used}

@@ -733,3 +733,64 @@ def test_buffers_of_functional_call_are_the_callers_and_those_of_the_module_are_
         torch.testing.assert_close(norm.running_mean, mean)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("accumulates_on", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_a_part_with_gradients_of_one_rank_alone_cannot_be_frozen(accumulates_on: set[int], options: dict[str, Any]) -> None:
+    """An optimizer would step it with them, so the replicas would drift apart."""
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(model(), process_group=group, **options)
+        step_of(ddp, group.rank, 0)
+        ddp.zero_grad()
+        if group.rank in accumulates_on:
+            with ddp.no_sync():
+                loss(ddp, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+        inner(ddp)[0].requires_grad_(False)
+        wrong, said = (
+            (MisuseError, "'0.weight' was frozen .*not averaged")
+            if group.rank in accumulates_on
+            else (
+                DisagreementError,
+                r"rank \d has refused its model .*'0.weight' was frozen",
+            )
+        )
+        with pytest.raises(wrong, match=said):
+            loss(ddp, group.rank, 2)
+        ddp.zero_grad()  # then it can be
+        assert step_of(ddp, group.rank, 3)[0] is None
+
+    run_ranks(2, body)
+
+
+def test_a_layer_with_buffers_only_is_new_though_it_has_the_id_of_one_that_is_gone() -> None:
+    module, owner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)), nn.Identity()
+    watch = ModelWatch(_state(module), owner, allows_unused=False)
+    gone = id(module.pop(1))
+    watch.take_note_of_structure()
+    others = []
+    for _ in range(1000):  # one of them might get the memory of the layer that is gone
+        others.append(nn.BatchNorm1d(2, affine=False))
+        if id(others[-1]) == gone:
+            break
+    module.append(others[-1])
+    assert [name for name, _ in watch.new_buffers()] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+def test_a_delayed_parameter_may_be_frozen_and_thawed() -> None:
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        module, whole = copy.deepcopy(first), copy.deepcopy(first)
+        delayed = {"delay_all_reduce_named_params": [("2.bias", module[2].bias)], "param_to_hook_all_reduce": module[0].weight}
+        ddp = DistributedDataParallel(module, process_group=group, **delayed)
+        step_of(ddp, group.rank, 0)
+        for frozen in ([2], [0], [], [0, 2], []):
+            for each in (module, whole):
+                each[0].weight.requires_grad_(0 not in frozen)
+                each[2].bias.requires_grad_(2 not in frozen)
+            for step in range(2):
+                torch.testing.assert_close(step_of(ddp, group.rank, step), averages(whole, 2, step))
+
+    run_ranks(2, body)

@@ -142,7 +142,8 @@ def test_the_future_of_a_call_without_outputs_orders_the_program(name: str) -> N
 
     def body(group: NcclGroup) -> None:
         call(group).wait(10)  # connects
-        is_held[0] = group.rank == 1
+        if group.rank == 1:
+            is_held[0] = True
         work = call(group)
         if group.rank == 1:
             work.get_future().wait()

@@ -114,7 +114,7 @@ class Buffers:
         self.are_stale = will_reduce or self.are_out_of_reach
 
     def forward_failed(self, will_reduce: bool) -> None:
-        """Note that the module raised an error in a forward, on every rank.
+        """Note that the module's forward raised an error. The forwards of all ranks must have failed.
 
         One rank may have run a forward in `no_sync` before, which synchronised the buffers, while another rank synchronised
         them in the failed forward. Afterwards the buffers must be due on both ranks, or on neither.

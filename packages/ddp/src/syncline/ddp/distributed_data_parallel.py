@@ -337,7 +337,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 f"{what}, within join() on {self._group.place()}: ranks without inputs cannot follow. Change it before"
             )
         self._state.check(self._group, buffers=self._sync_buffers_at_first or self.forward_sync_buffers)
-        if self._init_sync:
+        if not self._init_sync:
+            self._check_frozen()
+        else:
             try:
                 self._share_new(new)
             except DisagreementError as error:
@@ -369,8 +371,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             "new parameters": [name for name, _ in new],
             "sparse=True (in embeddings)": [name for name, parameter in self._state.parameters() if id(parameter) in sparse],
         }
+        with telling_the_others(self._group):
+            self._check_frozen()
         verify_same_options(options, group=self._group)
         broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
+
+    def _check_frozen(self) -> None:
+        """Check that no parameter was frozen that has a gradient of this rank alone, with which the optimizer would step it."""
+        unreduced = self._reducer.unreduced()
+        for name, parameter in self._state.parameters():
+            if name in unreduced and not parameter.requires_grad and parameter.grad is not None:
+                raise MisuseError(
+                    f"parameter '{name}' was frozen on {self._group.place()}, but its gradient is not averaged: freeze it "
+                    "after an averaged backward, or set its gradient to None"
+                )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
         """Convert the module as torch does. Afterwards parameters may be new objects, with new nodes in the graph."""

@@ -185,8 +185,9 @@ class Join:
             hook.post_hook(last_rank)
 
     def _leave(self, has_failed: bool) -> None:
-        for joinable, hook in zip(self._joinables, self._hooks, strict=True):
+        for joinable in self._joinables:
             joinable._join = None
+        for hook in self._hooks:
             # The error may have left a backward unfinished. Then the hook refuses, which must not hide the error.
             with suppress(MisuseError) if has_failed else nullcontext():
                 hook.leave()

@@ -86,8 +86,9 @@ class ModelWatch:
         self._known = {id(parameter) for _, parameter in parameters}
         self.take_note_of_structure()
         # Remember each buffer's module and name, not its tensor: a forward may assign a new tensor, on some ranks only.
+        # The module is kept with its id, because a new module may get the id of a module that is gone.
         self._buffer_places = {
-            (id(part), name) for part in self._state.module.modules() for name, _ in part.named_buffers(recurse=False)
+            (id(part), name): part for part in self._state.module.modules() for name, _ in part.named_buffers(recurse=False)
         }
 
     def take_note_of_structure(self) -> None:
@@ -132,7 +133,7 @@ class ModelWatch:
         return self.has_sign
 
     def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
-        """Whether a container, which had `count` layers at the last `take_note`, has other layers now."""
+        """Whether a container, which had `count` layers when its structure was noted, has other layers now."""
         layers = own_children(container)
         if len(layers) != count and not self._allows_unused:
             return True

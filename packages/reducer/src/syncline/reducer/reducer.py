@@ -166,6 +166,7 @@ class Reducer(Inherited):
         )
         self._as_view = gradient_as_bucket_view
         self._delayed_names, self._delayed_until_name = delayed, delayed_until
+        self._unreduced: set[str] = set()  # parameters whose gradients have come since the last reduced backward
         self._reduction = BucketReduction(group)
         self._sync_policy = GradSyncPolicy()
         self._lock = threading.Lock()
@@ -183,15 +184,18 @@ class Reducer(Inherited):
         self.is_in_fork = False
         self.statistics = IterationStatistics(time.perf_counter())
         self.reductions = 0
-        self._set_up(NamedParameters(named_parameters, sparse), _caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes))
+        caps_bytes = _caps_bytes(bucket_cap_bytes, first_bucket_cap_bytes)
+        self._set_up(NamedParameters(named_parameters, sparse), caps_bytes, delayed, delayed_until)
         tell_in_forks(self)
 
-    def _set_up(self, named: NamedParameters, caps_bytes: Sequence[int]) -> None:
+    def _set_up(
+        self, named: NamedParameters, caps_bytes: Sequence[int], delayed: Sequence[str], delayed_until: str | None
+    ) -> None:
         """Set up everything that depends on the list of parameters. No collective."""
         self._named = named
         self._parameters = named.parameters
-        self._delayed = [named.index(name) for name in self._delayed_names]
-        self._delayed_until = None if self._delayed_until_name is None else named.index(self._delayed_until_name)
+        self._delayed = [named.index(name) for name in delayed]
+        self._delayed_until = None if delayed_until is None else named.index(delayed_until)
         self._usage = self._make_usage()
         self._builder = BucketBuilder(
             named.names,
@@ -432,17 +436,24 @@ class Reducer(Inherited):
 
         Raises:
             MisuseError: a backward is under way, or has failed.
-            InvalidArgumentError: one of the delayed parameters is not among the new parameters.
         """
         self._check_idle("change_parameters")
         named = NamedParameters(named_parameters, sparse)
         self._count_unsynchronized()
         self._release_gradients()
         self._close_hooks()
-        self._set_up(named, bucket_cap_bytes)
+        # A delayed parameter may be frozen, or no longer a part of the model.
+        delayed = [name for name in self._delayed_names if name in named.names]
+        until = self._delayed_until_name if delayed and self._delayed_until_name in named.names else None
+        self._set_up(named, bucket_cap_bytes, delayed, until)
         # Gradients that exist already count as uses, so that they are part of the next reduction.
         there = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
         self._usage.accumulated(there, ())
+
+    def unreduced(self) -> set[str]:
+        """Return the names of parameters whose gradients have come since the last reduced backward, so are not averaged."""
+        self._count_unsynchronized()
+        return set(self._unreduced)
 
     def find_nodes_again(self) -> None:
         """Look for the parameters' nodes in autograd's graph again, after a conversion to another dtype or device and back."""
@@ -528,6 +539,7 @@ class Reducer(Inherited):
             self.statistics.backward_started = self.statistics.forward_started
             # Earlier backwards need not be counted: `indices` says which gradients there are.
             self._usage.reset()
+            self._unreduced.clear()
             self._usage.shadow_backward()
             self._usage.accumulated(list(indices), ())
             self._running = self._make_running()
@@ -667,6 +679,7 @@ class Reducer(Inherited):
             self._counts_at_end = False
             for _, taken in self._pending.take_all():
                 self._tell_usage(self._usage.accumulated, taken)
+                self._unreduced.update(self._named.names[index] for index in taken)
             self._users_hooks.reset()
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
@@ -738,6 +751,7 @@ class Reducer(Inherited):
         self._users_hooks.reset()
         self._readiness.reset()
         self._usage.reset()
+        self._unreduced.clear()
         self._running = None
 
     # ---- buckets ----
