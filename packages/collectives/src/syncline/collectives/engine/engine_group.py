@@ -81,6 +81,7 @@ class EngineGroup(ProcessGroup, Inherited):
         self._companions: list[ProcessGroup] = []
         self._closed = False  # the group takes no new calls
         self._is_over = False  # no call is left that `abort` could end
+        self._is_replaced = False  # `shrink` or `admit` has made a newer group
         self._is_closing = False
         self._closing = threading.RLock()  # held while a thread closes the group
         self._is_in_fork = False
@@ -179,7 +180,10 @@ class EngineGroup(ProcessGroup, Inherited):
 
     def _refusal(self, signature: Signature) -> GroupClosedError:
         """Return the error for a call on a closed group."""
-        return not_the_rank(signature.name, self.place()) if self._is_in_fork else self._words.closed(signature)
+        if self._is_in_fork:
+            return not_the_rank(signature.name, self.place())
+        # A script may keep the old group after a change of ranks. Only the newer group helps such a script.
+        return self._words.replaced(signature.name) if self._is_replaced else self._words.closed(signature)
 
     def _check_usable(self, signature: Signature) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ..engine.host_group import HostGroup
 from ..engine.transport import Transport
-from ..errors import GroupClosedError, StoreError, TransportError, headline
+from ..errors import StoreError, TransportError, headline
 from ..forks import not_the_rank
 from ..group import ProcessGroup
 from .reconnector import Reconnector
@@ -41,7 +41,6 @@ class ShrinkableGroup(HostGroup):
         self._reconnector = reconnector
         self._generation = generation
         self._options = options
-        self._is_replaced = False
 
     @override
     def missing_for_shrink(self) -> str | None:
@@ -84,7 +83,7 @@ class ShrinkableGroup(HostGroup):
         if self._is_in_fork:  # first, so that a forked child raises no alarm
             raise not_the_rank(call, self.place())
         if self._is_replaced:
-            raise GroupClosedError(f"{call} on {self.place()}: there is a newer group already; call it on that one")
+            raise self._words.replaced(call)
 
     def _replaced(self, transport: Transport) -> ProcessGroup:
         newer = type(self)(transport, self._reconnector, **self._options)

@@ -534,6 +534,7 @@ class NcclGroup(EngineGroup):
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)
         made = type(self)(connector, timeout_s=self.timeout_s, reproducible=self._reproducible)
+        self._is_replaced = True
         made.report_to(self._reporter)
         return made
 
