@@ -445,6 +445,23 @@ def test_a_newcomer_gets_what_is_stateful_and_one_for_whom_there_is_no_sample_wa
     assert first[1:] == (8, 8, 8)  # type: ignore[index]
 
 
+def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() -> None:
+    (member,) = create_groups(1, timeout_s=60)
+    newcomer = member.newcomer()
+
+    def let_in_and_end() -> None:
+        until(lambda: member.newcomers() == 1)
+        admitted = member.admit(silence_timeout_s=60)
+        assert isinstance(admitted, InProcessGroup)
+        admitted.lose()
+
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(let_in_and_end)
+        with pytest.raises(RankLostError, match="all ranks that had the state of the training are lost"):
+            Training(newcomer, give_up_s=20.0)
+        ended.result()
+
+
 # ---- limits and misuse ----
 
 

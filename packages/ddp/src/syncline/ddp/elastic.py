@@ -16,7 +16,6 @@ from syncline.collectives import (
     InvalidArgumentError,
     MisuseError,
     ProcessGroup,
-    RankGivenUpError,
     RankLostError,
     StoreError,
     TransportError,
@@ -27,7 +26,7 @@ from syncline.collectives.internal import DEFAULT_SILENCE_TIMEOUT_S, broadcast_o
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
 from .step_snapshot import StepSnapshot, holders_of_buffers
-from .training_state import HookState, Stateful, TrainingState, can_be_saved
+from .training_state import NO_RECOVERY, HookState, Stateful, TrainingState, can_be_saved, rank_with_state
 
 logger = logging.getLogger("syncline.ddp")
 
@@ -390,9 +389,7 @@ class Elastic:
         self._members.update(self._group.members, *(members for _, members in told))
         agreements = [number for number, _ in told]
         present = {member: number for member, number in zip(self._group.members, agreements, strict=True) if number is not None}
-        if not present:
-            raise RankLostError("all ranks that had the state of the training are lost; start it again from a checkpoint", ())
-        root = agreements.index(max(present.values()))
+        root = rank_with_state(agreements)
         self._share_hook_state(root)
         # All ranks take part, but only if there are newcomers, because the state is large.
         if None in agreements:
@@ -507,8 +504,7 @@ class Elastic:
             )
 
     def _check_hope(self, began_s: float, error: TransportError) -> None:
-        # After these errors this rank cannot be in a new group.
-        if isinstance(error, (RankGivenUpError, StoreError)):
+        if isinstance(error, NO_RECOVERY):
             raise error
         if time.perf_counter() - began_s > self._give_up_s:
             raise TransportError(

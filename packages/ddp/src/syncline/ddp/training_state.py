@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from syncline.collectives import RankGivenUpError, RankLostError, StoreError
+
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
 from .module_state import first_of_each, writable
@@ -25,6 +27,31 @@ class Stateful(Protocol):
 def can_be_saved(thing: object) -> bool:
     """Whether an object has `state_dict` and `load_state_dict`."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+class StateLostError(RankLostError):
+    """All ranks that had the state of the training are lost."""
+
+
+NO_RECOVERY = (RankGivenUpError, StoreError, StateLostError)
+"""After these errors, a further recovery cannot help this rank."""
+
+
+def rank_with_state(progress: Sequence[int | None]) -> int:
+    """Return the lowest rank with the newest state. The other ranks can get the state of this rank.
+
+    All ranks call this function after a change of the group, with the same argument, and so come to the same result.
+
+    Args:
+        progress: how far each rank has come. None for a newcomer that does not have the state of the training yet.
+
+    Raises:
+        StateLostError: no rank has the state.
+    """
+    known = [number for number in progress if number is not None]
+    if not known:
+        raise StateLostError("all ranks that had the state of the training are lost; start it again from a checkpoint", ())
+    return progress.index(max(known))
 
 
 class TrainingState:

@@ -8,8 +8,8 @@
 
 `sync`, `restore` and `commit` are methods of `State`. `shrink` and `admit` are methods of `ProcessGroup`. After a loss, the
 remaining ranks make a new group, in the same processes. A new process is started with SYNCLINE_JOIN=1, and runs the same
-script. As in Horovod, steps after the last commit are lost. In contrast, `syncline.ddp.Elastic` applies each step on all ranks
-or on none, and never repeats a batch that was applied.
+script. It has the state of the training only after its first `sync`. As in Horovod, steps after the last commit are lost. In
+contrast, `syncline.ddp.Elastic` applies each step on all ranks or on none, and never repeats a batch that was applied.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from syncline.collectives import ProcessGroup, RankGivenUpError, StoreError, TransportError
+from syncline.collectives import ProcessGroup, TransportError
 from syncline.collectives.internal import replace_default_group
+from syncline.ddp.training_state import NO_RECOVERY, rank_with_state
 
-from .state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .world import rank, replace_world, size, world
 
 logger = logging.getLogger("syncline.horovod")
@@ -46,9 +47,11 @@ class HostsUpdatedInterrupt(Exception):
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """A decorator for a training function `func(state, ...)`. When a rank is lost or joins, all ranks call `func` again.
 
-    Before each call of `func`, all ranks get the state of rank 0.
+    Before each call of `func`, all ranks get the state of rank 0. If rank 0 is a new process that does not have the state yet,
+    all ranks get the state of the lowest rank that has it.
 
     Raises:
+        RankLostError: only new processes are left, which do not have the state of the training yet.
         TransportError: a rank is lost, and the group cannot go on without it (`ProcessGroup.missing_for_shrink`), or the
             remaining ranks do not form a new group in time.
     """
@@ -56,8 +59,15 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         # If this process joins a training that is under way, wait until the group lets it in.
-        if world().group.is_waiting:
-            _go_on(world().group.admit(silence_timeout_s=_GIVE_UP_S))
+        is_new = world().group.is_waiting  # until its first `sync`, this process does not have the state of the training
+        if is_new:
+            try:
+                _go_on(world().group.admit(silence_timeout_s=_GIVE_UP_S))
+            except TransportError as error:
+                # This process was not let in, so it has no group to recover.
+                if world().group.is_waiting:
+                    raise
+                _recover(error)  # a rank was lost after this process was let in
             state.on_reset()
         lack = world().group.missing_for_shrink()
         if lack is not None and world().group.size > 1:
@@ -66,7 +76,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             group = world().group
             group.expect_losses(lack is None)
             try:
+                # A new process may be rank 0, if the ranks before it were lost during its first `sync`.
+                state.root_rank = rank_with_state(allgather_object(None if is_new else 0))
                 state.sync()
+                is_new = False
                 return func(state, *args, **kwargs)
             except TransportError as error:
                 # The group cannot go on without the lost rank, so the error ends the training.
@@ -93,8 +106,7 @@ def _recover(error: TransportError) -> None:
     """Go on in a new group of the remaining ranks. If another rank is lost meanwhile, try again."""
     began_s = time.perf_counter()
     while True:
-        # After a RankGivenUpError or a StoreError, this rank cannot be in a new group.
-        if isinstance(error, (RankGivenUpError, StoreError)) or time.perf_counter() - began_s > _GIVE_UP_S:
+        if isinstance(error, NO_RECOVERY) or time.perf_counter() - began_s > _GIVE_UP_S:
             raise error
         try:
             _go_on(world().group.shrink())
@@ -106,11 +118,20 @@ def _recover(error: TransportError) -> None:
 
 def _go_on(group: ProcessGroup) -> None:
     replace_default_group(world().group, group)
+    # `replace_world` communicates. If a rank is lost meanwhile, `_recover` must shrink the new group, not the old one.
+    world().group = group
     replace_world(group)
 
 
 class State:
-    """The state of a training. Derived classes define how to save, restore and synchronise the state."""
+    """The state of a training. Derived classes define how to save, restore and synchronise the state.
+
+    Attributes:
+        root_rank: the rank whose state `sync` gives to all ranks. `run` sets it before each `sync`. It is 0, unless rank 0 is a
+            new process that does not have the state yet.
+    """
+
+    root_rank = 0
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -159,7 +180,7 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks the state of rank 0. `run` calls `sync` on all ranks before each call of the training function."""
+        """Give all ranks the state of `root_rank`. `run` calls `sync` on all ranks before it calls the training function."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -187,8 +208,8 @@ class ObjectState(State):
         self._put_back()
 
     def sync(self) -> None:
-        """Give all ranks the state of rank 0."""
-        self._saved = broadcast_object({name: getattr(self, name) for name in self._saved})
+        """Give all ranks the state of `root_rank`."""
+        self._saved = broadcast_object({name: getattr(self, name) for name in self._saved}, self.root_rank)
         self._put_back()
 
     def _put_back(self) -> None:
@@ -229,15 +250,15 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Give all ranks the state of rank 0."""
+        """Give all ranks the state of `root_rank`."""
         for name in self._kept:
             thing = getattr(self, name)
             if isinstance(thing, torch.nn.Module):
-                broadcast_parameters(thing.state_dict(), root_rank=0)
+                broadcast_parameters(thing.state_dict(), self.root_rank)
             elif isinstance(thing, torch.optim.Optimizer):
-                broadcast_optimizer_state(thing, root_rank=0)
+                broadcast_optimizer_state(thing, self.root_rank)
             else:
-                thing.load_state_dict(broadcast_object(thing.state_dict()))
+                thing.load_state_dict(broadcast_object(thing.state_dict(), self.root_rank))
         super().sync()
         # Save, so that `restore` goes back to the state that all ranks have now.
         self._save_kept()
