@@ -345,6 +345,52 @@ def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
     assert seen == [0, 0]
 
 
+def train_with_scaler(group: ProcessGroup, at: Callable[[str, int], None], *, overflow_at: int | None) -> tuple[float, ...]:
+    """Train with a GradScaler and a scheduler. Return weight, scale, learning rate, and the number of applied steps."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=group)
+    torch.nn.init.zeros_(model.module.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    sampler = ElasticSampler(24, 4)
+    elastic = Elastic(model, optimizer, sampler, stateful=[scheduler, scaler], silence_timeout_s=20)
+    for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+        step = elastic.applied_steps
+        with elastic.step():
+            optimizer.zero_grad()
+            loss = model(batch).mean() * sampler.weight * (float("inf") if step == overflow_at else 1.0)
+            scaler.scale(loss).backward()
+            at("agreement", step)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            at("end", step)
+    weight, rate = float(model.module.weight.detach()), optimizer.param_groups[0]["lr"]
+    return weight, scaler.get_scale(), rate, scheduler.get_last_lr()[0], elastic.applied_steps
+
+
+@pytest.mark.parametrize(("moment", "overflow_at"), [("end", 2), ("agreement", 2), ("agreement", None)])
+def test_a_repeated_step_scales_and_schedules_once(moment: str, overflow_at: int | None) -> None:
+    """With an infinite gradient the scaler calls no `optimizer.step()`, so the ranks agree at the end of the body."""
+    expected = run_ranks(1, lambda group: train_with_scaler(group, lambda *_: None, overflow_at=overflow_at))[0]
+    assert expected[1:] == (1024.0 if overflow_at is None else 512.0, 0.5**6, 0.5**6, 6)
+    groups = create_groups(2, timeout_s=60)
+
+    def rank_body(rank: int) -> object:
+        def at(*here: object) -> None:
+            if rank == 1 and here == (moment, 2):
+                groups[1].lose()
+                raise Lost
+
+        try:
+            return train_with_scaler(groups[rank], at, overflow_at=overflow_at)
+        except Lost:
+            return None
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
+
+
 # ---- what a hook and others remember ----
 
 

@@ -97,7 +97,7 @@ class Elastic:
             (`model.fused_optimizer`).
         sampler: the sampler that divides the batches.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get
-            their state. All ranks pass them in the same order.
+            their state, and a repeated step begins with their state of before the step. All ranks pass them in the same order.
         min_ranks: the training ends if fewer ranks are left.
         max_failures: how many ranks may be lost in the whole training; None: any number.
         silence_timeout_s: how many seconds a recovery waits for a rank that is silent and is not known to have ended; see
@@ -111,7 +111,8 @@ class Elastic:
         lost_ranks: the lost ranks, as numbers in the first group (see `ProcessGroup.members`).
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, a copy of the model's buffers, and a copy of the random state (5 KB).
+    Cost: for each step, one `all_reduce` of 8 bytes, a copy of the model's buffers, of the random state (5 KB), and of the
+    states of the objects in `stateful`.
     Every `admit_every` steps rank 0 reads the store. While newcomers are let in, all ranks hold a second copy of the state that
     the newcomers get.
 
@@ -141,8 +142,10 @@ class Elastic:
     # barrier in place of the `all_reduce` would cost more: it compares the calls of all ranks, which the end of the backward
     # has just compared.)
     #
-    # A step changes buffers and random state before it is applied. `StepSnapshot` restores them before a step is repeated. All
-    # backwards of a step come before its first `optimizer.step()`; there may be several backwards, and several optimizers.
+    # A step changes buffers and random state before it is applied. A GradScaler may leave out `optimizer.step()`; then the ranks
+    # agree at the end of the body, when the scaler and schedulers have changed, too. `StepSnapshot` restores all of these before
+    # a step is repeated. All backwards of a step come before its first `optimizer.step()`; there may be several backwards, and
+    # several optimizers.
 
     def __init__(
         self,
@@ -246,7 +249,7 @@ class Elastic:
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
-        self._snapshot = StepSnapshot(self._model.module, self._holders)
+        self._snapshot = StepSnapshot(self._model.module, self._holders, self._optimizers, self._stateful)
         self._newcomers = 0
         self._phase = _Phase.COMPUTING
         self._group.expect_losses(True)
