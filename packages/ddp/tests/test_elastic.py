@@ -391,6 +391,135 @@ def test_a_repeated_step_scales_and_schedules_once(moment: str, overflow_at: int
         assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
 
 
+def accumulate(
+    group: ProcessGroup,
+    at: Callable[[int, ProcessGroup], None] = lambda *_: None,
+    *,
+    every: int = 2,
+    is_local: bool = False,
+    **options: Any,
+) -> float:
+    """Train on numbers whose means are the gradients. The optimizer steps in every second step, or less often."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=group, **options)
+    torch.nn.init.zeros_(model.module.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sampler = ElasticSampler(24, 4)
+    elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=1)
+    for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+        step = elastic.applied_steps
+        steps_now = step % every == every - 1
+        with elastic.step():
+            with model.no_sync() if is_local and not steps_now else nullcontext():
+                loss = model(batch).mean() * sampler.weight
+                at(step, model.join_process_group)
+                loss.backward()
+            if steps_now:
+                optimizer.step()
+                optimizer.zero_grad()
+    return float(model.module.weight.detach())
+
+
+@pytest.mark.parametrize("lost_at", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+def test_gradients_that_steps_accumulate_survive_a_loss(lost_at: int, options: dict[str, bool]) -> None:
+    groups = create_groups(2, timeout_s=60)
+
+    def rank_body(rank: int) -> float | None:
+        def at(step: int, _: ProcessGroup) -> None:
+            if rank == 1 and step == lost_at:
+                groups[1].lose()
+                raise Lost
+
+        try:
+            return accumulate(groups[rank], at, **options)
+        except Lost:
+            return None
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank_body, range(2))) == [pytest.approx(-sum(range(24)) / 4), None]
+
+
+def test_a_newcomer_gets_the_gradients_that_steps_accumulate() -> None:
+    """The newcomer comes in after step 0, whose gradients the optimizer uses in step 2."""
+    groups = create_groups(2, timeout_s=60)
+    present = [*groups, groups[0].newcomer()]
+
+    def rank_body(number: int) -> float:
+        def at(step: int, group: ProcessGroup) -> None:
+            if number == 0 and step == 0:
+                until(lambda: group.newcomers() == 1)
+
+        return accumulate(present[number], at, every=3)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(rank_body, range(3))) == [pytest.approx(-sum(range(24)) / 4)] * 3
+
+
+def test_gradients_of_an_optimizer_that_steps_seldom_survive_a_loss() -> None:
+    groups = create_groups(2, timeout_s=60)
+
+    def rank_body(rank: int) -> list[float] | None:
+        try:
+            return play(rank)
+        except Lost:
+            return None
+
+    def play(rank: int) -> list[float]:
+        model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=groups[rank])
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        often, seldom = (torch.optim.SGD([parameter], lr=1.0) for parameter in model.parameters())
+        sampler = ElasticSampler(24, 4)
+        elastic = Elastic(model, [often, seldom], sampler, silence_timeout_s=20)
+        for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+            step = elastic.applied_steps
+            with elastic.step():
+                often.zero_grad()
+                if rank == 1 and step == 3:
+                    groups[1].lose()
+                    raise Lost
+                (model(batch).mean() * sampler.weight).backward()
+                often.step()
+                if step % 2:
+                    seldom.step()
+                    seldom.zero_grad()
+        return [float(parameter.detach()) for parameter in model.parameters()]
+
+    with ThreadPoolExecutor(2) as threads:
+        # The gradient of the weight is the mean of a batch, the gradient of the bias is 1.
+        assert list(threads.map(rank_body, range(2))) == [pytest.approx([-sum(range(24)) / 4, -6.0]), None]
+
+
+def test_a_step_that_ends_with_gradients_of_this_rank_alone_is_refused() -> None:
+    """They would be lost with their rank."""
+
+    def body(group: ProcessGroup) -> None:
+        problem = "put all backwards of one optimizer's step into one"
+        with pytest.raises(MisuseError, match=problem) as caught:
+            accumulate(group, is_local=True)
+        assert len(str(caught.value)) <= 200
+
+    run_ranks(2, body)
+
+
+def test_gradients_of_this_rank_alone_may_stay_if_no_step_needs_them() -> None:
+    def body(group: ProcessGroup) -> float:
+        training = Training(group)
+
+        def at(moment: str, step: int) -> None:
+            batch = torch.ones(2, 1)
+            with training.model.no_sync():
+                if moment == "forward":  # several backwards of one step
+                    training.model(batch).mean().backward()
+                    training.optimizer.zero_grad()
+                elif moment == "applied":  # a look at the model, whose gradients the next step drops
+                    training.model(batch).mean().backward()
+
+        return training.run(at)
+
+    assert run_ranks(2, body) == [pytest.approx(FINAL_WEIGHT)] * 2
+
+
 # ---- what a hook and others remember ----
 
 

@@ -380,8 +380,11 @@ def test_what_was_added_up_without_synchronisation_is_reduced(as_view: bool, gra
         train(reducer, parameters, group, [REVERSED] * 3)
         set_to_none(parameters)
         reducer.prepare_for_backward(synchronizes=False)
+        assert not reducer.has_local_gradients
         loss(parameters, group.rank, 3, [2, 1]).backward()  # it may leave some out
+        assert reducer.has_local_gradients
         forward(reducer, parameters, group, 4, REVERSED).backward()
+        assert not reducer.has_local_gradients
         for index, (_, parameter) in enumerate(parameters):
             assert parameter.grad is not None
             extra = average(2, index, 3)[0] if index in (1, 2) else 0

@@ -425,6 +425,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether a backward that did not average gradients has added to them since the latest backward that did."""
+        return self._reducer.has_local_gradients
+
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:

@@ -79,6 +79,9 @@ class Elastic:
     is written. If a step recovers from the loss of a rank, no report is written. After the loss of a rank the model has a new
     group: read `model.join_process_group`. If the old group was the default group, the new group becomes the default.
 
+    **Gradient accumulation.** Several steps may add to the gradients of one `optimizer.step()`, if each step averages them. But
+    all backwards within `model.no_sync()` must be in the same `with elastic.step():` as the backward that averages their sum.
+
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
     all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The error
     feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a hook's
@@ -88,8 +91,9 @@ class Elastic:
     constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
     `admit_every` applied steps. A newcomer gets the state of the lowest rank among the ranks that have taken part in the most
     agreements. The state is the parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
-    and the state of the communication hook. The newcomer continues at the step of the other ranks. From this step on, its
-    script must issue exactly the same collectives as the other ranks. So the script must loop over `epochs`.
+    gradients that no optimizer has used yet, and the state of the communication hook. The newcomer continues at the step of the
+    other ranks. From this step on, its script must issue exactly the same collectives as the other ranks. So the script must
+    loop over `epochs`.
 
     Args:
         model: the model, on a group that can shrink.
@@ -142,10 +146,14 @@ class Elastic:
     # barrier in place of the `all_reduce` would cost more: it compares the calls of all ranks, which the end of the backward
     # has just compared.)
     #
-    # A step changes buffers and random state before it is applied. A GradScaler may leave out `optimizer.step()`; then the ranks
-    # agree at the end of the body, when the scaler and schedulers have changed, too. `StepSnapshot` restores all of these before
-    # a step is repeated. All backwards of a step come before its first `optimizer.step()`; there may be several backwards, and
-    # several optimizers.
+    # A step changes buffers and random state before it is applied. A GradScaler may leave out `optimizer.step()`; then the
+    # ranks agree at the end of the body, when the scaler and schedulers have changed, too. `StepSnapshot` restores all of
+    # these before a step is repeated. All backwards of a step come before its first `optimizer.step()`; there may be several
+    # backwards, and several optimizers.
+    #
+    # If an optimizer has not stepped in a step, its gradients may be a part of a sum over several steps. So the next snapshot
+    # keeps copies of them, and newcomers get them. They are averages, which are the same on all ranks. Gradients that are not
+    # averaged yet would be lost with their rank, so a step must not end with such gradients.
 
     def __init__(
         self,
@@ -191,6 +199,9 @@ class Elastic:
         self._holders = holders_of_buffers(model.module)
         self._snapshot: StepSnapshot | None = None
         self._newcomers = 0  # how many wait, as agreed in this step
+        self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this step
+        # Parameters whose gradients the steps so far have accumulated for a later `optimizer.step()`.
+        self._accumulated: list[torch.nn.Parameter] = []
         self._agreements = 0
         self.applied_steps = 0
         self.lost_ranks: list[int] = []
@@ -245,18 +256,22 @@ class Elastic:
             RankLostError: on all survivors, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
-            MisuseError: this step begins within another step. Or a collective failed after the ranks had agreed.
+            MisuseError: this step begins within another step. Or a collective failed after the ranks had agreed. Or the step
+                ends with gradients that no optimizer has used and that are not averaged.
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
-        self._snapshot = StepSnapshot(self._model.module, self._holders, self._optimizers, self._stateful)
+        self._snapshot = StepSnapshot(self._model.module, self._holders, self._optimizers, self._stateful, self._accumulated)
         self._newcomers = 0
+        self._stepped.clear()
         self._phase = _Phase.COMPUTING
         self._group.expect_losses(True)
         try:
             with self._refusing_late_losses():
                 yield
+            accumulated = self._accumulated_gradients()
             self._agree()  # the body may not have called optimizer.step()
+            self._accumulated = accumulated  # only now: a step that is not applied leaves the earlier gradients
             if self._newcomers:
                 self._admit_newcomers()
         # The step is repeated: `batches` gives the same batch again.
@@ -291,10 +306,28 @@ class Elastic:
 
     # ---- the agreement ----
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._phase is _Phase.BETWEEN_STEPS:
             raise MisuseError("optimizer.step() was called outside of `with elastic.step():`")
         self._agree()
+        self._stepped.add(id(optimizer))
+
+    def _accumulated_gradients(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients no optimizer has used in this step, at its end. Usually there are none.
+
+        Raises:
+            MisuseError: these gradients are not averaged yet.
+        """
+        idle = [optimizer for optimizer in self._optimizers if id(optimizer) not in self._stepped]
+        parameters = [
+            p for optimizer in idle for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        if parameters and self._model.has_local_gradients:
+            raise MisuseError(
+                f"step {self.applied_steps} on {self._group.place()} ends with gradients that are not averaged, which a lost "
+                "rank would take along: put all backwards of one optimizer's step into one elastic.step()"
+            )
+        return parameters
 
     def _agree(self) -> None:
         """Agree with all ranks to apply the step. See Note [Applied on all or on none]."""
@@ -482,10 +515,10 @@ class Elastic:
         if self._group.rank == root:
             self._undo_step()
         models = TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
-        mine = (models.collect(), self._agreements, self.applied_steps) if self._group.rank == root else None
+        mine = (models.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
         state, agreements, applied = broadcast_object(mine, root, group=self._group)
         if self._is_new:
-            models.load(state)
+            self._accumulated = models.load(state)
             self._agreements, self.applied_steps = agreements, applied
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 

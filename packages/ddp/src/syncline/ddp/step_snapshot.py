@@ -28,6 +28,8 @@ class StepSnapshot:
             hundreds of modules takes a millisecond.
         optimizers: the optimizers whose options are saved.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
+        accumulated: the parameters whose present gradients, if there are any, belong to an optimizer's step that is still to
+            come.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class StepSnapshot:
         holders: Iterable[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer] = (),
         stateful: Sequence[Stateful] = (),
+        accumulated: Iterable[torch.nn.Parameter] = (),
     ) -> None:
         self._module = module
         self._buffers = [
@@ -50,10 +53,12 @@ class StepSnapshot:
             for group in optimizer.param_groups
         ]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
+        # The script may have set gradients to None since the latest step.
+        self._gradients = [(each, each.grad.detach().clone()) for each in accumulated if each.grad is not None]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give everything that the snapshot holds its earlier value, and drop the gradients."""
+        """Give everything that the snapshot holds its earlier value, and drop all other gradients."""
         for holder, name, buffer, value in self._buffers:
             # Put the old buffer back, too, because the step may have put another tensor in the buffer's place.
             writable([buffer])[0].copy_(value[first_of_each(buffer)])
@@ -70,3 +75,5 @@ class StepSnapshot:
             group.update(options)
         for parameter in self._module.parameters():
             parameter.grad = None
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient.clone()  # a copy, so that the snapshot can be restored again

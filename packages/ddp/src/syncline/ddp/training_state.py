@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,8 @@ def rank_with_state(progress: Sequence[int | None]) -> int:
 class TrainingState:
     """The state that a joining rank gets from another rank: model, optimizers, sampler, CPU random state, other objects.
 
+    The state may also have gradients that several steps accumulate.
+
     Args:
         model: the model with the parameters and buffers.
         optimizers: the optimizers, in the same order on all ranks.
@@ -76,8 +78,13 @@ class TrainingState:
         self._sampler = sampler
         self._stateful = stateful
 
-    def collect(self) -> dict[str, Any]:
-        """Return this rank's state. The tensors in the state are the tensors in use, not copies."""
+    def collect(self, accumulated: Iterable[torch.nn.Parameter] = ()) -> dict[str, Any]:
+        """Return this rank's state. The tensors in the state are the tensors in use, not copies.
+
+        Args:
+            accumulated: the parameters whose gradients belong to an optimizer's step that is still to come.
+        """
+        names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
         return {
             "model": self._model.module.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),  # the state_dict lacks buffers that are not persistent
@@ -85,11 +92,12 @@ class TrainingState:
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
             "stateful": [each.state_dict() for each in self._stateful],
+            "gradients": {names[id(each)]: each.grad for each in accumulated if id(each) in names},
         }
 
     @torch.no_grad()
-    def load(self, state: dict[str, Any]) -> None:
-        """Give this rank the state that `collect` has returned on another rank."""
+    def load(self, state: dict[str, Any]) -> list[torch.nn.Parameter]:
+        """Give this rank the state that `collect` has returned on another rank. Return the parameters with gradients."""
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
             writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
@@ -99,6 +107,9 @@ class TrainingState:
             each.load_state_dict(its)
         self._sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
+        for name, parameter in self._model.module.named_parameters():
+            parameter.grad = state["gradients"].get(name)
+        return [parameter for parameter in self._model.module.parameters() if parameter.grad is not None]
 
 
 class HookState:
