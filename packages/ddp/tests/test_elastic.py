@@ -637,6 +637,37 @@ def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() ->
         ended.result()
 
 
+@pytest.mark.parametrize("thaws", [True, False])
+def test_a_newcomer_freezes_what_the_others_have_frozen_during_the_training(thaws: bool) -> None:
+    groups = create_groups(2, timeout_s=60)
+    present = [*groups, groups[0].newcomer()]
+
+    def rank_body(number: int) -> tuple[bool, object, object]:
+        module = torch.nn.Linear(1, 1)
+        module.bias.requires_grad_(not thaws)
+        model = DistributedDataParallel(module, process_group=present[number])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sampler = ElasticSampler(24, 4)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=2)
+        for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+            step = elastic.applied_steps
+            if step == 1:  # the newcomer begins with a later step
+                module.bias.requires_grad_(thaws)
+                if number == 0:
+                    until(lambda: groups[0].newcomers() == 1)
+            with elastic.step():
+                optimizer.zero_grad()
+                (model(batch).mean() * sampler.weight).backward()
+                optimizer.step()
+        assert model.join_process_group.size == 3
+        return module.bias.requires_grad, module.weight.tolist(), module.bias.tolist()
+
+    with ThreadPoolExecutor(3) as threads:
+        first, *others = threads.map(rank_body, range(3))
+    assert others == [first, first]
+    assert first[0] is thaws
+
+
 # ---- limits and misuse ----
 
 

@@ -57,7 +57,7 @@ def rank_with_state(progress: Sequence[int | None]) -> int:
 class TrainingState:
     """The state that a joining rank gets from another rank: model, optimizers, sampler, CPU random state, other objects.
 
-    The state may also have gradients that several steps accumulate.
+    The state also says which parameters require gradients, and may have gradients that several steps accumulate.
 
     Args:
         model: the model with the parameters and buffers.
@@ -84,7 +84,8 @@ class TrainingState:
         Args:
             accumulated: the parameters whose gradients belong to an optimizer's step that is still to come.
         """
-        names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
+        parameters = dict(self._model.module.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
         return {
             "model": self._model.module.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),  # the state_dict lacks buffers that are not persistent
@@ -92,6 +93,7 @@ class TrainingState:
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
             "stateful": [each.state_dict() for each in self._stateful],
+            "requires_grad": {name: parameter.requires_grad for name, parameter in parameters.items()},
             "gradients": {names[id(each)]: each.grad for each in accumulated if id(each) in names},
         }
 
@@ -108,6 +110,8 @@ class TrainingState:
         self._sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
         for name, parameter in self._model.module.named_parameters():
+            # The script may have frozen or thawed parameters during the training. This rank's script has not come there.
+            parameter.requires_grad_(state["requires_grad"][name])
             parameter.grad = state["gradients"].get(name)
         return [parameter for parameter in self._model.module.parameters() if parameter.grad is not None]
 
