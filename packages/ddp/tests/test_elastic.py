@@ -637,6 +637,49 @@ def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() ->
         ended.result()
 
 
+@pytest.mark.parametrize("newcomer_has_hook", [True, False])
+def test_a_newcomer_with_another_hook_is_refused_and_the_others_go_on(newcomer_has_hook: bool) -> None:
+    groups = create_groups(2, timeout_s=60)
+    newcomer = groups[0].newcomer()
+    joined: list[InProcessGroup] = []
+
+    def others(rank: int) -> tuple[float, list[int], int]:
+        training = Training(groups[rank], admit_every=1, max_failures=0)
+        if not newcomer_has_hook:
+            use_hook(training.model, rank)
+
+        def at(moment: str, step: int) -> None:
+            if rank == 0 and (moment, step) == ("forward", 0):
+                until(lambda: groups[0].newcomers() == 1)
+
+        return training.run(at), training.elastic.lost_ranks, training.model.join_process_group.size
+
+    def join(group: InProcessGroup) -> str:
+        admit = group.admit
+
+        def noted(**options: Any) -> InProcessGroup:
+            joined.append(admit(**options))
+            return joined[0]
+
+        group.admit = noted  # type: ignore[method-assign]
+        model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=group)
+        if newcomer_has_hook:
+            use_hook(model, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(MisuseError, match=r"register the communication hook before Elastic\(\.\.\.\)") as caught:
+            Elastic(model, optimizer, ElasticSampler(12 * STEPS, 12), give_up_s=60)
+        joined[0].lose()  # the newcomer's process ends
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        refusal = threads.submit(join, newcomer)
+        assert list(threads.map(others, range(2))) == [(pytest.approx(FINAL_WEIGHT), [], 2)] * 2
+        text = refusal.result()
+    assert "average(HookState)" in text
+    assert "none" in text
+    assert len(text) <= 200
+
+
 @pytest.mark.parametrize("thaws", [True, False])
 def test_a_newcomer_freezes_what_the_others_have_frozen_during_the_training(thaws: bool) -> None:
     groups = create_groups(2, timeout_s=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -85,7 +85,8 @@ class Elastic:
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
     all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The error
     feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a hook's
-    state holds a group, register the hook again after a recovery.
+    state holds a group, register the hook again after a recovery. Register a hook before you make `Elastic`: a newcomer with
+    another hook than the other ranks raises an error, and the other ranks go on without it.
 
     **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
     constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
@@ -124,7 +125,8 @@ class Elastic:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU. The text says why.
         InvalidArgumentError: a number among the arguments is out of range, a batch has fewer samples than there are ranks, or
             an object in `stateful` has no `state_dict` and `load_state_dict`.
-        MisuseError: an optimizer steps within backward, before the ranks could agree.
+        MisuseError: an optimizer steps within backward, before the ranks could agree. Or this newcomer has another
+            communication hook than the other ranks.
     """
 
     # Note [Applied on all or on none]
@@ -421,11 +423,13 @@ class Elastic:
         # None marks a newcomer: it gets the state, and cannot give it.
         mine = None if self._is_new else self._agreements
         # Each rank names all members that it knows, so a newcomer learns which ranks were lost before.
-        told = exchange_objects((mine, sorted(self._members)), group=self._group)
-        self._members.update(self._group.members, *(members for _, members in told))
-        agreements = [number for number, _ in told]
+        hook = _describe_hook(*self._model.communication_hook)
+        told = exchange_objects((mine, sorted(self._members), hook), group=self._group)
+        agreements = [number for number, _, _ in told]
         present = {member: number for member, number in zip(self._group.members, agreements, strict=True) if number is not None}
         root = rank_with_state(agreements)
+        self._refuse_other_hooks(agreements, [hook for _, _, hook in told], root)
+        self._members.update(self._group.members, *(members for _, members, _ in told))
         self._share_hook_state(root)
         # All ranks take part, but only if there are newcomers, because the state is large.
         if None in agreements:
@@ -507,6 +511,32 @@ class Elastic:
         self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
 
+    def _refuse_other_hooks(self, agreements: Sequence[int | None], hooks: Sequence[str], root: int) -> None:
+        """Raise an error if a newcomer has another communication hook than `root`.
+
+        The hook decides which collectives follow. So the newcomer ends, and the other ranks meet again without it.
+
+        Args:
+            agreements: for each rank the number of agreements; None for a newcomer.
+            hooks: for each rank its hook in words.
+            root: the rank whose hook is right.
+
+        Raises:
+            MisuseError: on a newcomer with another hook.
+            RankLostError: on the other ranks.
+        """
+        others = [rank for rank, number in enumerate(agreements) if number is None and hooks[rank] != hooks[root]]
+        if not others:
+            return
+        if self._group.rank in others:
+            raise MisuseError(
+                f"this newcomer has the communication hook {hooks[self._group.rank]}, and the other ranks have {hooks[root]}: "
+                "register the communication hook before Elastic(...)"
+            )
+        raise RankLostError(
+            f"newcomer(s) {others} on {self._group.place()} end, because they have another communication hook", others
+        )
+
     def _share_state(self, root: int) -> None:
         """Give newcomers the state of `root`. A collective.
 
@@ -547,6 +577,13 @@ class Elastic:
                 f"the training ends on {self._group.place()} after {self.applied_steps} applied steps: the ranks "
                 f"did not come together again within {self._give_up_s:g} s (give_up_s). The last problem: {error}"
             ) from error
+
+
+def _describe_hook(hook: Callable[..., Any] | None, state: object) -> str:
+    """Name a communication hook and the type of its state, such as "powerSGD_hook(PowerSGDState)"."""
+    if hook is None:
+        return "none"
+    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}({type(state).__qualname__})"
 
 
 def _checked(stateful: Iterable[Stateful]) -> list[Stateful]:
