@@ -160,17 +160,6 @@ def test_a_module_of_which_everything_is_ignored_has_nothing_to_average() -> Non
     run_ranks(1, body)
 
 
-def test_a_parameter_that_is_frozen_after_construction_is_named() -> None:
-    def body(group: ProcessGroup) -> None:
-        module = torch.nn.Linear(4, 2).double()
-        model = DistributedDataParallel(module, process_group=group)
-        module.bias.requires_grad_(False)
-        with pytest.raises(MisuseError, match=r"got no gradient in it: 'bias'\. Freeze them"):
-            model(batch(0)).sum().backward()
-
-    run_ranks(1, body)
-
-
 # ---- states ----
 
 
