@@ -129,7 +129,6 @@ class Reducer(Inherited):
         seems_static: whether all reduced backwards so far have left out the same parameters on this rank.
         is_in_fork: whether this process is a fork of the rank. If so, a backward only adds to this process's gradients, as
             without a reducer.
-        has_local_gradients: whether a backward that was not reduced has added to gradients since the latest reduced backward.
         reductions: the number of reduced backwards. It is the same on all ranks.
 
     Extra memory: the buckets, which together are as large as all gradients. On CPUs, most large gradients stay in the buckets
@@ -182,7 +181,6 @@ class Reducer(Inherited):
         self._latest_error: str | None = None
         self._has_accumulated = False
         self._counts_at_end = False
-        self.has_local_gradients = False
         self.is_in_fork = False
         self.statistics = IterationStatistics(time.perf_counter())
         self.reductions = 0
@@ -457,6 +455,11 @@ class Reducer(Inherited):
         self._count_unsynchronized()
         return set(self._unreduced)
 
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether a backward that was not reduced has added to gradients since the latest reduced backward."""
+        return bool(self.unreduced())
+
     def find_nodes_again(self) -> None:
         """Look for the parameters' nodes in autograd's graph again, after a conversion to another dtype or device and back."""
         self._check_idle("find_nodes_again")
@@ -512,7 +515,6 @@ class Reducer(Inherited):
             self._running.start_empty()
         self._running.finish()
         self._sync_policy.reduced()
-        self.has_local_gradients = False
         self.reductions += 1
         if self._learns_order:
             # Every rank needs an order to take part in the rebuild. This rank saw no gradients, so take the buckets' order.
@@ -550,7 +552,6 @@ class Reducer(Inherited):
         with torch.inference_mode(False):
             self._running.finish(self._on_delivery, self._extra_futures)
         self._sync_policy.reduced()
-        self.has_local_gradients = False
         self.reductions += 1
         self._extra_futures = []
         self._reset()
@@ -592,7 +593,6 @@ class Reducer(Inherited):
         """
         self._has_accumulated = True
         if not self._sync_policy.is_due:
-            self.has_local_gradients = True
             # This backward is not reduced: its gradients are counted once, at its end.
             if not self._counts_at_end:
                 self._counts_at_end = True
@@ -746,7 +746,6 @@ class Reducer(Inherited):
             self._arrival_order.learn()
         self._extra_futures = []
         self._sync_policy.reduced()
-        self.has_local_gradients = False
         self.reductions += 1
         self._reset()
         if self._on_iteration is not None:
