@@ -12,26 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import syncline.horovod as hvd
 
-from . import random_training
-from .random_training import FEATURES, HEAD, Net, compare, dense_gradients, inputs_of, loss_of, make_block, set_values
+from .random_training import (
+    BLOCKS,
+    HEAD,
+    assert_equal_on_all_ranks,
+    compare,
+    dense_gradients,
+    inputs_of,
+    loss_of,
+    make_block,
+    make_net,
+    set_values,
+)
 
 STEPS = 7
-
-
-class Reentrant(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Sequential(torch.nn.Linear(FEATURES, FEATURES), torch.nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=True)
-
-
-BLOCKS = {**random_training.BLOCKS, "re-entrant": Reentrant}
 
 
 @dataclass
@@ -98,7 +95,7 @@ def draw(seed: int, world_size: int) -> Program:
         if number and others and pick.random() < 0.35:
             verb = pick.choice(["freeze", "unfreeze", "add"])
             if verb == "add":
-                kind = pick.choice([kind for kind in random_training.BLOCKS if kind != "sparse words"])
+                kind = pick.choice([kind for kind in BLOCKS if kind != "sparse words"])
                 present[f"n{number}"] = kind
                 changes = [(verb, f"n{number}", kind)]
             else:
@@ -137,16 +134,12 @@ class _Replica:
     """A model and its optimizer, before they are distributed."""
 
     def __init__(self, program: Program) -> None:
-        self.net = Net()
-        for name, kind in program.blocks.items():
-            self.net.blocks[name] = make_block(kind, name, BLOCKS)
-        for name in program.frozen:
-            self.net.blocks[name].requires_grad_(False)
+        self.net = make_net(program.blocks, program.frozen)
         self.optimizer: Any = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=program.momentum)
 
     def change(self, verb: str, name: str, kind: str = "") -> None:
         if verb == "add":
-            self.net.blocks[name] = make_block(kind, name, BLOCKS)
+            self.net.blocks[name] = make_block(kind, name)
             self.optimizer.add_param_group({"params": list(self.net.blocks[name].parameters())})
         else:
             self.net.blocks[name].requires_grad_(verb == "unfreeze")
@@ -216,7 +209,7 @@ def play(program: Program) -> None:
         compare(where + "gradients", dense_gradients(mine.net), dense_gradients(alone[0].net))
         compare(where + "parameters", dict(mine.net.named_parameters()), dict(alone[0].net.named_parameters()))
         tensors = [*mine.net.parameters(), *dense_gradients(mine.net).values()]
-        random_training.assert_equal_on_all_ranks(where, hvd.global_process_set.group(), tensors)
+        assert_equal_on_all_ranks(where, hvd.global_process_set.group(), tensors)
     if program.uneven is not None:
         _play_unevenly(program, mine, alone)
 

@@ -184,13 +184,23 @@ def set_values(tensors: Sequence[torch.Tensor], seed: str) -> None:
             tensor.copy_(0.4 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
-def make_block(kind: str, seed: str, blocks: Mapping[str, Callable[[], torch.nn.Module]] = BLOCKS) -> torch.nn.Module:
-    block = blocks[kind]()
+def make_block(kind: str, seed: str) -> torch.nn.Module:
+    block = BLOCKS[kind]()
     for tensor in [*block.parameters(), *block.buffers()]:
         if tensor.dtype == torch.float32:
             tensor.data = tensor.data.double()
     set_values(list(block.parameters()), seed)
     return block
+
+
+def make_net(blocks: Mapping[str, str], frozen: Iterable[str], noise: str = "") -> Net:
+    """Make a net of blocks with these names and kinds. `noise` makes its values other ones."""
+    net = Net()
+    for name, kind in blocks.items():
+        net.blocks[name] = make_block(kind, f"{name}{noise}")
+    for name in frozen:
+        net.blocks[name].requires_grad_(False)
+    return net
 
 
 # ---- a program ----
@@ -354,11 +364,7 @@ class Player:
     def __init__(self, program: Program, noise: str = "") -> None:
         """`noise` makes the values of this player's new parameters its own, so that only a broadcast makes them equal."""
         self.program, self.noise = program, noise
-        self.net = Net()
-        for name, kind in program.blocks.items():
-            self.net.blocks[name] = make_block(kind, f"{name}{noise}")
-        for name in program.frozen:
-            self.net.blocks[name].requires_grad_(False)
+        self.net = make_net(program.blocks, program.frozen, noise)
         self.make_optimizer()
 
     def make_optimizer(self) -> None:

@@ -32,6 +32,11 @@ def alone(device: FakeDevice | None = None, timeout_s: float = 10.0) -> NcclGrou
     return NcclGroupOnFakes(connector, timeout_s=timeout_s)
 
 
+def on_rank(rank: int, make: Callable[[str], FakeDevice]) -> Callable[[str], FakeDevice]:
+    """A `runtime` of `run_on_fakes` that makes one rank's device in another way."""
+    return lambda pci_id: (make if pci_id == f"0000:{rank:02x}:00.0" else FakeDevice)(pci_id)
+
+
 def test_all_may_ask_for_futures_of_transfers_first() -> None:
     """In a ring of three: nobody is kept from the next call by a peer that has not connected."""
 
@@ -87,9 +92,6 @@ def test_a_pair_connects_though_the_program_waits_for_a_later_collective() -> No
                 assert program_waits.wait(10)
             return super().background(device)
 
-    def device(pci_id: str) -> FakeDevice:
-        return (ConnectsLate if pci_id == "0000:00:00.0" else FakeDevice)(pci_id)
-
     def body(group: NcclGroup) -> None:
         group.barrier()  # connects all ranks
         message, total = torch.full((1,), 5.0 * (1 - group.rank)), torch.ones(1)
@@ -106,7 +108,7 @@ def test_a_pair_connects_though_the_program_waits_for_a_later_collective() -> No
         collective.wait(10)
         assert (message.item(), total.item()) == (5.0, 2.0)
 
-    run_on_fakes(2, body, runtime=device, timeout_s=10)
+    run_on_fakes(2, body, runtime=on_rank(0, ConnectsLate), timeout_s=10)
 
 
 @pytest.mark.parametrize("name", ["gather", "send", "barrier"])
@@ -126,11 +128,7 @@ def test_the_future_of_a_call_without_outputs_orders_the_program(name: str) -> N
     class Holds(FakeDevice):
         stream_class = Held
 
-    devices = {}
-
-    def device(pci_id: str) -> FakeDevice:
-        devices[pci_id] = (Holds if pci_id == "0000:01:00.0" else FakeDevice)(pci_id)
-        return devices[pci_id]
+    holding = Holds("0000:01:00.0")
 
     def call(group: NcclGroup) -> Work:
         tensor = torch.ones(1)
@@ -147,12 +145,12 @@ def test_the_future_of_a_call_without_outputs_orders_the_program(name: str) -> N
         work = call(group)
         if group.rank == 1:
             work.get_future().wait()
-            waits = devices["0000:01:00.0"].current().waits()
+            waits = holding.current().waits()
             assert any(not event.has_come() for event in waits), "the program's stream waits"
             may_run.set()
         work.wait(10)
 
-    run_on_fakes(2, body, runtime=device, timeout_s=10)
+    run_on_fakes(2, body, runtime=on_rank(1, lambda _: holding), timeout_s=10)
 
 
 def test_two_threads_may_send_to_one_peer() -> None:
@@ -172,9 +170,6 @@ def test_two_threads_may_send_to_one_peer() -> None:
     class Counted(FakeDevice):
         stream_class = Counting
 
-    def device(pci_id: str) -> FakeDevice:
-        return (Counted if pci_id == "0000:00:00.0" else FakeDevice)(pci_id)
-
     def body(group: NcclGroup) -> None:
         (group.send if group.rank == 0 else group.recv)(torch.zeros(1), 1 - group.rank)  # connects
         if group.rank == 1:
@@ -189,7 +184,7 @@ def test_two_threads_may_send_to_one_peer() -> None:
             thread.join()
         assert together == [1] * 20
 
-    run_on_fakes(2, body, runtime=device)
+    run_on_fakes(2, body, runtime=on_rank(0, Counted))
 
 
 def test_what_nccl_cannot_is_refused() -> None:

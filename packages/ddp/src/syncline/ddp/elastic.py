@@ -25,6 +25,7 @@ from syncline.collectives.internal import DEFAULT_SILENCE_TIMEOUT_S, broadcast_o
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
+from .logging_data import name_of_hook
 from .step_snapshot import StepSnapshot, holders_of_buffers
 from .training_state import NO_RECOVERY, HookState, Stateful, TrainingState, can_be_saved, rank_with_state
 
@@ -583,7 +584,7 @@ def _describe_hook(hook: Callable[..., Any] | None, state: object) -> str:
     """Name a communication hook and the type of its state, such as "powerSGD_hook(PowerSGDState)"."""
     if hook is None:
         return "none"
-    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}({type(state).__qualname__})"
+    return f"{name_of_hook(hook)}({type(state).__qualname__})"
 
 
 def _checked(stateful: Iterable[Stateful]) -> list[Stateful]:

@@ -89,7 +89,12 @@ def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHook
     """
     if builtin is not None:
         return {"comm_hook": str(builtin)}
-    return {} if hook is None else {"comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__)}
+    return {} if hook is None else {"comm_hook": name_of_hook(hook)}
+
+
+def name_of_hook(hook: Callable[..., Any]) -> str:
+    """Return the name of a communication hook: of a function, or of the class of another object that can be called."""
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def describe_environment() -> LoggingData:

@@ -544,7 +544,6 @@ class Reducer(Inherited):
             self.statistics.backward_started = self.statistics.forward_started
             # Earlier backwards need not be counted: `indices` says which gradients there are.
             self._usage.reset()
-            self._unreduced.clear()
             self._usage.shadow_backward()
             self._usage.accumulated(list(indices), ())
             self._running = self._make_running()

@@ -183,7 +183,7 @@ class EngineGroup(ProcessGroup, Inherited):
         if self._is_in_fork:
             return not_the_rank(signature.name, self.place())
         # A script may keep the old group after a change of ranks. Only the newer group helps such a script.
-        return self._words.replaced(signature.name) if self._is_replaced else self._words.closed(signature)
+        return self._words.replaced(signature) if self._is_replaced else self._words.closed(signature)
 
     def _check_usable(self, signature: Signature) -> None:
         if self._closed:

@@ -59,10 +59,10 @@ class FailureWords:
             f"{signature.name} on {self._place}: the group is closed; create it again with init_process_group or new_group"
         )
 
-    def replaced(self, call: str) -> GroupClosedError:
+    def replaced(self, signature: Signature) -> GroupClosedError:
         """Return the error for a call after `shrink` or `admit` made a newer group."""
         return GroupClosedError(
-            f"{call} on {self._place}: there is a newer group already; use the one that shrink or admit returned "
+            f"{signature.name} on {self._place}: there is a newer group already; use the one that shrink or admit returned "
             "(with Elastic: model.join_process_group)"
         )
 

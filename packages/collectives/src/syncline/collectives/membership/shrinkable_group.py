@@ -7,10 +7,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from ..engine.call import Signature
 from ..engine.host_group import HostGroup
 from ..engine.transport import Transport
 from ..errors import StoreError, TransportError, headline
-from ..forks import not_the_rank
 from ..group import ProcessGroup
 from .reconnector import Reconnector
 
@@ -80,10 +80,8 @@ class ShrinkableGroup(HostGroup):
         return self._replaced(transport)
 
     def _check_is_latest(self, call: str) -> None:
-        if self._is_in_fork:  # first, so that a forked child raises no alarm
-            raise not_the_rank(call, self.place())
-        if self._is_replaced:
-            raise self._words.replaced(call)
+        if self._is_in_fork or self._is_replaced:  # before anything else, so that a forked child raises no alarm
+            raise self._refusal(Signature(call))
 
     def _replaced(self, transport: Transport) -> ProcessGroup:
         newer = type(self)(transport, self._reconnector, **self._options)

@@ -6,6 +6,7 @@ from the inputs of all ranks. Tensors have several layouts, and memory beside a 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,49 +20,27 @@ from ...api.objects import all_gather_object, broadcast_object_list
 from ...group import ProcessGroup
 from ...reduce_op import ReduceOp
 from ...work import Work
-from .values import Check, CheckError, expect, expect_equal
+from .values import Check, CheckError, Laid, Layout, expect_equal
 
 _CALLS = 40
 _MOST_PENDING = 6
 _SIZES = [0, 1, 1, 2, 3, 5, 17, 64, 64, 1000, 1000, 5000, 20_000, 70_000, 140_000]
 _DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8]
-_UNTOUCHED = 77
 _LAYOUTS = ["plain", "plain", "window", "window", "part of a window", "offset", "strided", "transposed"]
 
 
-class _Placed:
-    """A tensor with given values somewhere in a larger one.
-
-    Attributes:
-        tensor: the tensor.
-    """
-
-    def __init__(self, values: torch.Tensor, layout: str, group: ProcessGroup) -> None:
-        count, shape, dtype = values.numel(), values.shape, values.dtype
-        if layout in ("window", "part of a window"):
-            extra = 3 if layout == "part of a window" else 0
-            self._whole = group.allocate(count + extra, dtype, torch.get_default_device())
-            place = self._whole[extra:].view(shape)
-        elif layout == "offset":
-            self._whole = torch.empty(count + 5, dtype=dtype)
-            place = self._whole[2 : count + 2].view(shape)
-        elif layout == "strided":
-            self._whole = torch.empty(*shape, 2, dtype=dtype)
-            place = self._whole[..., 1]
-        elif layout == "transposed":
-            self._whole = torch.empty(*reversed(shape), dtype=dtype)
-            place = self._whole.permute(*reversed(range(len(shape))))
-        else:
-            self._whole = place = torch.empty(shape, dtype=dtype)
-        self._whole.fill_(_UNTOUCHED)
-        self.tensor = place
-        place.copy_(values)
-
-    def check(self, expected: torch.Tensor) -> None:
-        """Check the tensor's values, and that the memory beside them is unchanged."""
-        expect(self.tensor, expected, "values")
-        self.tensor.fill_(_UNTOUCHED)
-        expect(self._whole, torch.full_like(self._whole, _UNTOUCHED), "memory beside the tensor")
+def _layout(name: str, shape: Sequence[int]) -> Layout:
+    """Return the layout with this name, for a tensor of this shape."""
+    count, axes = math.prod(shape), range(len(shape))
+    layouts = (
+        Layout("plain", tuple(shape)),
+        Layout("window", (count,), lambda block: block.view(*shape)),
+        Layout("part of a window", (count + 3,), lambda block: block[3:].view(*shape)),
+        Layout("offset", (count + 5,), lambda block: block[2:-3].view(*shape)),
+        Layout("strided", (*shape, 2), lambda block: block[..., 1]),
+        Layout("transposed", tuple(reversed(shape)), lambda block: block.permute(*reversed(axes))),
+    )
+    return next(layout for layout in layouts if layout.name == name)
 
 
 @dataclass
@@ -76,10 +55,10 @@ class _Pending:
 
     text: str
     finish: Callable[[], object]
-    expected: Sequence[tuple[_Placed, torch.Tensor]]
+    expected: Sequence[tuple[Laid, torch.Tensor]]
 
 
-_Issued = tuple[Callable[[], object], Sequence[tuple[_Placed, torch.Tensor]]]
+_Issued = tuple[Callable[[], object], Sequence[tuple[Laid, torch.Tensor]]]
 
 
 @dataclass
@@ -120,11 +99,13 @@ class _Caller:
         numbers = torch.arange(count) * (rank + 2) + rank * 5 + self.number * 3 + part * 7
         return (numbers % 4).view(*shape).to(dtype)
 
-    def place(self, values: torch.Tensor, group: ProcessGroup, *, is_alike: bool = True) -> _Placed:
+    def place(self, values: torch.Tensor, group: ProcessGroup, *, is_alike: bool = True) -> Laid:
         """Place a tensor. `is_alike`: all ranks place a tensor of this size, so it may be in a window."""
-        return _Placed(
-            values, self.layout if is_alike else self.own.choice(["plain", "offset", "strided", "transposed"]), group
-        )
+        name = self.layout if is_alike else self.own.choice(["plain", "offset", "strided", "transposed"])
+        layout, block = _layout(name, values.shape), None
+        if "window" in name:
+            block = group.allocate(math.prod(layout.block_shape), values.dtype, torch.get_default_device())
+        return Laid(layout, values, block)
 
     def shape(self) -> list[int]:
         count = self.pick.choice(_SIZES)
@@ -153,7 +134,7 @@ class _Caller:
         try:
             call.finish()
             for place, expected in call.expected:
-                place.check(expected)
+                place.expect(expected)
         except CheckError as error:
             raise CheckError(f"rank {self.group.rank}: {call.text}: {error}") from error
 

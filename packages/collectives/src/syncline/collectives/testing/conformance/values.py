@@ -95,12 +95,18 @@ SAME_SHAPE = (
 
 
 class Laid:
-    """A tensor in some layout, inside a block of memory. The other elements of the block must not change."""
+    """A tensor in some layout, inside a block of memory. The other elements of the block must not change.
 
-    def __init__(self, layout: Layout, content: torch.Tensor) -> None:
+    Args:
+        layout: the layout.
+        content: the tensor's content.
+        block: memory with the shape of the layout's block, and the dtype of `content`. None: make it.
+    """
+
+    def __init__(self, layout: Layout, content: torch.Tensor, block: torch.Tensor | None = None) -> None:
         self._layout = layout
-        self._block = torch.full(layout.block_shape, _UNTOUCHED, dtype=torch.uint8).to(content.dtype)
-        self._untouched = self._block.clone()
+        self._untouched = torch.full(layout.block_shape, _UNTOUCHED, dtype=torch.uint8).to(content.dtype)
+        self._block = self._untouched.clone() if block is None else block.copy_(self._untouched)
         self.tensor = layout.view(self._block)
         self.tensor.copy_(content)
 
