@@ -15,7 +15,7 @@ import torch
 from benchmarks.cases import FULL, QUICK, Case, many_tiny, mlp, transformer
 from syncline.collectives import ProcessGroup, destroy_process_group, get_default_group, init_process_group
 from syncline.ddp import DistributedDataParallel, Elastic, ElasticSampler
-from syncline.ddp.step_snapshot import StepSnapshot, holders_of_buffers
+from syncline.ddp.step_snapshot import StepSnapshot
 
 _STEPS = 5  # steps in one turn
 _CALLS = 200  # calls to measure one part alone
@@ -51,8 +51,7 @@ def _measured(case: Case, group: ProcessGroup, rounds: int) -> dict[str, Any]:
             if number > 0:
                 found[name]["wall_s"].append(wall_s)
                 found[name]["cpu_s"].append(cpu_s)
-    holders = holders_of_buffers(model.module)
-    parts = {"agreement": lambda: elastic._sum_over_ranks(0), "snapshot": lambda: StepSnapshot(model.module, holders)}
+    parts = {"agreement": lambda: elastic._sum_over_ranks(0), "snapshot": lambda: StepSnapshot(model.module)}
     found["parts"] = {name: _timed(lambda part=part: [part() for _ in range(_CALLS)], _CALLS) for name, part in parts.items()}  # type: ignore[misc]
     return found
 

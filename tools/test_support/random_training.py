@@ -663,14 +663,14 @@ def play(group: ProcessGroup, program: Program) -> None:
         assert_equal_on_all_ranks(where, group, mine.net.parameters())
 
 
-def compare(where: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def compare(where: str, found: dict[str, Any], expected: dict[str, Any], *, rtol: float = _RTOL, atol: float = _ATOL) -> None:
     assert found.keys() == expected.keys(), where
     for name, value in expected.items():
         if value is None or found[name] is None:
             assert found[name] is value, f"{where}, '{name}': found {found[name]}, expected {value}"
         else:
             difference = partial("{}, '{}': {}".format, where, name)
-            torch.testing.assert_close(found[name], value, rtol=_RTOL, atol=_ATOL, msg=difference)
+            torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=difference)
 
 
 def assert_equal_on_all_ranks(where: str, group: ProcessGroup, tensors: Iterable[torch.Tensor | None]) -> None:

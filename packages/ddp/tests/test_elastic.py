@@ -490,6 +490,74 @@ def test_gradients_of_an_optimizer_that_steps_seldom_survive_a_loss() -> None:
         assert list(threads.map(rank_body, range(2))) == [pytest.approx([-sum(range(24)) / 4, -6.0]), None]
 
 
+def clear_to_zeros(group: ProcessGroup, at: Callable[[int, ProcessGroup], None] = lambda *_: None) -> list[float]:
+    """Train with momentum, which moves the bias also after step 1, when it is frozen and its gradient stays zero."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    sampler = ElasticSampler(24, 4)
+    elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=1)
+    for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+        step = elastic.applied_steps
+        if step == 2:
+            model.module.bias.requires_grad_(False)
+        with elastic.step():
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(batch).mean() * sampler.weight
+            at(step, model.join_process_group)
+            loss.backward()
+            optimizer.step()
+    return [float(parameter.detach()) for parameter in model.parameters()]
+
+
+CLEARED_TO_ZEROS = (1 + 1.5) * 1 + 1.5 * (
+    0.5 + 0.25 + 0.125 + 0.0625
+)  # how far the bias goes, whose gradient is 1 in two steps
+
+
+def test_a_repeated_step_moves_what_has_a_gradient_of_zeros() -> None:
+    groups = create_groups(2, timeout_s=60)
+
+    def rank_body(rank: int) -> list[float] | None:
+        def at(step: int, _: ProcessGroup) -> None:
+            if rank == 1 and step == 3:
+                groups[1].lose()
+                raise Lost
+
+        try:
+            return clear_to_zeros(groups[rank], at)
+        except Lost:
+            return None
+
+    expected = run_ranks(1, clear_to_zeros)[0]
+    assert expected[1] == pytest.approx(-CLEARED_TO_ZEROS)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
+
+
+def test_a_newcomer_moves_what_has_a_gradient_of_zeros() -> None:
+    """The newcomer comes in after step 3. It never computes a gradient of the bias."""
+    groups = create_groups(2, timeout_s=60)
+    is_time = threading.Event()
+
+    def rank_body(number: int) -> list[float]:
+        def at(step: int, group: ProcessGroup) -> None:
+            if number == 0 and step == 3:
+                is_time.set()
+                until(lambda: group.newcomers() == 1)
+
+        if number < 2:
+            return clear_to_zeros(groups[number], at)
+        assert is_time.wait(30)
+        return clear_to_zeros(groups[0].newcomer(), at)
+
+    with ThreadPoolExecutor(3) as threads:
+        ends = list(threads.map(rank_body, range(3)))
+    assert ends[0] == ends[1] == ends[2]
+    assert ends[0][1] == pytest.approx(-CLEARED_TO_ZEROS)
+
+
 def test_a_step_that_ends_with_gradients_of_this_rank_alone_is_refused() -> None:
     """They would be lost with their rank."""
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from syncline.ddp.step_snapshot import StepSnapshot, holders_of_buffers
+from syncline.ddp.step_snapshot import StepSnapshot
 
 
 def test_buffers_random_state_and_gradients_are_those_before() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout())
-    holders = holders_of_buffers(module)
-    assert holders == [module[1]]
-    snapshot = StepSnapshot(module, holders)
+    snapshot = StepSnapshot(module)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     first = module(torch.ones(4, 2))
     first.sum().backward()
@@ -21,11 +19,34 @@ def test_buffers_random_state_and_gradients_are_those_before() -> None:
     assert torch.equal(module(torch.ones(4, 2)), first)  # dropout drops the same again
 
 
+def test_gradients_that_an_optimizer_has_used_become_zeros_or_none_as_before() -> None:
+    dense, sparse, without = torch.nn.Linear(2, 3), torch.nn.Embedding(2, 3, sparse=True), torch.nn.Linear(2, 3)
+    module = torch.nn.ModuleList([dense, sparse, without])
+    (dense(torch.ones(4, 2)).sum() + sparse(torch.tensor([1])).sum()).backward()
+    snapshot = StepSnapshot(module, [torch.optim.SGD(module.parameters(), lr=1.0)])
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    snapshot.restore()
+    assert [parameter.grad is None for parameter in module.parameters()] == [False, False, False, True, True]
+    assert torch.equal(dense.weight.grad, torch.zeros(3, 2))
+    assert sparse.weight.grad.is_sparse
+    assert not sparse.weight.grad.to_dense().any()
+
+
+def test_buffers_of_a_part_that_is_new_are_put_back() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    module.append(torch.nn.BatchNorm1d(1))
+    snapshot = StepSnapshot(module)
+    module(torch.ones(2, 1))
+    snapshot.restore()
+    assert module[1].num_batches_tracked == 0
+
+
 def test_a_buffer_that_was_replaced_is_the_one_before() -> None:
     module = torch.nn.Module()
     module.register_buffer("count", torch.zeros(1))
     kept = module.count
-    snapshot = StepSnapshot(module, holders_of_buffers(module))
+    snapshot = StepSnapshot(module)
     module.count = module.count + 1
     snapshot.restore()
     assert module.count is kept
@@ -36,7 +57,7 @@ def test_a_buffer_whose_elements_are_repeated_is_put_back() -> None:
     module = torch.nn.Module()
     row = torch.arange(3.0)
     module.register_buffer("mask", row.expand(2, 3))
-    snapshot = StepSnapshot(module, holders_of_buffers(module))
+    snapshot = StepSnapshot(module)
     row.zero_()
     snapshot.restore()
     assert module.mask.tolist() == [[0, 1, 2]] * 2

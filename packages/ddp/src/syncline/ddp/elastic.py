@@ -26,7 +26,7 @@ from syncline.collectives.internal import DEFAULT_SILENCE_TIMEOUT_S, broadcast_o
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
 from .logging_data import name_of_hook
-from .step_snapshot import StepSnapshot, holders_of_buffers
+from .step_snapshot import StepSnapshot
 from .training_state import NO_RECOVERY, HookState, Stateful, TrainingState, can_be_saved, rank_with_state
 
 logger = logging.getLogger("syncline.ddp")
@@ -88,6 +88,9 @@ class Elastic:
     feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a hook's
     state holds a group, register the hook again after a recovery. Register a hook before you make `Elastic`: a newcomer with
     another hook than the other ranks raises an error, and the other ranks go on without it.
+
+    **Changes of the model.** Add layers outside of `with elastic.step():`, because a repeated step does not take out the layers
+    that its body has added. A newcomer's script must make the model with these layers.
 
     **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
     constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
@@ -199,7 +202,6 @@ class Elastic:
         self._silence_timeout_s = silence_timeout_s
         self._give_up_s = give_up_s
         self._phase = _Phase.BETWEEN_STEPS
-        self._holders = holders_of_buffers(model.module)
         self._snapshot: StepSnapshot | None = None
         self._newcomers = 0  # how many wait, as agreed in this step
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this step
@@ -264,7 +266,7 @@ class Elastic:
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
-        self._snapshot = StepSnapshot(self._model.module, self._holders, self._optimizers, self._stateful, self._accumulated)
+        self._snapshot = StepSnapshot(self._model.module, self._optimizers, self._stateful, self._accumulated)
         self._newcomers = 0
         self._stepped.clear()
         self._phase = _Phase.COMPUTING

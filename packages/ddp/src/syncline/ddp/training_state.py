@@ -95,6 +95,7 @@ class TrainingState:
             "stateful": [each.state_dict() for each in self._stateful],
             "requires_grad": {name: parameter.requires_grad for name, parameter in parameters.items()},
             "gradients": {names[id(each)]: each.grad for each in accumulated if id(each) in names},
+            "layouts": {name: each.grad.layout for name, each in parameters.items() if each.grad is not None},
         }
 
     @torch.no_grad()
@@ -113,7 +114,11 @@ class TrainingState:
             # The script may have frozen or thawed parameters during the training. This rank's script has not come there.
             parameter.requires_grad_(state["requires_grad"][name])
             parameter.grad = state["gradients"].get(name)
-        return [parameter for parameter in self._model.module.parameters() if parameter.grad is not None]
+            # An optimizer has used this gradient already, so the script clears it, perhaps to zeros. An optimizer with momentum
+            # treats zeros otherwise than None.
+            if parameter.grad is None and name in state["layouts"]:
+                parameter.grad = torch.zeros_like(parameter, layout=state["layouts"][name])
+        return [each for name, each in self._model.module.named_parameters() if name in state["gradients"]]
 
 
 class HookState:
