@@ -255,6 +255,32 @@ def test_other_parameters_that_are_frozen_are_named(options: dict[str, Any]) -> 
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_of_a_frozen_model_announces_no_backward(options: dict[str, Any], fails: bool) -> None:
+    """So the next backward in `no_sync` stays local."""
+    first = model()
+
+    def body(group: ProcessGroup) -> None:
+        ddp, whole = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options), copy.deepcopy(first)
+        step_of(ddp, group.rank, 0)
+        ddp.zero_grad()
+        ddp.requires_grad_(False)
+        if fails:
+            with pytest.raises(RuntimeError):
+                ddp(torch.ones(1, 1, dtype=torch.complex64))
+        else:
+            loss(ddp, group.rank, 0)
+        ddp.requires_grad_(True)
+        with ddp.no_sync():
+            loss(ddp, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+        loss(whole, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(gradients(ddp), gradients(whole))
+        torch.testing.assert_close(step_of(ddp, group.rank, 2), averages(whole, 2, 2))
+
+    run_ranks(2, body)
+
+
 def test_freezing_for_a_while_builds_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The discriminator of a GAN while its generator trains; also in the steps after which all parameters are looked at."""
     first = model()

@@ -379,6 +379,9 @@ class Reducer(Inherited):
         self._take_over()
         self._count_unsynchronized()
         self._sync_policy.forward(synchronizes)
+        # No backward reaches the parameters of this forward, so none is expected, as after a forward that has failed.
+        if not any(parameter.requires_grad for parameter in self._parameters):
+            self._sync_policy.cancel_forward()
         if synchronizes:
             self._build_if_due()
             self.statistics = IterationStatistics(time.perf_counter())
