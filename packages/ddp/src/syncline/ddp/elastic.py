@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -86,8 +86,7 @@ class Elastic:
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
     all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The error
     feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a hook's
-    state holds a group, register the hook again after a recovery. Register a hook before you make `Elastic`: a newcomer with
-    another hook than the other ranks raises an error, and the other ranks go on without it.
+    state holds a group, register the hook again after a recovery. Register a hook before you make `Elastic`.
 
     **Changes of the model.** Add layers outside of `with elastic.step():`, because a repeated step does not take out the layers
     that its body has added. A newcomer's script must make the model with these layers.
@@ -98,7 +97,8 @@ class Elastic:
     agreements. The state is the parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
     gradients that no optimizer has used yet, and the state of the communication hook. The newcomer continues at the step of the
     other ranks. From this step on, its script must issue exactly the same collectives as the other ranks. So the script must
-    loop over `epochs`.
+    loop over `epochs`. A newcomer with another communication hook, other parameters (names, shapes, dtypes) or another kind of
+    optimizer raises an error, and the other ranks go on without it.
 
     Args:
         model: the model, on a group that can shrink.
@@ -130,7 +130,7 @@ class Elastic:
         InvalidArgumentError: a number among the arguments is out of range, a batch has fewer samples than there are ranks, or
             an object in `stateful` has no `state_dict` and `load_state_dict`.
         MisuseError: an optimizer steps within backward, before the ranks could agree. Or this newcomer has another
-            communication hook than the other ranks.
+            communication hook, model or kind of optimizer than the other ranks.
     """
 
     # Note [Applied on all or on none]
@@ -426,16 +426,17 @@ class Elastic:
         # None marks a newcomer: it gets the state, and cannot give it.
         mine = None if self._is_new else self._agreements
         # Each rank names all members that it knows, so a newcomer learns which ranks were lost before.
-        hook = _describe_hook(*self._model.communication_hook)
-        told = exchange_objects((mine, sorted(self._members), hook), group=self._group)
-        agreements = [number for number, _, _ in told]
+        told = exchange_objects((mine, sorted(self._members)), group=self._group)
+        agreements = [number for number, _ in told]
         present = {member: number for member, number in zip(self._group.members, agreements, strict=True) if number is not None}
         root = rank_with_state(agreements)
-        self._refuse_other_hooks(agreements, [hook for _, _, hook in told], root)
-        self._members.update(self._group.members, *(members for _, members, _ in told))
+        has_newcomers = None in agreements
+        if has_newcomers:
+            self._refuse_other_scripts(root)
+        self._members.update(self._group.members, *(members for _, members in told))
         self._share_hook_state(root)
         # All ranks take part, but only if there are newcomers, because the state is large.
-        if None in agreements:
+        if has_newcomers:
             self._share_state(root)
         self._model.update_process_group(None if is_default else self._group)
         return present
@@ -514,31 +515,35 @@ class Elastic:
         self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
 
-    def _refuse_other_hooks(self, agreements: Sequence[int | None], hooks: Sequence[str], root: int) -> None:
-        """Raise an error if a newcomer has another communication hook than `root`.
+    def _refuse_other_scripts(self, root: int) -> None:
+        """Raise an error if a newcomer has another hook, model, or kind of optimizer than `root`. A collective.
 
-        The hook decides which collectives follow. So the newcomer ends, and the other ranks meet again without it.
-
-        Args:
-            agreements: for each rank the number of agreements; None for a newcomer.
-            hooks: for each rank its hook in words.
-            root: the rank whose hook is right.
+        Otherwise the newcomer could not load the state of `root`, or would issue other collectives. So the newcomer ends, and
+        the other ranks meet again without it.
 
         Raises:
-            MisuseError: on a newcomer with another hook.
+            MisuseError: on a newcomer that differs.
             RankLostError: on the other ranks.
         """
-        others = [rank for rank, number in enumerate(agreements) if number is None and hooks[rank] != hooks[root]]
+        outline = {"communication hook": _describe_hook(*self._model.communication_hook), **self._state().outline()}
+        expected = broadcast_object(outline if self._group.rank == root else None, root, group=self._group)
+        different = [what for what in {**expected, **outline} if outline.get(what) != expected.get(what)]
+        refused = exchange_objects(self._is_new and bool(different), group=self._group)
+        others = [rank for rank, is_refused in enumerate(refused) if is_refused]
         if not others:
             return
         if self._group.rank in others:
+            what = different[0]
+            mine, theirs = (found.get(what, "none") for found in (outline, expected))
             raise MisuseError(
-                f"this newcomer has the communication hook {hooks[self._group.rank]}, and the other ranks have {hooks[root]}: "
-                "register the communication hook before Elastic(...)"
+                f"this newcomer has {what}: {mine}, and the other ranks {theirs}: make the same before Elastic(...)"
             )
         raise RankLostError(
-            f"newcomer(s) {others} on {self._group.place()} end, because they have another communication hook", others
+            f"newcomer(s) {others} on {self._group.place()} end, because their hook, model or optimizer differs", others
         )
+
+    def _state(self) -> TrainingState:
+        return TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
 
     def _share_state(self, root: int) -> None:
         """Give newcomers the state of `root`. A collective.
@@ -547,7 +552,7 @@ class Elastic:
         """
         if self._group.rank == root:
             self._undo_step()
-        models = TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
+        models = self._state()
         mine = (models.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
         state, agreements, applied = broadcast_object(mine, root, group=self._group)
         if self._is_new:

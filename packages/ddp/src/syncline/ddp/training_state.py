@@ -78,6 +78,15 @@ class TrainingState:
         self._sampler = sampler
         self._stateful = stateful
 
+    def outline(self) -> dict[str, str]:
+        """Return in words what must be equal on a rank that loads the state: kinds of objects, and dtypes and shapes."""
+        tensors = self._model.module.state_dict()
+        return {
+            "optimizers": ", ".join(type(each).__name__ for each in self._optimizers),
+            "objects in stateful": ", ".join(type(each).__name__ for each in self._stateful) or "none",
+            **{f"'{name}'": f"{t.dtype}{list(t.shape)}" for name, t in tensors.items() if isinstance(t, torch.Tensor)},
+        }
+
     def collect(self, accumulated: Iterable[torch.nn.Parameter] = ()) -> dict[str, Any]:
         """Return this rank's state. The tensors in the state are the tensors in use, not copies.
 
