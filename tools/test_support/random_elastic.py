@@ -355,7 +355,7 @@ def _average(state: _Counter, bucket: GradBucket) -> torch.futures.Future[torch.
     return work.get_future().then(lambda done: done.value()[0])
 
 
-class Cast:
+class Job:
     """All members of a training, as threads. A member is named by its number, which it keeps in all groups."""
 
     def __init__(self, program: Program) -> None:
@@ -400,21 +400,21 @@ class Cast:
             time.sleep(0.002)
 
     def _run(self, number: int, group: InProcessGroup) -> None:
-        actor = Actor(self, number, group)
+        member = Member(self, number, group)
         try:
-            self.ends[number] = actor.train()
+            self.ends[number] = member.train()
         except _Lost:
             pass
         except BaseException:
-            actor.lose()  # or the others would wait
+            member.lose()  # or the others would wait
             raise
 
 
-class Actor:
-    """One member."""
+class Member:
+    """One rank of the training, from its start or its coming to its end."""
 
-    def __init__(self, cast: Cast, number: int, group: InProcessGroup) -> None:
-        self.cast, self.program, self.number = cast, cast.program, number
+    def __init__(self, job: Job, number: int, group: InProcessGroup) -> None:
+        self.job, self.program, self.number = job, job.program, number
         self.net = make_rows_net(self.program)
         if number:  # only the state of the others can make these values right
             set_values(list(self.net.parameters()), f"of {number}")
@@ -433,7 +433,7 @@ class Actor:
 
     def lose(self) -> None:
         """Let the others see this rank as a killed process."""
-        self.cast.gone.add(self.number)
+        self.job.gone.add(self.number)
         self.group.lose()
 
     def at(self, step: int, *moments: str) -> None:
@@ -462,7 +462,7 @@ class Actor:
         for _ in elastic.epochs(EPOCHS):
             for indices in elastic.batches(sampler):
                 step = elastic.applied_steps
-                self.cast.call_newcomers(step, self.group)
+                self.job.call_newcomers(step, self.group)
                 script.clear(step, "before")
                 if not program.changes_in_body:
                     script.change(step)
@@ -471,7 +471,7 @@ class Actor:
                 if elastic.applied_steps > step:
                     where = f"step {step}, member {self.number} of {elastic.lost_ranks}: {program}\n"
                     # Adam makes the differences of rounding larger.
-                    compare(where, script.state(step), self.cast.expected[step], rtol=1e-6, atol=1e-7)
+                    compare(where, script.state(step), self.job.expected[step], rtol=1e-6, atol=1e-7)
                     self.at(step, "between")
         return script.state(STEPS - 1), self.counter.seen
 
@@ -500,4 +500,4 @@ def play(program: Program) -> None:
     Raises:
         AssertionError: a rank differs from one process alone, or from another rank.
     """
-    Cast(program).finish()
+    Job(program).finish()
