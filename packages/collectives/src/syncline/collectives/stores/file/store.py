@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import struct
 import threading
 import zlib
@@ -245,15 +244,6 @@ class FileStore(table.LockedStore):
         Other kinds of stores do not have this method.
         """
         return self._apply(as_key(key), change)
-
-    def remove(self) -> None:
-        """Delete the folder of this run. Call it in one process, when all processes are done with the store.
-
-        Raises:
-            StoreError: the folder cannot be deleted.
-        """
-        with self._explained():
-            shutil.rmtree(self._folder)
 
     @override
     def _in_fork(self) -> None:
