@@ -106,23 +106,16 @@ class BackwardReduction:
             self._started.append(self._reduction.start(bucket, number, lambda: self._is_last(number), times))
 
     def _is_last(self, number: int) -> bool:
-        """Whether no later bucket is reduced in this backward. The answer is the same on every rank."""
         return all(self._usage.may_skip(bucket.indices) for bucket in self._buckets[number + 1 :])
 
     def _start_agreements(self) -> None:
-        """Let the ranks agree which parameters are used, and compare which collectives they have called so far.
-
-        Every rank calls this method after its last bucket. If the ranks compare their calls only at the end of backward,
-        `finish` starts the comparison.
-        """
+        """Every rank calls this after its last bucket."""
         self._usage.sync_used_map()
+        # If the ranks compare at the end, `finish` starts the comparison.
         if not self._compares_at_end():
             self._verification = self._group.agree_on_calls(async_op=True)
 
     def _compares_at_end(self) -> bool:
-        """Whether the ranks compare their calls only at the end of backward, not right after the last bucket.
-
-        A hook's callbacks may issue collectives until the end of backward. In a group without `has_total_order`, a callback's
-        collective may come before the comparison on one rank, and after the comparison on another rank.
-        """
+        # A hook's callbacks may issue collectives until the end of backward. Without a total order, such a collective may come
+        # before the comparison on one rank, and after the comparison on another rank.
         return self._reduction.hook is not None and not self._group.has_total_order

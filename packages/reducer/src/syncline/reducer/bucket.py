@@ -128,10 +128,7 @@ class Bucket:
         self.buffer.zero_()
 
     def _choose_memory(self) -> None:
-        """Choose the memory for this backward: the bucket's own memory, unless other code still uses it.
-
-        See Note [Aliased gradients] in `gradient_aliasing`.
-        """
+        # See Note [Aliased gradients] in `gradient_aliasing`.
         if self._aliasing is None:
             if (
                 list(map(_address_of, self.views)) != self._addresses
@@ -151,10 +148,7 @@ class Bucket:
         return self.buffer is self._own_memory[0]
 
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """Return the positions of gradients that are in the buffer already.
-
-        If a gradient is at a wrong offset in the buffer, replace this gradient in the list `gradients` by a copy.
-        """
+        """If a gradient is at a wrong offset in the buffer, replace it in the list `gradients` by a copy."""
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
         in_place = []
@@ -260,15 +254,10 @@ class Bucket:
         self._restore(untouched)
 
     def _differentiable(self, gradients: Sequence[torch.Tensor | None]) -> set[int]:
-        """Return the indices of the parameters whose gradients are part of a graph."""
         found = zip(self.indices, gradients, strict=True)
         return {index for index, gradient in found if gradient is not None and gradient.requires_grad}
 
     def _deliver_into_graph(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Replace each gradient that is part of a graph by its reduced gradient, which is also part of the graph.
-
-        Return the indices of the parameters whose gradients were replaced.
-        """
         chosen = self._differentiable(gradients).difference(untouched)
         for index, parameter, gradient, view in zip(self.indices, self.parameters, gradients, self.views, strict=True):
             if index in chosen:
@@ -277,7 +266,6 @@ class Bucket:
         return chosen
 
     def _set_views(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> None:
-        """Make each view the gradient of its parameter, except for the `untouched` indices."""
         # The usual case after the first backward: nothing to do.
         if all(map(operator.is_, gradients, self.views)):
             return
@@ -311,7 +299,6 @@ class Bucket:
                 copy_each(sources, targets)
 
     def _restore(self, untouched: Collection[int]) -> None:
-        """Write back the kept gradients of parameters that no rank has used."""
         if not self._kept:
             return
         kept, self._kept = self._kept, {}
@@ -323,7 +310,6 @@ class Bucket:
 
 
 def _addresses_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the gradients' addresses. The address is 0 for None, and for a gradient without strided memory."""
     try:
         return list(map(_address_of, cast("list[torch.Tensor]", gradients)))
     except (TypeError, RuntimeError):  # a gradient is None, or sparse
@@ -347,19 +333,12 @@ def _some_are_none(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _new_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Make a gradient for a parameter that has no gradient.
-
-    This rank did not use the parameter, or other code has dropped its gradient.
-    """
+    # This rank did not use the parameter, or other code has dropped its gradient.
     parameter.grad = torch.empty_like(parameter)
     return parameter.grad
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view with the parameter's shape on a flat piece of memory.
-
-    If the parameter is dense, the view also has its strides.
-    """
     if _is_dense(parameter):
         return torch.as_strided(piece, parameter.shape, parameter.stride(), piece.storage_offset())
     return piece.view(parameter.shape)

@@ -91,10 +91,7 @@ class BucketBuilder:
         return [[order[position] for position in bucket.indices] for bucket in assigned]
 
     def _assign_from_front(self, backwards: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-        """Fill buckets, beginning with the last parameter of `backwards`.
-
-        The buckets in the result, and the members of each bucket, have the order of `backwards`.
-        """
+        """The buckets in the result, and the members of each bucket, have the order of `backwards`."""
         forwards = self._assign(backwards[::-1], caps_bytes)
         return [bucket[::-1] for bucket in sorted(forwards, key=min, reverse=True)]
 
@@ -115,8 +112,5 @@ def gradients_as_views(buckets: Sequence[AnyBucket]) -> set[int]:
 
 
 def _members(bucket: AnyBucket) -> zip[tuple[int, torch.nn.Parameter, torch.Tensor]]:
-    """Return the bucket's parameters with their indices and views.
-
-    The list is empty for a sparse bucket, which has no views.
-    """
+    # A sparse bucket has no views, so the result is empty.
     return zip(bucket.indices, bucket.parameters, bucket.views, strict=False)

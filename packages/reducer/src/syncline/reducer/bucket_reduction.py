@@ -172,10 +172,10 @@ class HookReduction(PendingReduction):
             )
 
     def _as_given(self, result: object) -> object:
-        """Cast the result to the bucket's dtype, if the result has the dtype that the hook has set by `set_buffer`."""
         # Return any other result unchanged. If the result is wrong, `Bucket.accept` raises the error.
         if not isinstance(result, torch.Tensor) or result.dtype is not self._shown.buffer().dtype:
             return result
+        # The hook has set a buffer of this dtype by `set_buffer`.
         return result.to(self.bucket.buffer.dtype)
 
 

@@ -9,10 +9,7 @@ import torch
 
 
 class _Average(torch.autograd.Function):
-    """The reduced gradient as a function of this rank's gradient.
-
-    The gradients of other ranks are constants of this function.
-    """
+    """The reduced gradient as a function of this rank's gradient. The gradients of other ranks are constants."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:  # noqa: ARG004 - torch's

@@ -98,17 +98,14 @@ class GradientAliasing:
                     gradient.data = alias.clone()
 
     def _make_alias(self, position: int) -> None:
-        """Make a tensor over the view's memory.
-
-        The tensor has a storage of its own, so that we can count the users of this storage.
-        """
+        # A tensor with a storage of its own, so that the users of this storage can be counted.
         with torch.inference_mode(False):
             alias: torch.Tensor = torch.from_dlpack(self._views[position])  # type: ignore[attr-defined]  # it is there
         self._aliases[position] = alias
         self._alone[position] = storage_users(alias)
 
     def _is_elsewhere(self, position: int) -> bool:
-        """Whether other code has given the alias other memory (`share_memory_` does this to a gradient's storage)."""
+        # `share_memory_` gives a gradient's storage other memory.
         return self._aliases[position].data_ptr() != self._views[position].data_ptr()
 
     def _is_moved(self, position: int, gradient: torch.Tensor | None) -> bool:

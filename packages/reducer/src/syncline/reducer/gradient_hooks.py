@@ -169,7 +169,6 @@ _living: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
 
 
 def _introduce(hooks: GradientHooks) -> None:
-    """Let the new hooks and all other reducers' hooks on some of the same parameters know each other."""
     mine = set(map(id, hooks._parameters))
     with _lock:
         for other in list(_living):

@@ -61,8 +61,8 @@ class Readiness:
         return range(first, self._next)
 
     def _counts(self, indices: Sequence[int]) -> Mapping[int, int]:
-        """Return for each bucket how many of these gradients it contains. Usually all these gradients are in one bucket."""
         number = self._bucket_of[indices[0]]
+        # The usual case: all these gradients are in one bucket.
         if self._members[number].issuperset(indices):
             return {number: len(indices)}
         return Counter(map(self._bucket_of.__getitem__, indices))

@@ -48,8 +48,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _noting_errors(method: Method) -> Method:
-    """A decorator for methods of the reducer. If the method raises an error, the reducer remembers the error's text."""
-
     @functools.wraps(method)
     def call(reducer: Reducer, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -62,10 +60,7 @@ def _noting_errors(method: Method) -> Method:
 
 
 class _BackwardEnd:
-    """The callbacks at the end of a backward.
-
-    Autograd holds this object until the callbacks have run. If the backward fails, autograd drops this object without a call.
-    """
+    """Autograd holds this object until its callbacks have run, or drops it without a call if the backward fails."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -191,7 +186,6 @@ class Reducer(Inherited):
     def _set_up(
         self, named: NamedParameters, caps_bytes: Sequence[int], delayed: Sequence[str], delayed_until: str | None
     ) -> None:
-        """Set up everything that depends on the list of parameters. No collective."""
         self._named = named
         self._parameters = named.parameters
         self._delayed = [named.index(name) for name in delayed]
@@ -586,10 +580,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_wake(self, bucket: PendingBucket) -> None:
-        """React to a gradient of this bucket. A hook calls this on the thread of backward.
-
-        If the backward is reduced, begin the reduction at the first gradient, and process buckets that are worth a look. If
-        not, count the gradients at the end of this backward.
+        """A hook calls this on the thread of backward.
 
         See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
         """
@@ -613,27 +604,20 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """Process a bucket, because all hooks on the parameter that was expected to complete it have run.
-
-        A hook on the parameter's node calls this on the thread of backward.
-        """
+        """A hook on the node of the parameter that was expected to complete the bucket calls this, on backward's thread."""
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
                 self._process(taken)
 
     def _look_at(self, buckets: Sequence[tuple[PendingBucket, list[int]]]) -> None:
-        """Process buckets that an unexpected gradient has completed.
-
-        From the next backward on, expect this gradient to be the last gradient of its bucket.
-        """
         for bucket, taken in buckets:
             if taken:
+                # From the next backward on, expect this gradient to be the last gradient of its bucket.
                 self._hooks.hook_node(taken[-1], bucket)
                 self._process(taken)
 
     def _begin(self) -> None:
-        """Start a reduced backward. `_on_wake` calls this method at the first gradient of the backward."""
         if in_compiled_autograd():
             raise error_messages.compiled_autograd(self._group.place())
         # Without a forward, `prepare_for_backward` was not called, so take over here.
@@ -678,19 +662,15 @@ class Reducer(Inherited):
         self._mark_ready(self._tell_usage(self._usage.arrived, indices))
 
     def _count_unsynchronized(self) -> None:
-        """At the end of a backward that is not reduced, tell the usage model which gradients came.
-
-        In the next backward that is reduced, these parameters count as used.
-        """
         with self._lock:
             self._counts_at_end = False
             for _, taken in self._pending.take_all():
+                # In the next backward that is reduced, these parameters count as used.
                 self._tell_usage(self._usage.accumulated, taken)
                 self._unreduced.update(self._named.names[index] for index in taken)
             self._users_hooks.reset()
 
     def _tell_usage(self, method: Callable[[Sequence[int], Collection[int]], T], indices: Sequence[int]) -> T:
-        """Tell the usage model which gradients came, and which of them are None. Return the usage model's answer."""
         asks = self._usage.asks_for_undefined
         undefined = [index for index in indices if self._parameters[index].grad is None] if asks else ()
         try:
@@ -716,8 +696,7 @@ class Reducer(Inherited):
     def _has_all_gradients(self) -> bool:
         """Mark the last gradients as ready, and return whether none is missing.
 
-        Autograd calls this on the thread of backward, when it has computed all gradients. See Note [The outermost backward] in
-        `torch_internals`.
+        Autograd calls this on the thread of backward. See Note [The outermost backward] in `torch_internals`.
         """
         with self._lock:
             self._look_at(self._pending.take_all())
@@ -726,22 +705,13 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _check_all_gradients(self) -> None:
-        """Check at the end of the outermost backward that no gradient is missing.
-
-        Raises:
-            MisuseError: gradients are missing.
-        """
         if not self._readiness.is_complete:
             names = [self._named.names[index] for index in self._readiness.missing()]
             raise error_messages.never_ready(names, self._group.place(), self._usage.hint_missing)
 
     @_noting_errors
     def _finish(self) -> None:
-        """Wait for the reductions, and write the averages into the gradients.
-
-        Autograd calls this method after `_BackwardEnd.end` of all reducers, because `_finish` overwrites gradients that other
-        reducers collect.
-        """
+        """Runs after `_BackwardEnd.end` of all reducers, because it overwrites gradients that other reducers collect."""
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
@@ -764,19 +734,14 @@ class Reducer(Inherited):
     # ---- buckets ----
 
     def _watch(self, members: list[list[int]]) -> None:
-        """From now on, note gradients for buckets with these members."""
         self._readiness = Readiness(members)
         self._pending = PendingGradients(members)
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """Build the buckets if there are none. Build them again when the order in which gradients come on rank 0 is known.
-
-        A collective, if it builds buckets.
-
-        The constructor builds no buckets, because it must not wait for other ranks: a single rank may copy a wrapped module,
-        for example to average the weights over time.
-        """
+        """A collective, if it builds buckets."""
+        # The constructor builds no buckets, because it must not wait for other ranks: a single rank may copy a wrapped module,
+        # for example to average the weights over time.
         if self._buckets is None:
             members = self._builder.assign_first()
             if members != [bucket.members for bucket in self._pending]:  # parameters were converted since construction
@@ -823,10 +788,7 @@ class Reducer(Inherited):
             raise error_messages.backward_never_ended(what, self._group.place())
 
     def _take_over(self) -> None:
-        """Take off the hooks of other reducers that would disturb this reducer.
-
-        So an old wrapper of the module does not disturb the wrapper in use.
-        """
+        """Take off the hooks of other reducers, so that an old wrapper of the module does not disturb this reducer."""
         for pause_s in (0.0, 0.01, 0.05, 0.25):
             if self._hooks.take_over():
                 break
@@ -840,11 +802,8 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def _may_retire(self) -> bool:
-        """Whether no backward of this reducer is under way or expected.
-
-        A failed backward does not count, because it does not go on.
-        """
         if self._running is not None:
+            # A failed backward does not count, because it does not go on.
             return self._backward_end() is None
         return not self._sync_policy.has_forward
 

@@ -87,8 +87,8 @@ class SparseBucket:
         self.buffer = self._nothing()
 
     def _nothing(self) -> torch.Tensor:
-        """Return an empty gradient, with one sparse dimension, as for embeddings."""
         parameter = self.parameters[0]
+        # One sparse dimension, as for embeddings.
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
         with torch.no_grad():

@@ -91,7 +91,7 @@ def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], o
 
 
 class _HeldHook:
-    """The handle of a hook on a node. The handle also holds the node, so that the node stays alive."""
+    """The handle of a hook on a node. It also keeps the node alive."""
 
     def __init__(self, node: GraphNode, handle: Any) -> None:
         self.node = node
@@ -201,8 +201,6 @@ def call_at_outer_end(callback: Callable[[], None]) -> bool:
 
 
 def _call_at_end_around(node: Any, callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the backward that is executing this node."""
-
     def after_node(*_: Any) -> None:
         handle.remove()
         call_at_backward_end(callback)

@@ -116,7 +116,7 @@ def telling_the_others(group: ProcessGroup) -> Iterator[None]:
 
 
 def _find_difference(mine: object, group: ProcessGroup) -> Difference | None:
-    """Return the first difference, or None if all ranks have equal values. For example, 25 and 25.0 are equal."""
+    """A collective. Returns None if all ranks have equal values."""
     text = json.dumps(mine)
     if are_same_on_all_ranks(text.encode(), group=group):
         return None
