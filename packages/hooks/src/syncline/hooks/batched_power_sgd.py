@@ -93,12 +93,9 @@ def _first_factor(state: PowerSGDState, layout: str, side: int, rank: int, buffe
 
 
 def _pieces(state: PowerSGDState, bucket: Bucket, padded: torch.Tensor, layout: str) -> tuple[list[str], list[torch.Tensor]]:
-    """Split the padded bucket into one part for each parameter, in the parameter's shape, and the padding. Returns names, too.
-
-    A part keeps the order of the bucket's memory, whatever the parameter's strides are. So each element of an error is
-    later added to the gradient's element at the same position in memory.
-    """
     shapes = [parameter.shape for parameter in bucket.parameters()]
     sizes = [shape.numel() for shape in shapes]
     *parts, padding = torch.split(padded, [*sizes, padded.numel() - sum(sizes)])
+    # A part keeps the order of the bucket's memory, whatever the parameter's strides are. So each element of an error is later
+    # added to the gradient's element at the same position in memory.
     return [*state.names.of(bucket), layout], [*(part.view(s) for part, s in zip(parts, shapes, strict=True)), padding]

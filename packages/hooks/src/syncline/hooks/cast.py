@@ -97,7 +97,7 @@ def _with_cast(dtype: torch.dtype, hook: Callable[[Any, Any], TensorFuture]) -> 
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
-    """The tensor in the value of a hook's future: the value itself, or the only element of a list, as in a Work's future."""
+    # A Work's future holds a list of one tensor.
     result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     if not isinstance(result, torch.Tensor):
         raise MisuseError(f"expected the wrapped hook's future to hold the reduced bucket, found {type(result).__name__}")

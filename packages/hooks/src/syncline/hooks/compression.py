@@ -158,7 +158,6 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
 
 
 def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the message, and the gradients that are in it. Gradients without elements are left out."""
     named = zip(state.names.of(bucket), bucket.gradients(), strict=True)
     names, gradients = zip(*[(name, gradient) for name, gradient in named if gradient.numel() > 0], strict=True)
     if not state.use_error_feedback:
@@ -173,7 +172,7 @@ def _compressed(state: CompressionState, bucket: Bucket, seed: int) -> tuple[tor
 
 
 def _finite(error: torch.Tensor) -> torch.Tensor:
-    """Set NaN and infinity to 0, in place, so that one bad step does not spoil all later steps."""
+    # One bad step must not spoil all later steps.
     return torch.nan_to_num_(error, nan=0.0, posinf=0.0, neginf=0.0)
 
 

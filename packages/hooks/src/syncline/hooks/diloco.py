@@ -223,7 +223,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
 
 class _OuterSGD:
-    """The outer optimizer: SGD with Nesterov momentum, as in torch. Its state is in the fragments."""
+    """SGD with Nesterov momentum, as in torch. Its state is in the fragments."""
 
     def __init__(self, lr: float, momentum: float, mixing: float) -> None:
         self.lr = lr
@@ -243,9 +243,6 @@ class _Fragment:
     """Parameters that are synchronised together, with the outer optimizer's state: for each parameter an anchor and a velocity.
 
     The anchor is the parameter's value after the latest synchronisation. The velocity is the momentum of the outer optimizer.
-
-    Attributes:
-        parameters: the parameters by name.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], outer: _OuterSGD, exchange: OuterExchange) -> None:

@@ -132,7 +132,7 @@ def _check_hierarchy(periods: list[int], sizes: list[int], world_size: int) -> N
 
 
 def _consecutive(group: ProcessGroup, size: int) -> ProcessGroup:
-    """Divide the group into groups of `size` consecutive ranks. Returns the group of this rank."""
+    """A collective. Returns the group of `size` consecutive ranks that contains this rank."""
     if size == group.size:
         return group
     if not group.can_split:

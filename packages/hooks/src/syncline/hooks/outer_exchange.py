@@ -134,8 +134,6 @@ class OuterExchange:
 
 
 class _WholeAverage(PendingAverage):
-    """The average of whole parameters: one all_reduce for all parameters that have the same `math_dtype`."""
-
     def __init__(
         self,
         group: ProcessGroup,
@@ -165,7 +163,7 @@ class _WholeAverage(PendingAverage):
 
 
 class _CompressedAverage(PendingAverage):
-    """An average that is computed from compressed differences: the anchors minus the mean of the differences."""
+    """The anchors minus the mean of the compressed differences."""
 
     def __init__(
         self, work: Work, messages: torch.Tensor, compressor: Compressor, anchors: list[torch.Tensor], seed: int
@@ -185,8 +183,6 @@ class _CompressedAverage(PendingAverage):
 
 
 class _SharedAverage(PendingAverage):
-    """The average that the first rank of a site has received, broadcast to the other ranks of the site."""
-
     def __init__(self, own: PendingAverage, inside: ProcessGroup) -> None:
         self._own = own
         self._inside = inside

@@ -89,7 +89,7 @@ class _Batch:
     """Gradients of one matrix shape. One batched call multiplies them, but each gradient has its own factors.
 
     `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` later becomes the next error, so it
-    does not share memory with the gradients. Without error feedback, `matrices` may be a view of the gradient.
+    does not share memory with the gradients.
     """
 
     def __init__(
@@ -161,10 +161,7 @@ def _layerwise(state: PowerSGDState, bucket: Bucket, group: ProcessGroup) -> Sta
 
 
 def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], list[_Batch]]:
-    """Divide a bucket into the gradients that are sent whole, and batches of the gradients that are compressed.
-
-    Batches are in the order in which shapes first occur, because torch draws its random factors in this order.
-    """
+    # Shapes stay in the order in which they first occur, because torch draws its random factors in this order.
     plain: list[torch.Tensor] = []
     by_shape: dict[MatrixPlan, list[tuple[str, torch.Tensor]]] = {}
     for name, gradient in zip(state.names.of(bucket), bucket.gradients(), strict=True):
@@ -182,7 +179,6 @@ def _divided(state: PowerSGDState, bucket: Bucket) -> tuple[list[torch.Tensor], 
 
 
 def _first_factors(state: PowerSGDState, batches: Sequence[_Batch], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the Qs of the previous step, or random Qs, for every batch."""
     # If at least one gradient of a batch has no factor, all gradients of this batch get new factors.
     missing = [batch for batch in batches if not (state.warm_start and all(name in state.factors for name in batch.names))]
     if missing:

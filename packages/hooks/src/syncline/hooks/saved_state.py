@@ -56,11 +56,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the states whose errors go into the mean. With `Sites`, only the first rank of each site has errors.
-
-    In the state of a rank that has never communicated, "rank" is None. (This state may contain errors that the rank has loaded
-    and never used.)
-    """
+    # In the state of a rank that has never communicated, "rank" is None. Its errors, if any, were loaded and never used. With
+    # `Sites`, only the first rank of each site has errors.
     return [state for state in states if state.get("rank") is not None] or states
 
 

@@ -99,7 +99,7 @@ _MOST_IN_INT32 = 2**31
 
 
 def _index_dtype(numel: int) -> torch.dtype:
-    """The dtype of an index. It depends only on the number of elements, which sender and receiver both know."""
+    # The sender and the receiver both know `numel`, so the dtype is not sent.
     return torch.int32 if numel <= _MOST_IN_INT32 else torch.int64
 
 

@@ -78,15 +78,12 @@ class Pipeline:
         return future
 
     def _drop_stale(self) -> None:
-        """Set an error on the futures that are left from an earlier backward, which ended before its last bucket."""
         for entry in self._pending:
             _fail(entry.future, MisuseError("the backward that issued this bucket ended before its last bucket"))
         self._pending = []
 
 
 class _Pending:
-    """A generator, the work it waits for, and the future of its result."""
-
     def __init__(self, stages: Stages, first: Work, future: TensorFuture) -> None:
         self.future = future
         self._stages = stages
