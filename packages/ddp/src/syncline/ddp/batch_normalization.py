@@ -69,7 +69,7 @@ class BatchNormalization(torch.autograd.Function):
 
 
 def _beside(inputs: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the parameter. If its dtype is the dtype of the inputs, convert it to `working_dtype` (16-bit: float32)."""
     if parameter is None or parameter.dtype is not inputs.dtype:
         return parameter
+    # In 16 bits, `working_dtype` is float32.
     return parameter.to(working_dtype(inputs))

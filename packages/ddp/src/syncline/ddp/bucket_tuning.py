@@ -120,10 +120,7 @@ def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
 
 
 def _delayed(workload: Workload, delays_s: Sequence[float]) -> Workload:
-    """Shift all events after a bucket's start by the bucket's delay. The last bucket starts after the last gradient.
-
-    A negative delay removes a measured delay. The time between two starts does not go below 0.
-    """
+    """Shift all events after a bucket's start by the bucket's delay. A negative delay removes a measured delay."""
     buckets, ready_s, was_ready_s, delay_s = [], 0.0, 0.0, 0.0
     for bucket, own_delay_s in zip(workload.buckets, delays_s, strict=True):
         gradients = tuple(
@@ -214,7 +211,7 @@ class BucketTuning:
         self._reducer.change_bucket_caps(self.caps_bytes)
 
     def _workload(self, times: Sequence[float]) -> Workload:
-        """Return the measured step as a `Workload`. `times` is like a result of `_times`, with the latest time of all ranks."""
+        """`times` is like a result of `_times`, with the latest time of all ranks."""
         *starts, backward_s, began = times
         found = []
         for bucket, until in zip(self._reducer.buckets, starts, strict=True):
@@ -225,7 +222,7 @@ class BucketTuning:
         return Workload(tuple(found), backward_s, 0.0)
 
     def _share_of_cores(self) -> float:
-        """Return the largest `share_of_cores` of all ranks in the measured steps. A collective."""
+        """A collective. Returns the largest `share_of_cores` of all ranks."""
         busy_s, passed_s = (now - began for now, began in zip(_clocks(), self._began or (0.0, 0.0), strict=True))
         said: list[tuple[float, frozenset[int]]] = [(0.0, frozenset())] * self._group.size
         all_gather_object(said, (busy_s / passed_s, _cores()), self._group)
@@ -238,10 +235,7 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """Measure how long all-reduces of several sizes take, and how much they delay the model. A collective.
-
-        `share` is the result of `_share_of_cores`.
-        """
+        """A collective. `share` is the result of `_share_of_cores`."""
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:
@@ -292,17 +286,14 @@ class BucketTuning:
 
 
 def _clocks() -> tuple[float, float]:
-    """Return the processor time of this process and `time.perf_counter()`, in seconds."""
     return time.process_time(), time.perf_counter()
 
 
 def _cores() -> frozenset[int]:
-    """Return the cores on which this process may run."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def _times(seen: IterationStatistics) -> list[float]:
-    """Return the seconds from the forward's start to each bucket's start, to the last gradient, and to the first gradient."""
     began = seen.forward_started
     starts = [bucket.started - began for bucket in seen.buckets]
     return [*starts, seen.last_gradient - began, seen.backward_started - began]

@@ -129,13 +129,12 @@ class Buffers:
 
     @contextmanager
     def _seen_by_autograd_if_changed(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Keep the graphs of earlier forwards valid, except a graph whose backward would compute with changed values.
+        """Hide writes from autograd, except a write that changes a value which a backward may read.
 
         A graph may have saved any buffer. A write of equal values does no harm. A write to the statistics of batch
-        normalisation in training does no harm, either: the graph saves these statistics, but backward does not read them.
-        Autograd sees all other writes, and raises an error in the backward of a graph that has saved the buffer. (torch hides
-        all writes from autograd, so gradients can be wrong without an error. If autograd saw all writes, a second forward could
-        not run before the backward of the first forward.)
+        normalisation does no harm in training, because backward does not read them. Autograd sees all other writes, and raises
+        an error in the backward of a graph that has saved the buffer. If autograd saw all writes, a second forward could not
+        run before the backward of the first forward.
         """
         unread = self._state.statistics_of_batch_normalization()
         others = [buffer for buffer in buffers if id(buffer) not in unread]
@@ -148,5 +147,5 @@ class Buffers:
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the buffer's bytes. In a comparison of bytes, a NaN equals itself."""
+    # In a comparison of bytes, a NaN equals itself.
     return bytes_of(in_plain_order(buffer.detach()))

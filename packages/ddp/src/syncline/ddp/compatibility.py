@@ -68,10 +68,7 @@ class ReducerNames:
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """Build the buckets now, if the next forward would build them. A collective, if this call builds buckets.
-
-        Return whether this call has built the buckets in the order in which gradients arrived.
-        """
+        """A collective, if it builds buckets. Returns whether it has built them in the order in which gradients arrived."""
         return self._reducer.rebuild_buckets()
 
     def _set_static_graph(self) -> None:
@@ -192,7 +189,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets were built in the order in which gradients arrived. torch's ZeRO optimizer reads this."""
+        """Read by torch's ZeRO optimizer."""
         return self._reducer.has_rebuilt_buckets
 
     @property

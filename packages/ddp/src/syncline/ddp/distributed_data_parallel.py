@@ -277,7 +277,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
-        """Prepare a forward. Return the inputs on the module's device, and the futures for which the end of backward waits."""
+        """Return the inputs on the module's device, and the futures for which the end of backward waits."""
         # The script may have assigned another module to `self.module`.
         self._state.module = self.module
         if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
@@ -303,20 +303,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return inputs, kwargs, pending
 
     def _warn_of_users_hooks(self) -> None:
-        """Warn once that the user's own hooks on parameters see gradients before the gradients are averaged.
-
-        A hook that clips or logs sees only this rank's gradients. If a hook steps a parameter or drops a gradient, backward
-        raises an error.
-        """
         self._has_warned_of_hooks = True
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self) -> None:
-        """If the module has changed since it was wrapped, average the gradients of its present parameters from now on.
-
-        If the module has changed, and `init_sync` is True, this is a collective: the ranks compare their modules, and get rank
-        0's values of the new parameters.
-        """
+        """If the module has changed and `init_sync` is True, this is a collective."""
         watch = self._watch
         if not watch.has_changed():
             if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
@@ -362,7 +353,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._tune_buckets()
 
     def _share_new(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Compare the modules, and give all ranks rank 0's values of the new parameters and buffers. A collective."""
+        """A collective. All ranks get rank 0's values of the new parameters and buffers."""
         syncs_buffers = self._sync_buffers_at_first
         with self._group.marked("the module has changed"):
             self._state.verify(self._group, buffers=syncs_buffers)
@@ -377,9 +368,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         broadcast_tensors([*new, *(self._watch.new_buffers() if syncs_buffers else [])], self._group, 0)
 
     def _check_frozen(self) -> None:
-        """Check that no parameter was frozen that has a gradient of this rank alone, with which the optimizer would step it."""
         unreduced = self._reducer.unreduced()
         for name, parameter in self._state.parameters():
+            # The optimizer would step this parameter with the gradient of this rank alone.
             if name in unreduced and not parameter.requires_grad and parameter.grad is not None:
                 raise MisuseError(
                     f"parameter '{name}' was frozen on {self._group.place()}, but its gradient is not averaged: freeze it "
@@ -387,14 +378,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
-        """Convert the module as torch does. Afterwards parameters may be new objects, with new nodes in the graph."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        # Parameters may be new objects now, with new nodes in the graph.
         self._watch.has_sign = True
         return self
 
     @disable_dynamo
     def _cancel_forward(self, has_backward: bool, will_reduce: bool) -> None:
-        """Undo the preparation of a forward that has failed, so that no backward is expected."""
         if has_backward:
             self._reducer.cancel_forward()
         self._buffer_sync.forward_failed(will_reduce)
@@ -466,7 +456,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._group
 
     def _sync_with_joined_ranks(self, will_reduce: bool) -> int:
-        """Return the rank whose buffers all ranks get. In a join context, the call is a collective."""
+        """Return the rank whose buffers all ranks get. In a join context, this is a collective."""
         present = Join.notify_join_context(self)
         # Outside of a join context every rank has inputs, so all ranks get rank 0's buffers.
         if present is None or self._uneven_inputs is None:
@@ -474,10 +464,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._uneven_inputs.before_forward(present, will_reduce=will_reduce)
 
     def _adopt_optimizers(self) -> None:
-        """Take over the optimizers that torch's `_apply_optimizer_in_backward` has attached to parameters.
-
-        This happens at the first forward, because the script may attach optimizers after construction.
-        """
+        # At the first forward, because the script may attach optimizers after construction.
         if not self._has_adopted_optimizers:
             self.fused_optimizer.adopt(self._reducer.parameters)
             self._has_adopted_optimizers = True
@@ -660,7 +647,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return None if caps is None else [cap / 2**20 for cap in caps]
 
     def _tune_buckets(self) -> None:
-        """If the script passed `bucket_cap_mb="auto"`, start to measure the present reducer, in place of an earlier one."""
         if self._bucket_tuning is not None:
             self._tell_no_more(self._bucket_tuning.note_step)
             self._bucket_tuning = None
@@ -676,7 +662,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return recording
 
     def _tell(self, listener: Listener) -> None:
-        """Add a listener, which is called after each step."""
         self._listeners.add(listener)
         self._reducer.on_iteration(self._listeners)
 
@@ -686,7 +671,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._reducer.on_iteration(None)
 
     def _stop_counting_steps_together(self) -> None:
-        """Stop everything that all ranks do at the same step, because they may now have different numbers of steps."""
+        # All ranks do these things at the same step, but ranks may now have different numbers of steps.
         self._stop_watching_stragglers()
         self._stop_checking_replicas()
         if self._bucket_tuning is not None:
@@ -758,7 +743,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         stragglers_every: int | None,
         check_every: int | None,
     ) -> None:
-        """Check that all ranks have the same options, which decide what collectives are issued. A collective."""
+        """A collective. These options decide which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
             "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,

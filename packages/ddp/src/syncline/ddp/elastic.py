@@ -35,22 +35,12 @@ Batch = TypeVar("Batch")
 
 
 class _Phase(Enum):
-    """What a rank does at present.
-
-    - JOINING: the rank is a newcomer that has not yet got the state of the training.
-    - BETWEEN_STEPS: the rank is outside of `with elastic.step():`.
-    - COMPUTING: the rank is in a step, and has not begun to agree.
-    - AGREEING: the rank waits for the agreement to apply the step.
-    - APPLYING: the ranks have agreed. The rank applies the step.
-    - ENDING_EPOCH: the rank waits for the agreement that the epoch has ended.
-    """
-
-    JOINING = auto()
-    BETWEEN_STEPS = auto()
-    COMPUTING = auto()
-    AGREEING = auto()
-    APPLYING = auto()
-    ENDING_EPOCH = auto()
+    JOINING = auto()  # a newcomer, which has not yet got the state of the training
+    BETWEEN_STEPS = auto()  # outside of `with elastic.step():`
+    COMPUTING = auto()  # in a step, before the agreement to apply the step
+    AGREEING = auto()  # waits for the agreement to apply the step
+    APPLYING = auto()  # the ranks have agreed to apply the step
+    ENDING_EPOCH = auto()  # waits for the agreement that the epoch has ended
 
 
 class _NotAppliedError(Exception):
@@ -290,7 +280,6 @@ class Elastic:
 
     @contextmanager
     def _refusing_late_losses(self) -> Iterator[None]:
-        """A context around the body of a step. If a collective fails after the agreement, raise a MisuseError."""
         try:
             yield
         except TransportError as error:
@@ -318,11 +307,7 @@ class Elastic:
         self._stepped.add(id(optimizer))
 
     def _accumulated_gradients(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose gradients no optimizer has used in this step, at its end. Usually there are none.
-
-        Raises:
-            MisuseError: these gradients are not averaged yet.
-        """
+        """Return the parameters whose gradients no optimizer has used in this step. Usually there are none."""
         idle = [optimizer for optimizer in self._optimizers if id(optimizer) not in self._stepped]
         parameters = [
             p for optimizer in idle for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -335,7 +320,7 @@ class Elastic:
         return parameters
 
     def _agree(self) -> None:
-        """Agree with all ranks to apply the step. See Note [Applied on all or on none]."""
+        """See Note [Applied on all or on none]."""
         # For the second optimizer of a step, the ranks have agreed already.
         if self._phase is _Phase.APPLYING:
             return
@@ -352,7 +337,7 @@ class Elastic:
         self._phase = _Phase.APPLYING
 
     def _end_epoch(self) -> None:
-        """Agree that the epoch has ended; see Note [Applied on all or on none]."""
+        """See Note [Applied on all or on none]."""
         self._phase = _Phase.ENDING_EPOCH
         self._group.expect_losses(True)
         try:
@@ -372,7 +357,7 @@ class Elastic:
         return int(mine)
 
     def _newcomers_here(self) -> int:
-        """Return how many newcomers wait. Only rank 0 looks, and only if this step may let newcomers in. Otherwise return 0."""
+        # Only rank 0 looks, and only if this step may let newcomers in.
         is_time = self._admit_every is not None and (self.applied_steps + 1) % self._admit_every == 0
         if not is_time or self._group.rank != 0 or self._vacancies < 1:
             return 0
@@ -384,7 +369,7 @@ class Elastic:
 
     @property
     def _vacancies(self) -> int:
-        """Return how many newcomers can join at most. With more, a rank would get no share of some batch."""
+        # With more newcomers, a rank would get no share of some batch.
         return self._sampler.most_ranks - self._group.size
 
     def _count_step(self) -> None:
@@ -396,7 +381,7 @@ class Elastic:
     # ---- the recovery ----
 
     def _recover(self, error: TransportError) -> bool:
-        """Go on with the remaining ranks. Return whether the latest agreement of this rank holds for all ranks."""
+        """Return whether the latest agreement of this rank holds for all ranks."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
@@ -442,7 +427,7 @@ class Elastic:
         return present
 
     def _settle(self, most_agreements: int) -> bool:
-        """Apply or undo the step. Return whether this rank's latest agreement holds. See Note [Applied on all or on none].
+        """Return whether this rank's latest agreement holds. See Note [Applied on all or on none].
 
         `most_agreements` is the largest number of agreements in which a rank has taken part.
         """
@@ -464,13 +449,12 @@ class Elastic:
         return True
 
     def _undo_step(self) -> None:
-        """Undo the changes of the present step, if it has begun and is not applied."""
         if self._phase in (_Phase.COMPUTING, _Phase.AGREEING):
             assert self._snapshot is not None
             self._snapshot.restore()
 
     def _check_limits(self) -> None:
-        """End the training if too few ranks are left or too many were lost. All remaining ranks take the same decision."""
+        """Divide the samples anew, or end the training. All remaining ranks take the same decision."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
         if group.size < self._min_ranks:
@@ -493,7 +477,6 @@ class Elastic:
         return self._phase is _Phase.JOINING
 
     def _join(self) -> None:
-        """Wait to be let in, and take over the state of the other ranks."""
         self._phase = _Phase.JOINING
         logger.info("waiting to be let in")
         try:
@@ -509,7 +492,7 @@ class Elastic:
         self._phase = _Phase.BETWEEN_STEPS
 
     def _admit_newcomers(self) -> None:
-        """Let waiting newcomers in. Ranks on which the agreement failed call `shrink` instead of `admit`."""
+        # Ranks on which the agreement failed call `shrink` instead of `admit`.
         present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
         self._check_limits()
         self._settle(max(present.values()))
@@ -546,10 +529,7 @@ class Elastic:
         return TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
 
     def _share_state(self, root: int) -> None:
-        """Give newcomers the state of `root`. A collective.
-
-        The other ranks keep their states, because some of them may still have to apply the step.
-        """
+        """A collective. Ranks that are no newcomers keep their states, because some may still have to apply the step."""
         if self._group.rank == root:
             self._undo_step()
         models = self._state()
@@ -561,7 +541,7 @@ class Elastic:
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 
     def _share_hook_state(self, root: int) -> None:
-        """Give all ranks the hook state of `root`. This is a collective, unless the hook has no state that can be saved."""
+        """A collective, unless the hook has no state that can be saved."""
         state = HookState(self._model.communication_hook[1])
         if state.can_be_saved:
             state.load(broadcast_object(state.collect() if self._group.rank == root else None, root, group=self._group))
@@ -588,7 +568,6 @@ class Elastic:
 
 
 def _describe_hook(hook: Callable[..., Any] | None, state: object) -> str:
-    """Name a communication hook and the type of its state, such as "powerSGD_hook(PowerSGDState)"."""
     if hook is None:
         return "none"
     return f"{name_of_hook(hook)}({type(state).__qualname__})"

@@ -42,7 +42,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def _contradicts(annotation: Any, *expected: type) -> bool:
-    """Whether an annotation is a class, and no expected type is this class or its subclass. For a protocol: False."""
+    """Only a class that is no protocol can contradict."""
     kind = get_origin(annotation) or annotation
     if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return False

@@ -193,7 +193,7 @@ class Join:
                 hook.leave()
 
     def _sync_active_ranks(self, *, present: bool) -> tuple[int, ...]:
-        """Find out which ranks have inputs. Every rank calls this method, with or without inputs."""
+        """Every rank calls this, with or without inputs."""
         roll = torch.zeros(self._group.size, dtype=torch.uint8, device=self._device)
         roll[self._group.rank] = int(present)
         self._group.all_reduce(roll, ReduceOp.MAX)

@@ -181,7 +181,6 @@ def describe_iteration(times: IterationStatistics) -> LoggingData:
 
 
 def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
-    """Return seconds of a finished iteration: forward, backward, communication, and overlap of backward and communication."""
     forward = times.forward_ended - times.forward_started if times.forward_ended else 0.0
     backward = times.last_gradient - times.backward_started
     span = _communication(times)
@@ -192,6 +191,5 @@ def _durations(times: IterationStatistics) -> tuple[float, float, float, float]:
 
 
 def _communication(times: IterationStatistics) -> tuple[float, float] | None:
-    """Return when the first bucket started and when the last bucket was reduced, or None if no bucket was reduced."""
     ends = [bucket.finished for bucket in times.buckets if bucket.finished is not None]
     return (times.buckets[0].started, max(ends)) if ends else None

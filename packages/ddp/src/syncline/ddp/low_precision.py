@@ -118,7 +118,6 @@ class LowPrecision:
 
     @disable_dynamo
     def _look(self) -> _Found:
-        """Find the parameters that the module has now and that need a cast. This costs a microsecond for each submodule."""
         ignored = self._state.ignored_parameters()
         index_of: dict[int, int] = {}
         found = _Found([], [], [])
@@ -147,13 +146,7 @@ class LowPrecision:
 
     @disable_dynamo
     def _keep_what_was_written(self, found: _Found, casts: Sequence[_Cast], left: Tensors) -> None:
-        """Copy to the parameters what the forward has written into casts. See Note [Forwards that write into parameters].
-
-        Args:
-            found: the parameters of this forward.
-            casts: the casts of these parameters.
-            left: the tensors that the module's attributes have after the forward.
-        """
+        """See Note [Forwards that write into parameters]. `left` are the tensors in the attributes after the forward."""
         for (_, _, index), tensor in zip(found.places, left, strict=True):
             if tensor is not casts[index]:
                 raise MisuseError(
@@ -178,10 +171,7 @@ class LowPrecision:
         )
 
     def _enter_backward(self, found: _Found, casts: Tensors) -> None:
-        """Put the casts of a forward into the module's attributes for this backward.
-
-        Autograd calls this method before it uses the gradient of an output.
-        """
+        """Autograd calls this before it uses the gradient of an output."""
         # Another output of the same backward has put the casts in place already.
         if self._is_in_backward:
             return
@@ -196,10 +186,7 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast that the module has in place of a parameter.
-
-    A cast notes whether code has read or set `data`, because this code may have changed the cast.
-    """
+    """A cast in the place of a parameter. It notes whether code has read or set `data`, and so may have changed the cast."""
 
     was_data_asked_for = False
 
@@ -223,10 +210,7 @@ def _cast(parameter: torch.Tensor, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.Tensor, cast: torch.Tensor) -> bool:
-    """If elements of a cast differ from a new cast of the parameter, copy these elements to the parameter.
-
-    Return whether any bit differs.
-    """
+    """Copy elements that differ from a new cast of the parameter. Returns whether any bit differs."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False

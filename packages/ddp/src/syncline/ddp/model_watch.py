@@ -133,14 +133,14 @@ class ModelWatch:
         return self.has_sign
 
     def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
-        """Whether a container, which had `count` layers when its structure was noted, has other layers now."""
+        """`count` is the number of layers when the structure was noted."""
         layers = own_children(container)
         if len(layers) != count and not self._allows_unused:
             return True
         return not self._parts.issuperset(map(id, layers.values()))
 
     def _has_stand_ins(self) -> bool:
-        """Whether a tensor stands in for a parameter now. See Note [Tensors that stand in for parameters]."""
+        """See Note [Tensors that stand in for parameters]."""
         noted = {(id(place), name): parameter for place, name, parameter in self._places}
         given = given_to_functional_call()
         return any(
@@ -204,14 +204,12 @@ def _kind(name: str, parameter: Any) -> tuple[object, ...]:
 
 
 def _has_children(part: torch.nn.Module, children: Sequence[Any]) -> bool:
-    """Whether a module has exactly these modules as attributes."""
     # Get the dict again, because a container makes a new dict when a layer is deleted.
     found = own_children(part)
     return len(found) == len(children) and all(map(operator.is_, found.values(), children))
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be a module's own parameter, which an optimizer trains."""
     return isinstance(tensor, torch.nn.Parameter) and tensor.is_leaf
 
 
@@ -221,7 +219,6 @@ _handles: list[Any] = []
 
 
 def _listen() -> None:
-    """Ask torch, once in this process, to call `_note` whenever a parameter or a module is registered."""
     with _lock:
         if not _handles:
             _handles.append(register_module_parameter_registration_hook(_note))

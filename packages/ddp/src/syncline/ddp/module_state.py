@@ -146,7 +146,6 @@ def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def _problem(tensor: torch.Tensor, group: ProcessGroup) -> str | None:
-    """Say why the ranks of a group cannot share a tensor. None: they can."""
     if is_lazy(tensor):
         return "is not initialised yet; run one forward of the bare module before it is wrapped"
     if tensor.device.type not in group.device_types:

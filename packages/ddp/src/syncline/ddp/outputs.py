@@ -40,5 +40,4 @@ def _members(value: object) -> Iterable[object]:
 
 
 def _attributes(value: object) -> Iterable[object]:
-    """Return the values of the attributes in an object's `__dict__`, if the object has one."""
     return getattr(value, "__dict__", {}).values()

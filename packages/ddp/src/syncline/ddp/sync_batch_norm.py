@@ -246,7 +246,6 @@ def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup
 
 
 def _not_convertible(layer: BatchNorm) -> str | None:
-    """Say why converting this layer would lose something, or return None."""
     if any(is_lazy(tensor) for tensor in layer.parameters()):
         return "it is not initialised yet; run one forward of the module first"
     if is_parametrized(layer):

@@ -159,10 +159,7 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the saved state `other`, with the errors of error feedback that are in the saved state `own`.
-
-    Both are saved states of the same hook of `syncline.hooks`. The result fits a group of any size.
-    """
+    """Return a copy of the saved state `other` with the errors of the saved state `own`. It fits a group of any size."""
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

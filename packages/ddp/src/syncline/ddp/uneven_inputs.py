@@ -115,7 +115,7 @@ class UnevenInputs(JoinHook):
         self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:
-        """Tell ranks without inputs which collectives come next. This is a collective of all ranks."""
+        """A collective of all ranks, with or without inputs."""
         group = self._replica.process_group
         device = message_device(group, self._replica.device)
         plans = torch.tensor([will_reduce, sends_buffers], dtype=torch.uint8, device=device)
@@ -125,7 +125,7 @@ class UnevenInputs(JoinHook):
         return bool(first), bool(second)
 
     def _adjust(self, present: Sequence[int]) -> None:
-        """Set the divisor of gradients for the ranks that have inputs. All ranks set the same divisor."""
+        """All ranks set the same divisor of gradients."""
         group, reducer = self._replica.process_group, self._replica.reducer
         if len(present) < group.size and reducer.needs_everyone:
             raise MisuseError(

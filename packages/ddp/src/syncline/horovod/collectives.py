@@ -304,7 +304,6 @@ def sparse_allreduce_async(
 
 
 def _compressed(tensors: Iterable[torch.Tensor], compression: type[Compressor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The compressed tensors, and for each tensor the context that `decompress` needs."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     return [compressed for compressed, _ in pairs], [context for _, context in pairs]
 
@@ -444,7 +443,6 @@ def broadcast_async_(
 
 
 def _checked_root(tensor: torch.Tensor, root_rank: int, group: ProcessGroup) -> int:
-    """Check the arguments of a broadcast. Returns the root's rank in the group."""
     _check("broadcast", [tensor])
     return root_in(group, root_rank)
 
@@ -629,7 +627,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise an error if `tensors` is not a list of tensors. Call this function before the collective is announced."""
+    """Call this before the collective is announced."""
     if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:
@@ -641,7 +639,6 @@ def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _announce(process_set: ProcessSet, tensors: Sequence[torch.Tensor], op: Op) -> None:
-    """Tell ranks that have called `join` about a coming collective of all ranks. Do nothing for a process set's collective."""
     # Joined ranks take part only in collectives of all ranks, and a single rank has nobody to tell.
     if process_set.process_set_id != 0 or world().group.size == 1:
         return
@@ -669,8 +666,6 @@ def _then(pending: Handle, finish: Callable[[], Any]) -> Handle:
 
 
 class _Then(PendingResult[Any]):
-    """A pending result that is computed from another pending result."""
-
     def __init__(self, pending: Handle, finish: Callable[[], Any]) -> None:
         super().__init__((), finish)
         self._pending = pending
@@ -691,7 +686,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same values, but backward multiplies the gradients of `tensors` by `factor`. See the module's docstring."""
+    """Backward multiplies the gradients of `tensors` by `factor`. See the module's docstring."""
     return [
         _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
         for tensor in tensors

@@ -103,7 +103,6 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def _recover(error: TransportError) -> None:
-    """Go on in a new group of the remaining ranks. If another rank is lost meanwhile, try again."""
     began_s = time.perf_counter()
     while True:
         if isinstance(error, NO_RECOVERY) or time.perf_counter() - began_s > _GIVE_UP_S:

@@ -144,11 +144,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _keep_shared(optimizer: torch.optim.Optimizer) -> None:
-    """Let `load_state_dict` change the optimizer's options and state in place.
-
-    torch's `load_state_dict` makes new objects for options and state. Then the optimizer would no longer share its options and
-    state with the `DistributedOptimizer` or with a scheduler.
-    """
+    # torch's `load_state_dict` makes new objects for options and state, but the `DistributedOptimizer` and schedulers share
+    # the old objects.
     groups, state = optimizer.param_groups, optimizer.state
 
     def keep(loaded: torch.optim.Optimizer) -> None:
@@ -166,7 +163,7 @@ def _keep_shared(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Distributed:
-    """The additional methods of a `DistributedOptimizer`. This class is the first base, before the optimizer's class."""
+    """The first base of a `DistributedOptimizer`'s class, before the optimizer's class."""
 
     _combining: _GradientCombining | _StepCombining
     _should_synchronize = True
@@ -259,7 +256,6 @@ _made: list[weakref.ref[_GradientCombining]] = []
 
 @call_with_each_world
 def _enter_world() -> None:
-    """Let all `DistributedOptimizer`s use the present world, in the order in which they were made."""
     for reference in _made:
         combining = reference()
         if combining is not None:
@@ -385,10 +381,7 @@ class _GradientCombining:
     # ---- during backward ----
 
     def _came(self, number: int, parameter: torch.Tensor) -> None:
-        """Count a gradient. Autograd calls this method after it has added the gradient to `parameter.grad`.
-
-        This method runs before the reducer's hook, which was registered later.
-        """
+        """Autograd calls this after it has added the gradient to `parameter.grad`, and before the reducer's hook."""
         if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
             self._densified.add(number)
             parameter.grad = parameter.grad.to_dense()
@@ -406,7 +399,6 @@ class _GradientCombining:
         self._late.add(number)
 
     def _begin_backward(self) -> None:
-        """Decide at the first gradient of a backward whether the gradients are reduced while this backward runs."""
         backward = _Backward(current_backward())
         # Only autograd keeps this object alive, so the object is also gone if the backward fails.
         self._latest_backward = weakref.ref(backward)
@@ -418,36 +410,34 @@ class _GradientCombining:
             self._reducer.keep_local(self._is_reduced or self._backwards != self._last)
 
     def _densify_kept(self) -> None:
-        """Make gradients of the previous step dense again, if `_fill` made them sparse and the script has kept them."""
+        # `_fill` has made these gradients of the previous step sparse, and the script may have kept them.
         for number in self._densified:
             parameter = self._named[number][1]
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
 
     def _began(self) -> None:
-        """Announce reduction 1. The reducer calls this method when a backward begins to reduce."""
+        """The reducer calls this when a backward begins to reduce."""
         self._announce(self._reduction_step)
 
     def _ended(self, _: object = None) -> None:
-        """Record that a reduction is over. The reducer calls this method when it has reduced all gradients of a backward."""
+        """The reducer calls this when it has reduced a backward, and `_reduce` calls this when it has reduced what was left."""
         self._hear()
         self._is_reduced = True
         self._late.difference_update(self._members)
 
     def _delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Record which parameters' gradients are combined. The reducer calls this method for each bucket."""
+        """The reducer calls this for each bucket."""
         self._combined.update(self._number_of[id(parameter)] for parameter in parameters)
 
     # ---- joined ranks ----
 
     def _announce(self, step: int) -> None:
-        """Tell joined ranks which collectives follow."""
         # Joined ranks take part only in collectives of all ranks, so do not announce the steps of an added process set.
         if self._process_set.process_set_id == 0:
             self._roll = world().calls.announce_step(step)
 
     def _hear(self) -> None:
-        """Wait until the ranks have compared their latest announcements. If the announcements differ, raise an error."""
         roll, self._roll = self._roll, None
         if roll is not None:
             roll.wait()
@@ -475,7 +465,6 @@ class _GradientCombining:
         return _NEVER if self._is_reentrant or sets_later else min(self._backwards, _NEVER - 1)
 
     def _rest(self, number: int) -> _Rest:
-        """What this rank has left to reduce of a parameter."""
         gradient = self._named[number][1].grad
         if gradient is None:
             return _Rest.NOTHING
@@ -493,11 +482,7 @@ class _GradientCombining:
         return _Rest.SPARSE if gradient.is_sparse else _Rest.DENSE
 
     def _end(self, rest: Sequence[int] | None, backwards: int) -> None:
-        """Agree on what is left to reduce, and reduce it. This is a collective.
-
-        Args:
-            rest: for each parameter, a value of `_Rest` for this rank. None on a rank that has joined.
-            backwards: see `_backwards_seen`.
+        """A collective. `rest` is None on a rank that has joined. For `backwards`, see `_backwards_seen`.
 
         Raises:
             MisuseError: on all ranks, if a gradient would be combined twice.
@@ -520,7 +505,7 @@ class _GradientCombining:
         self._reduce(None if rest is None else [number for number, code in enumerate(rest) if code != _Rest.NOTHING])
 
     def _reduce(self, numbers: Sequence[int] | None) -> None:
-        """Reduce the present gradients of the parameters `numbers`. None: take part with zeros. This is a collective."""
+        """A collective. If `numbers` is None, take part with zeros."""
         assert self._reducer is not None
         if numbers is None:
             self._reducer.shadow_backward(has_forward=False)
@@ -530,8 +515,8 @@ class _GradientCombining:
         self._ended()
 
     def _fill(self) -> None:
-        """Give zeros to parameters that no rank reached. Make gradients sparse again if they were made dense."""
         for number, (_, parameter) in enumerate(self._named):
+            # No rank has reached this parameter.
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = _zeros_like(parameter, is_sparse=number in self._sparse)
             if number in self._densified and parameter.grad is not None and not parameter.grad.is_sparse:
@@ -545,10 +530,10 @@ class _GradientCombining:
             self._reducer = None
 
     def _include(self, layouts: Mapping[int, int]) -> None:
-        """Add these parameters to the reducer. A gradient counts as sparse if it is sparse on any rank."""
         new = layouts.keys() - set(self._members)
         if not new:
             return
+        # A gradient counts as sparse if it is sparse on any rank.
         self._sparse |= {number for number in new if layouts[number] == _Rest.SPARSE}
         self._densified |= {number for number in new if layouts[number] == _Rest.DENSIFIED}
         self._drop_reducer()
@@ -576,7 +561,6 @@ class _GradientCombining:
         self._reducer = reducer
 
     def _choose_reduction(self, reducer: Reducer) -> None:
-        """Use a communication hook only if a plain all_reduce is not enough, because the hook needs one more copy."""
         is_plain = self._compression is Compression.none and self._predivide == 1.0
         if is_plain and self._op is Average:
             # The reducer averages by default.
@@ -584,6 +568,7 @@ class _GradientCombining:
         if is_plain and self._op is Sum:
             reducer.divide_by(1)
         else:
+            # A hook needs one more copy.
             reducer.set_hook(_reduce_bucket, (self._compression, self._op, self._predivide))
 
 
@@ -593,12 +578,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 class _Backward:
-    """One backward of this rank.
-
-    Attributes:
-        number: autograd's number of the backward. An inner backward, of a re-entrant checkpoint, has another number.
-        is_over: whether the backward has ended.
-    """
+    """`number` is autograd's number of the backward. An inner backward, of a re-entrant checkpoint, has another number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -623,7 +603,6 @@ def _add_steps(entered: World, owner: _GradientCombining | _Gone) -> tuple[int, 
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls the method. The function does not keep the method's object alive."""
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -636,7 +615,6 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _weakly(method: Callable[[int, torch.Tensor], None], number: int) -> Callable[[torch.Tensor], None]:
-    """A hook of a parameter that calls `method(number, parameter)`. The hook does not keep the method's object alive."""
     call = _weak(method)
 
     def hook(parameter: torch.Tensor) -> None:
@@ -648,7 +626,6 @@ def _weakly(method: Callable[[int, torch.Tensor], None], number: int) -> Callabl
 
 
 def _reduce_bucket(state: tuple[type[Compressor], Op, float], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that compresses, reduces and decompresses a bucket."""
     compression, op, predivide = state
     group, buffer = bucket.process_group(), bucket.buffer()
     # A sparse gradient is reduced as it is, without compression.
@@ -756,7 +733,6 @@ class _StepCombining:
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> NamedParameters:
-    """The optimizer's parameters with their names, in the optimizer's order."""
     in_groups = [
         (f"group{index}.{number}", parameter)
         for index, group in enumerate(optimizer.param_groups)
@@ -795,10 +771,7 @@ def _checked_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> in
 
 
 def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]] | None) -> tuple[list[int], list[int] | None]:
-    """Choose an order of the parameters' indices, and bucket sizes, so that each bucket holds exactly one of `groups`.
-
-    The reducer fills buckets from the end of this order, separately for each dtype.
-    """
+    """Choose an order of the parameters' indices, and bucket sizes, so that each bucket holds exactly one of `groups`."""
     everything = list(range(len(named)))
     if groups is None:
         return everything, None
@@ -814,11 +787,11 @@ def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]]
         members = sorted([*members, *([index] for index in everything if index not in grouped)], key=lambda group: group[:1])
     members = [group for group in members if group]
     order = [index for group in members for index in group]
+    # The reducer fills buckets from the end of this order, separately for each dtype.
     return order, [sum(named[index][1].nbytes for index in group) for group in reversed(members)]
 
 
 def _caps_bytes() -> list[int]:
-    """The bucket sizes that HOROVOD_FUSION_THRESHOLD sets, or the default sizes."""
     text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
     if not text:
         return _DEFAULT_CAPS_BYTES

@@ -82,7 +82,6 @@ class _Hole:
 
 
 def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of `value` with holes in place of its tensors. The tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().contiguous())
         return _Hole(tuple(value.shape), value.dtype, value.device.type)
@@ -95,7 +94,6 @@ def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of `outline` with new tensors in its holes. The new tensors are also appended to `tensors`, in order."""
     if isinstance(outline, _Hole):
         device = outline.device_type if outline.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))

@@ -64,11 +64,7 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Return the bytes of PowerSGD's two messages for a bucket.
-
-    The first message has the gradients that are sent whole (vectors and small matrices), and the left factors. The second
-    message has the right factors. If no gradient is compressed, there is no second message.
-    """
+    """Return the bytes of PowerSGD's two messages: uncompressed gradients with left factors, and right factors."""
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1
@@ -94,7 +90,6 @@ def _factorize(gradients: torch.Tensor) -> None:
 
 
 def _speed(compress: Callable[[torch.Tensor], None]) -> float:
-    """Return how many bytes of float32 a function compresses in a second, in the fastest of some trials."""
     gradients = torch.ones(_NUMEL)
     compress(gradients)
     # The first call above is not measured, because it is slower than later calls.

@@ -31,12 +31,9 @@ def workload_of(timeline: Timeline) -> Workload:
 
 
 def _of_rank(rank: RankTimeline) -> Workload | None:
-    """Return the workload of one rank, or None if this rank has traced too few steps.
-
-    Use only the steps with the newest layout of buckets. Among these steps, use only the steps that reduced the most buckets.
-    """
     # A step ends where the next step begins, so both steps must be traced.
     pairs = [(step, rank.steps[number + 1]) for number, step in rank.steps.items() if number + 1 in rank.steps]
+    # Use only the steps with the newest layout of buckets. Among these, use only the steps that reduced the most buckets.
     layout = max((step.layout for step, _ in pairs if step.buckets), default=0)
     count = max((len(step.buckets) for step, _ in pairs if step.layout == layout), default=0)
     usual = [pair for pair in pairs if pair[0].layout == layout and len(pair[0].buckets) == count]
@@ -63,8 +60,5 @@ def _buckets(steps: Sequence[StepEvent], layout: Sequence[BucketLayout]) -> tupl
 
 
 def _communicated(step: StepEvent) -> float:
-    """Return the time when backward had ended and the last bucket was reduced.
-
-    The copy from buckets to gradients, and the optimizer, come after this time.
-    """
+    # The copy from buckets to gradients, and the optimizer, come after this time.
     return min(step.finished, max([step.finalize_started, *(bucket.finished for bucket in step.buckets)]))

@@ -58,7 +58,6 @@ def check_training(group: ProcessGroup, name: str, **options: Any) -> None:
 
 
 def _build(model: Model, *, seed: int) -> torch.nn.Module:
-    """Build a model, and set its parameters."""
     module = model.build().double()
     # Ranks may be threads that share torch's global generator, so make a separate generator.
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +68,6 @@ def _build(model: Model, *, seed: int) -> torch.nn.Module:
 
 
 def _data(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of all ranks for each step, and their classes."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(STEPS, world_size * _SHARE, FEATURES, generator=generator, dtype=torch.float64)
     return rows, (rows[..., :CLASSES] + rows[..., -CLASSES:]).argmax(-1)
@@ -85,7 +83,6 @@ def _train(module: torch.nn.Module, model: Model, inputs: torch.Tensor, targets:
 
 
 def _digest(state: dict[str, torch.Tensor]) -> str:
-    """Return a digest of every bit of a state."""
     digest = hashlib.sha256()
     for tensor in state.values():
         digest.update(tensor.contiguous().numpy().tobytes())

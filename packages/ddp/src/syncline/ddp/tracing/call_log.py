@@ -51,6 +51,5 @@ class CallLog:
         self._seen.append((call, 0 if tensor is None or tensor.is_sparse else tensor.nbytes))
 
     def _is_bucket(self, tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor is the buffer of the bucket whose reduction started last."""
         started, buckets = self._reducer.statistics.buckets, self._reducer.buckets
         return bool(started) and started[-1].number < len(buckets) and tensor is buckets[started[-1].number].buffer

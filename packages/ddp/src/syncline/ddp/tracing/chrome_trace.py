@@ -71,7 +71,7 @@ def _rank_events(rank: RankTimeline, origin: float, starts: _Starts) -> Iterator
 
 
 def _end(step: StepEvent) -> float:
-    """Return the end of a step after which no step was traced."""
+    """The end of a step after which no step was traced."""
     return max([step.finished, *(one.finished for one in step.optimizers), *(one.finished for one in step.calls)])
 
 
@@ -103,7 +103,6 @@ def _call_event(pid: int, tid: int, call: CallEvent, origin: float) -> Event:
 
 
 def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[Event]:
-    """Return for each bucket the arrows from each rank to the rank that started this bucket last."""
     numbers = count()
     for (step, _), ranks in starts.items():
         if step in steps:
@@ -117,13 +116,13 @@ def _arrows(starts: _Starts, steps: Collection[int], origin: float) -> Iterator[
 
 
 def _flow(phase: str, number: int, pid: int, tid: int, time: float, origin: float) -> Event:
-    """Return one end of an arrow. The arrow's id is an integer, because Perfetto leaves out arrows with other ids."""
     ts = _us(time, origin)
+    # The id is an integer, because Perfetto leaves out arrows with other ids.
     return {"ph": phase, "cat": "bucket", "name": "waits for the last rank", "id": number, "pid": pid, "tid": tid, "ts": ts}
 
 
 class _Lanes:
-    """The threads for one kind of slice (a named span of time in the trace). Slices that overlap get different threads."""
+    """The threads of the trace for one kind of slice. Slices that overlap get different threads."""
 
     def __init__(self, pid: int, first: int, name: str) -> None:
         self._pid = pid

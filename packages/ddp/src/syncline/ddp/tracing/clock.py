@@ -89,7 +89,6 @@ def _answer(group: ProcessGroup) -> ClockOffset:
 
 
 def _message(group: ProcessGroup) -> torch.Tensor:
-    """Return a tensor of three float64 numbers, on a device whose tensors the group can send."""
     return torch.zeros(3, dtype=torch.float64, device=message_device(group))
 
 

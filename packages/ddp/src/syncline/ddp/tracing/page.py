@@ -42,7 +42,6 @@ def fragment(timeline: Timeline) -> str:
 
 
 def _rows(timeline: Timeline) -> list[str]:
-    """Return the names of the timeline's rows from top to bottom: for each rank a row, and then a row for its buckets."""
     return [row for rank in timeline.ranks for row in (_row(rank), _bucket_row(rank))]
 
 
@@ -55,7 +54,6 @@ def _bucket_row(rank: RankTimeline) -> str:
 
 
 def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
-    """Return Plotly's data series for the timeline: for each phase (such as forward), the phase's bars on all ranks."""
     origin = min(step.forward_started for step in timeline.of_step(number))
     slices = [one for rank in timeline.ranks for one in _slices(rank, number)]
     bars = []
@@ -78,7 +76,6 @@ def _bars(timeline: Timeline, number: int) -> list[dict[str, Any]]:
 
 
 def _slices(rank: RankTimeline, number: int) -> list[tuple[str, str, float, float, str]]:
-    """Return the phase, row, start, end and text of each bar of a rank in one step."""
     step, row = rank.steps[number], _row(rank)
     spans = [
         ("backward", step.backward_started, step.finalize_started, "backward"),

@@ -182,7 +182,7 @@ class TraceRecording:
 
 
 def _agree_on_run(group: ProcessGroup) -> str:
-    """Return a name for this run. All ranks get the same name, and no other run has this name. This is a collective."""
+    """A collective. All ranks get the same name."""
     number = torch.tensor([time.time_ns()], dtype=torch.int64, device=message_device(group))
     group.broadcast(number, 0)
     return f"{int(number):x}"
@@ -193,7 +193,6 @@ _asked: set[tuple[Path, int]] = set()
 
 
 def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
-    """Whether this is the first call in this process for this folder and rank."""
     key = settings.folder.resolve(), rank
     if key in _traced:
         logger.info("another model of this process is traced to %s already; trace this one with its method `trace`", key[0])
@@ -203,7 +202,6 @@ def _is_first_to_trace(settings: TraceSettings, rank: int) -> bool:
 
 
 def _tell_at_exit_if_nothing_was_traced(settings: TraceSettings, rank: int) -> None:
-    """Let rank 0 warn at the end of the program, if no model has reached the first traced step."""
     key = settings.folder.resolve(), rank
     if rank == 0 and key not in _asked:
         _asked.add(key)

@@ -120,7 +120,6 @@ def _step(number: int, on_ranks: Sequence[StepEvent], ranks: Sequence[int]) -> S
 
 
 def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
-    """Return for each bucket when the reduction had started on all ranks, and when the reduction was over on all ranks."""
     by_bucket: dict[int, list[tuple[float, float]]] = {}
     for step in on_ranks:
         for bucket in step.buckets:
