@@ -41,8 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of an option once, in the form that the user types, and only if the option has a default."""
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default == [] or "(default" in (action.help or ""):
             return action.help
@@ -52,14 +50,10 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _wanted(words: Sequence[str]) -> list[str]:
-    """The names of the commands to load.
-
-    If the first word names a command, load only this command, because another command may fail to load. Otherwise load all
-    commands.
-    """
     from .plugins import plugin_names
 
     names = plugin_names(ENTRY_POINT_GROUP)
+    # If the first word names a command, load only this command, because another command may fail to load.
     return [words[0]] if words and words[0] in names else names
 
 

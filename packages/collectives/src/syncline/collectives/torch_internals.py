@@ -48,7 +48,6 @@ T = TypeVar("T")
 
 
 def _find_eval_frame() -> Any:
-    """The module that switches torch.compile's tracer on and off; None if it lacks a function that is used here."""
     module = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     newer = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
     can_skip = hasattr(module, "skip_code") or all(hasattr(module, name) for name in newer)
@@ -68,7 +67,7 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = getattr(
 
 
 def _distributed() -> Any:
-    """The module behind torch.distributed. Every program that has a group has loaded this module."""
+    # Every program that has a group has loaded this module.
     return sys.modules["torch.distributed.distributed_c10d"]
 
 
@@ -171,7 +170,7 @@ def is_fake(value: object) -> bool:
 
 
 def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
-    """A class for `isinstance`; an empty tuple if its module is not loaded, because then no object of the class exists."""
+    # If the module is not loaded, no object of the class exists.
     found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
     return found
 

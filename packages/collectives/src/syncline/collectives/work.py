@@ -73,7 +73,6 @@ class GroupFuture(AnyFuture):
         return following
 
     def _following(self) -> GroupFuture:
-        """The future that `then` returns."""
         return GroupFuture(self._devices)
 
 
@@ -111,7 +110,7 @@ def _can_be_pickled(error: Exception) -> bool:
 
 
 def _wait_as_torch_does(future: Any) -> None:
-    """Call torch's own `wait` of a future that is done. The `wait` of our classes would note that the program has waited."""
+    # The `wait` of our classes would note that the program has waited.
     (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
@@ -327,7 +326,7 @@ class PendingWork(Work):
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Set the outcome. Only the first call has an effect: an abort may come while another thread runs the collective."""
+        """Only the first call has an effect: an abort may come while another thread runs the collective."""
         with self._lock:
             if self._is_done:
                 return

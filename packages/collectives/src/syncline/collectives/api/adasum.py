@@ -53,7 +53,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
 
 
 def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> None:
-    """Combine `flat` of all ranks, in place. Every rank takes part in every exchange, because an exchange is a collective."""
+    """Every rank takes part in every exchange, because an exchange is a collective."""
     rank, power = group.rank, 1
     while power * 2 <= group.size:
         power *= 2
@@ -94,7 +94,6 @@ def _exchange(
     receive_from: int | None = None,
     group: ProcessGroup,
 ) -> None:
-    """Send `mine` to at most one rank, and receive `theirs` from at most one rank. A collective."""
     sends = [mine.numel() if rank == send_to else 0 for rank in range(group.size)]
     receives = [mine.numel() if rank == receive_from else 0 for rank in range(group.size)]
     source = mine if send_to is not None else mine[:0]
@@ -103,10 +102,7 @@ def _exchange(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, sizes: list[int]) -> None:
-    """Combine each tensor in the flat buffer `a` with the same tensor in `b` by the rule of Adasum. Write the results into `a`.
-
-    `sizes` has the number of elements of each tensor.
-    """
+    """Combine the tensors in the flat buffers `a` and `b` by the rule of Adasum, into `a`. `sizes` counts elements."""
     for part, other in zip(torch.split(a, sizes), torch.split(b, sizes), strict=True):
         wide, other_wide = part.double(), other.double()
         product = torch.dot(wide, other_wide)

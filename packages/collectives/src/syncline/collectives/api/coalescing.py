@@ -177,7 +177,6 @@ class _Pending:
     """A collective on flat memory, and the tensors to which this memory is copied when the collective ends.
 
     Attributes:
-        work: the work of the collective.
         memory: the flat buffer; for an all_gather, one buffer for each rank.
         destinations: the caller's tensors, in the order in which their elements lie in the memory; empty: copy nothing.
     """
@@ -246,9 +245,8 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Check all tensors before the first collective.
+    """Return the `resolved` tensors, and whether one of them is a FakeTensor.
 
-    Returns what `resolved` returns for these tensors, and whether one of the tensors is a FakeTensor.
     See Note [Tensors that are no memory] in `tensors.checks`.
     """
     problem = checks.no_tensors({"tensors": tensors})

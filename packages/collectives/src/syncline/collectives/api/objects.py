@@ -102,7 +102,7 @@ def scatter_object_list(
 
 
 def _check_list(name: str, given: object, group: ProcessGroup, *, is_filled: bool = True) -> None:
-    """Check a list, before the ranks communicate. A list that will be filled must accept any object."""
+    # A list that will be filled must accept any object.
     takes_objects = hasattr(given, "__setitem__") and not isinstance(given, deque | bytearray)
     if not is_list(given) or (is_filled and not takes_objects):
         raise InvalidArgumentError(f"{name} on {group.place()}: expected a list of objects, found {type(given).__name__}")

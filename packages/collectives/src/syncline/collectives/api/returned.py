@@ -475,16 +475,11 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
 
 
 def _first(results: Any, *, async_op: bool) -> Any:
-    """Return the only entry of the list `results`.
-
-    If `async_op` is True, `results` is a `PendingResult` of such a list. Then return a `PendingResult` of the only entry.
-    """
+    """If `async_op` is True, `results` is a `PendingResult` of a list."""
     return _FirstOf(results) if async_op else results[0]
 
 
 class _FirstOf(PendingResult[Any]):
-    """A pending result whose `wait` returns the first entry of the list that another pending result returns."""
-
     def __init__(self, results: PendingResult[list[Any]]) -> None:
         super().__init__((), lambda: results.wait()[0])
         self._results = results
@@ -498,7 +493,6 @@ def _needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """For each dtype and device, the indices of its tensors. The lists are in the same order on every rank."""
     kinds: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
@@ -506,12 +500,11 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _width(tensor: torch.Tensor) -> int:
-    """The number of elements of a row."""
     return math.prod(tensor.shape[1:])
 
 
 def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
-    """For each rank, how many rows each of its tensors has. A collective, which also compares dtypes and the shapes of rows."""
+    """A collective. For each rank, returns how many rows each of its tensors has."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
     device = object_exchange.message_device(group, tensors[0].device)

@@ -18,7 +18,7 @@ from .returned import PendingResult, all_reduce_copy_coalesced
 
 
 class _Entry(IntEnum):
-    """What a rank says in a roll call. A roll call is an all-gather in which each rank says what it does next."""
+    """What a rank says in a roll call: an all-gather in which each rank says what it does next."""
 
     JOINED = 0
     CALL = 1
@@ -134,13 +134,11 @@ class UnevenCalls:
         return self._group.all_gather_into_tensor(all_entries, mine, async_op=not is_blocking), all_entries
 
     def _hear(self, work: Work, heard: torch.Tensor) -> tuple[list[int], list[tuple[int, int]]]:
-        """Wait for a roll call. Returns the ranks that have not joined, and what each rank said."""
         work.wait()
         entries = [(entry, number) for entry, number in heard.tolist()]
         return [rank for rank, (entry, _) in enumerate(entries) if entry != _Entry.JOINED], entries
 
     def _call_roll(self) -> bool:
-        """Announce a single collective (not a step) by a roll call. Returns whether a rank has joined."""
         present, entries = self._hear(*self._issue(_Entry.CALL, 0))
         self._note(present, entries)
         self._first = present[0]
@@ -150,7 +148,6 @@ class UnevenCalls:
         broadcast_object(described, self._first, group=self._group)
 
     def _note(self, present: Sequence[int], entries: Sequence[tuple[int, int]]) -> None:
-        """Remember the largest rank with work. Check that the ranks with work all announced one step, or all a collective."""
         self._last_rank = present[-1]
         announced = {entries[rank] for rank in present}
         if len(announced) > 1:

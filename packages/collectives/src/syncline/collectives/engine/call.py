@@ -248,10 +248,7 @@ class Call:
 
 
 def _users_line() -> tuple[CodeType | None, int]:
-    """Return the innermost function of the user's program, and its current instruction.
-
-    The line number is computed only when `Call.where` is read.
-    """
+    """Return the innermost function of the user's program, and its current instruction."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_LIBRARIES):

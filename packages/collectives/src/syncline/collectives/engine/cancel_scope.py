@@ -211,7 +211,6 @@ _detached: LivingSet[threading.Thread] = LivingSet()
 
 @atexit.register
 def _finish_detached() -> None:
-    """Wait for all threads of detached calls, at most 5 seconds in total."""
     scope = CancelScope(_EXIT_S)
     for thread in _detached:
         if thread.is_alive():

@@ -98,10 +98,7 @@ class DelegatingGroup(ProcessGroup):
         return shown(group, signature.name, [*writes, *reads], issue, is_async=async_op)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-        """Choose one group for the whole reduction.
-
-        The calls that the reduction issues from callbacks go to this group, too.
-        """
+        # One group carries out the whole reduction, also the calls that it issues from callbacks.
         return self._choose(tensor.device.type).all_reduce(tensor, op, async_op=async_op)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Work:
@@ -113,7 +110,6 @@ class DelegatingGroup(ProcessGroup):
         return shown(group, "recv", [tensor], partial(group._recv, tensor, src, tag, async_op), is_async=async_op)
 
     def _together(self, works: Iterable[Work], name: str, async_op: bool) -> Work:
-        """Join the works of several groups into one."""
         future = join_futures([work.get_future() for work in works], [])
         together = FutureWork(future, [], lambda: f"{name} on {self.place()}")
         if not async_op:

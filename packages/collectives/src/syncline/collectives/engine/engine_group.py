@@ -168,7 +168,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return plan
 
     def _take_mark(self) -> str | None:
-        """Return the mark for the call that this thread issues, see `marked`. A call in a callback gets no mark."""
+        """See `marked`."""
         return self._marks.pop(get_ident(), None) if self._marks and not self._queue.is_in_callback() else None
 
     @property
@@ -179,7 +179,6 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- failures ----
 
     def _refusal(self, signature: Signature) -> GroupClosedError:
-        """Return the error for a call on a closed group."""
         if self._is_in_fork:
             return not_the_rank(signature.name, self.place())
         # A script may keep the old group after a change of ranks. Only the newer group helps such a script.
@@ -193,11 +192,7 @@ class EngineGroup(ProcessGroup, Inherited):
             raise self._words.not_started(signature, failure)
 
     def _reported(self, failure: BaseException) -> BaseException:
-        """Write a report, if the group has a reporter.
-
-        Returns:
-            The failure. If it is a `SynclineError`, its text also names the report's folder.
-        """
+        """Write a report. Returns the failure, whose text then names the report's folder if it is a `SynclineError`."""
         # An elastic training handles this loss itself. A report for each such loss would hide the real failures.
         if self._losses_are_expected and isinstance(failure, TransportError):
             return failure
@@ -279,13 +274,11 @@ class EngineGroup(ProcessGroup, Inherited):
         """Set `_closed`, finish all calls, set `_is_over`, and release everything the group holds."""
 
     def _end(self, companion: ProcessGroup) -> None:
-        """Close a companion group, see `end_together`.
-
-        If this group has failed, abort the companion, because other ranks may not come to close it.
-        """
+        """See `end_together`."""
         if self.first_failure is None:
             companion.close()
         else:
+            # Other ranks may not come to close the companion.
             companion.abort()
 
     @override

@@ -95,10 +95,6 @@ class FailureWords:
         return timeout
 
     def _with_lost_ranks(self, error: SynclineError) -> SynclineError:
-        """If a lost rank made the transport fail, return a `RankLostError`.
-
-        If not, return `error`. If a transport fails while ranks are stopped, the error's text names these ranks, too.
-        """
         # Misuse and disagreement are errors of the program, which no lost rank explains.
         if self._liveness is None or not isinstance(error, TransportError) or isinstance(error, RankLostError):
             return error

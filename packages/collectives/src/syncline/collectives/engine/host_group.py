@@ -206,8 +206,8 @@ class HostGroup(EngineGroup):
     ) -> Work:
         """Run a call on this thread, or queue the call. See [1] in `HostGroup`.
 
-        `reads` and `writes` together are all tensors that `body` uses. If `is_numbered` is False, the call gets no number, and
-        is not in the history that the ranks compare.
+        `reads` and `writes` together are all tensors that `body` uses. If `is_numbered` is False, the call is not in the
+        history that the ranks compare.
         """
         if self._closed:
             raise self._refusal(signature)
@@ -299,10 +299,7 @@ class HostGroup(EngineGroup):
             raise self._first_failure
 
     def _move(self, call: Call) -> None:
-        """Carry out a collective by its plan. See [3] in `HostGroup`, and `pack` for `part` and `whole`.
-
-        In an all-reduce, reduce or broadcast, `part` and `whole` are one tensor: the program's tensor, or a contiguous copy.
-        """
+        """See [3] in `HostGroup`, and `pack` for `part` and `whole`."""
         signature = call.signature
         # Not `setdefault`: it would make a plan at every call.
         plan = self._plans.get(signature) or self._make_plan(signature)
@@ -325,7 +322,7 @@ class HostGroup(EngineGroup):
             raise different_calls(said)
 
     def _check_same_splits(self, call: Call) -> None:
-        """Check that each rank sends as many elements as the others expect. Cost: two numbers for each pair of ranks."""
+        """Cost: two numbers for each pair of ranks."""
         expected, sent = call.signature.splits or ((), ())
         # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
@@ -346,7 +343,6 @@ class HostGroup(EngineGroup):
         )
 
     def _meet(self, call: Call) -> None:
-        """Run a barrier. Then compare all calls so far, unless each call was compared before it ran."""
         self._transport.barrier(call)
         if self._compares_later:
             self._agreed.same_history(call.scope)
@@ -483,10 +479,7 @@ class HostGroup(EngineGroup):
             self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
 
     def _meet_at_close(self, call: Call) -> None:
-        """Wait until all ranks close the group. Compare the calls, unless each call was compared before it ran.
-
-        It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
-        """
+        """It is no error if a rank does not come: the rank may still compute, or may have ended without closing."""
         longest_s = _CLOSE_S if self._compares_later else _FREE_S
         scope = call.scope.within(longest_s, self._why_sender_will_not_send)
         try:
@@ -545,10 +538,7 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """Handle the failure of a call: remember the failure, tell the other ranks, and raise the group's error.
-
-        See [4] in `HostGroup`. `engine.failure` has the text of the error.
-        """
+        """See [4] in `HostGroup`. `engine.failure` has the text of the error."""
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
             _given_up.append(error)
@@ -575,10 +565,7 @@ class HostGroup(EngineGroup):
         """
 
     def _why_sender_will_not_send(self) -> TransportError | None:
-        """Return an error if another rank is lost or has left the job, so that its message will never come.
-
-        None: no such rank is known.
-        """
+        """Return an error if another rank is lost or has left the job, so that its message will never come."""
         lost = self.reason_to_give_up()
         if lost is not None or self._leavers is None:
             return lost
@@ -587,17 +574,14 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """Return why the running call will never end, or None. The thread that runs the call calls this method."""
+        """The thread that runs the call calls this."""
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
         return reason or self.reason_to_give_up() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
-        """Return None. `membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank.
-
-        Over MPI there is never an alarm, because the ranks have no such store.
-        """
+        """`membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank."""
         return None
 
     # ---- for the monitor; see Note [Who ends a call] in `health.monitor` ----
@@ -671,7 +655,7 @@ class GroupWork(PendingWork):
         return future
 
     def _settle(self, future: TensorsFuture) -> None:
-        """Complete the future. This runs the future's callbacks. See point 5 of Note [One total order] in `queue`."""
+        """This runs the future's callbacks. See point 5 of Note [One total order] in `queue`."""
         # If `help` does not run this call, or the queue has stopped, run the callbacks on this thread.
         if not self._queue.hand_over(lambda: self._settle_here(future)):
             self._settle_here(future)

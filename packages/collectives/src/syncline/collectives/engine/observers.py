@@ -80,7 +80,7 @@ observers: list[Observer] = []
 
 
 class _Here(threading.local):
-    """Whether this thread is inside a call that the profiler or observers show. If so, calls inside this call are not shown."""
+    """Whether this thread is inside a call that is shown. Calls inside such a call are not shown."""
 
     is_profiled = False
     is_observed = False

@@ -351,7 +351,7 @@ class Queue:
                 self._run_first()
 
     def _run_first(self) -> None:
-        """Run the first task. The caller has the turn. If the caller is `help`, no callbacks are handed over."""
+        """The caller has the turn. If the caller is `help`, no callbacks are handed over."""
         tasks = self._handed_over or self._tasks
         if not tasks:
             return  # another thread has run the task while this one waited for the turn
@@ -430,10 +430,8 @@ def finish_all() -> None:
 
 
 def _run_queues_here(is_done: Callable[[], bool]) -> None:
-    """If this thread is in a callback of a queue's task, run this queue. A future calls this function before it blocks.
-
-    This is point 4 of Note [One total order]. The future may belong to another group, so all queues are asked.
-    """
+    """A future calls this before it blocks: point 4 of Note [One total order]."""
+    # The future may belong to another group, so ask all queues.
     for queue in _started:
         if queue.is_running_here():
             queue.run_until(is_done)

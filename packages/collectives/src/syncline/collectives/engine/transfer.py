@@ -150,7 +150,6 @@ class TransferWork(Work):
             raise reason.reworded(f"{self._describe()}: {reason}") from None
 
     def _finish_if(self, is_over: Callable[[], bool], scope: CancelScope | None = None) -> None:
-        """Finish the transfer if the request is over. If the request fails, finish the transfer with the request's error."""
         try:
             # If the future's thread has given up before, do not deliver: the program may use its tensor again.
             if is_over() and not self._outcome.is_completed():

@@ -260,17 +260,16 @@ class Agreement:
     def _statements(self, text: str, scope: CancelScope) -> Statements:
         """Return the texts of the ranks, for an error that all ranks are about to raise.
 
-        All ranks have begun the comparison that has found a difference, so their texts come soon. But a rank may have reached
-        its time limit, and then sends no text. In this case the result has only this rank's text.
-
-        A rank that returns from here may leave the job, and break the other ranks' connections. So each rank waits here until
-        all ranks have the texts. If this wait fails, the rank still uses the texts.
+        A rank that has reached its time limit sends no text. Then the result has only this rank's text.
         """
+        # All ranks have begun the comparison that has found a difference, so their texts come soon.
         scope = scope.within(_TELL_S)
         said = Statements()
         said.add(text, [self._rank])
         with suppress(TimeoutError, TransportError):
             said = self._carrier.statements(text, scope)
+            # A rank that returns from here may leave the job, and break the other ranks' connections. So wait until all ranks
+            # have the texts.
             self.meet(scope)
         return said
 
@@ -287,7 +286,7 @@ class Agreement:
 
 
 def _as_text(records: Sequence[CallRecord]) -> str:
-    """Return the calls as text. Ranks with the same calls must get the same text, so the text has no times and no states."""
+    # Ranks with the same calls must get the same text, so leave out what differs between ranks.
     return json.dumps([replace(record, number=None, state=DONE, issued_at=0.0).as_dict() for record in records])
 
 

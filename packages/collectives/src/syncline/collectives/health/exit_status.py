@@ -51,8 +51,6 @@ def watch_exit_status() -> None:
 
 
 class _Quitter:
-    """Replaces `exit` or `quit`. The originals also close the standard input, which matters only at a prompt."""
-
     def __init__(self, before: Any) -> None:
         self._before = before
 

@@ -152,7 +152,6 @@ class GroupLeavers:
         return self._error(gone) if len(gone) == len(peers) else None
 
     def _error(self, gone: Sequence[int]) -> RankLostError | None:
-        """Return the error for ranks that have left the job, or None if `gone` is empty."""
         if not gone:
             return None
         return RankLostError(

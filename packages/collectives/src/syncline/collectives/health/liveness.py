@@ -102,7 +102,6 @@ def _own_node() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """Return a process's state and start time, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The process has ended, or there is no /proc.

@@ -215,7 +215,6 @@ class Monitor:
                 self._guarded(turn.look, thing, now_s)
 
     def _guarded(self, look: Callable[P, object], *arguments: P.args, **options: P.kwargs) -> None:
-        """Look once. If the look raises an error (for example, no thread can start), go on with the other looks."""
         try:
             look(*arguments, **options)
         except Exception:
@@ -254,12 +253,6 @@ class Monitor:
 
 
 class _Turn:
-    """Calls the `look` of one `Looked` object when the time has come.
-
-    Attributes:
-        is_over: whether a look has raised an error, so that no further look follows.
-    """
-
     def __init__(self) -> None:
         self._next_s = 0.0
         self._running: DetachedCall[None] | None = None
@@ -335,10 +328,7 @@ def call_now_and_then(looked: Looked) -> None:
 
 
 def _forget() -> None:
-    """Forget the parent's monitor in a forked child.
-
-    The monitor's thread does not run in the child, and the monitor's lock may stay locked.
-    """
+    """In a forked child the monitor's thread does not run, and the monitor's lock may stay locked."""
     global _starting, _monitor
     _starting, _monitor = threading.Lock(), None
 

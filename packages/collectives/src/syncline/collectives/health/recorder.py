@@ -142,8 +142,8 @@ def _sentence(position: int, placed: Mapping[int, Calls]) -> str:
 
 
 def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
-    """Return the call that most ranks made. If several calls are equally frequent, return the call of the lowest rank."""
     present = [calls[position] for _, calls in sorted(placed.items()) if position in calls]
+    # If several calls are equally frequent, take the call of the lowest rank.
     most = Counter(call.digest for call in present).most_common(1)[0][0]
     return next(call for call in present if call.digest == most)
 
@@ -151,7 +151,6 @@ def _usual_call(position: int, placed: Mapping[int, Calls]) -> CallRecord:
 def _deviation(
     usual: CallRecord, following: CallRecord | None, mine: CallRecord | None, my_next: CallRecord | None
 ) -> tuple[str, str]:
-    """Describe what a rank did in place of the call that most ranks made. Return the words for one and for several ranks."""
     place = f"{usual.name} #{usual.position}"
     # The rank waits in an earlier call, or still computes.
     if mine is None:

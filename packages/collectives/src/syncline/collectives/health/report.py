@@ -216,7 +216,6 @@ def text(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folder itself, and the folders of runs in it. Leave out folders without reports."""
     return [one for one in (folder, *sorted(folder.glob("syncline-report-*"))) if any(one.glob("rank-*.json"))]
 
 
@@ -347,7 +346,6 @@ class Reporter:
 
 
 def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
-    """Write a new file. Its name has the first free number from `number` on, so the file overwrites no other report."""
     while True:
         path = folder / f"{stem}.{number}.json"
         try:
@@ -361,7 +359,6 @@ def _write_new(folder: Path, stem: str, number: int, text: str) -> None:
 
 
 def _stacks() -> str:
-    """Return the Python stacks of all threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -413,8 +410,6 @@ def report_on_signal(reporter: Reporter) -> bool:
 
 
 class _OnSignal:
-    """The handler of SIGUSR1. It also calls the handler that the program had set before."""
-
     def __init__(self, reporter: Reporter, earlier: Any) -> None:
         self.reporter = reporter
         self._earlier = earlier
@@ -468,10 +463,7 @@ def _listen(handler: _OnSignal) -> None:
 
 
 def _report_when_told(heard: int, handler: _OnSignal) -> None:
-    """Read the pipe and write reports. The pipe gets one byte for each signal.
-
-    Stop at a zero byte, or when the pipe is closed.
-    """
+    """The pipe gets one byte for each signal, and a zero byte at the end."""
     while True:
         try:
             signals = os.read(heard, 64)

@@ -111,7 +111,6 @@ def ranks_of(found: Iterable[Sequence[int]]) -> Iterator[int]:
 
 
 def _shown(found: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Split short runs into single ranks."""
     for first, last in found:
         if last - first < _LISTED_RUN:
             yield from ((rank, rank) for rank in range(first, last + 1))

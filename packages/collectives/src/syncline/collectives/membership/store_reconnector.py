@@ -107,11 +107,8 @@ class MembershipVote:
         return agreed
 
     def _check_outnumbered(self, present: Sequence[int], silence_timeout_s: float) -> None:
-        """Raise `RankGivenUpError` if the members that run, but have not called `agree`, are more than those in `present`.
-
-        If the two numbers are equal, raise no error: both halves may make a proposal, but only one proposal can win.
-        """
         silent = [member for member in self._members if member not in present and self._is_running(member)]
+        # If the two numbers are equal, raise no error: both halves may make a proposal, but only one proposal can win.
         if len(present) < len(silent):
             # This member ends, so the others must not propose it.
             self._store.delete_key(f"here/{self._me}")

@@ -285,7 +285,7 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """The addresses of all interfaces that are up, except link-local IPv6 addresses, which need an interface's name, too."""
+    """Leave out link-local IPv6 addresses, which need an interface's name, too."""
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

@@ -53,10 +53,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class _LauncherEnv:
-    """The names of the environment variables that one launcher sets.
+    """The names of the environment variables that one launcher sets. None names no variable.
 
-    The launcher is recognised if the variables named in `rank`, `world_size` and `also` are set. A field that is None names no
-    variable.
+    The launcher is recognised if the variables named in `rank`, `world_size` and `also` are set.
     """
 
     launcher: str
@@ -157,12 +156,10 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
 
 
 def _says_one(environ: Mapping[str, str]) -> bool:
-    """Whether RANK and WORLD_SIZE mean a single process that need not meet others."""
     return environ["WORLD_SIZE"] == "1" and environ["RANK"] == "0" and "MASTER_ADDR" not in environ
 
 
 def _claim(environ: Mapping[str, str]) -> str | None:
-    """The error message if a variable says that there are several processes; else None."""
     for launcher_env in (*_OF_AN_MPI, *_OF_A_MANAGER, _BY_HAND):
         if launcher_env is _SLURM and ("SLURM_STEP_ID" in environ or _number_if_plain(_SLURM.rank, environ) == 0):
             continue  # a batch script or a shell: it sees the size of its whole allocation
@@ -286,7 +283,7 @@ def _place(pid: int, environ: Mapping[str, str]) -> str:
 
 
 def _socket_number(environ: Mapping[str, str]) -> str:
-    """The inode of the socket behind PMI_FD, which connects a rank of MPICH to its mpiexec; "" if there is none."""
+    """The inode of the socket behind PMI_FD, which connects a rank of MPICH to its mpiexec."""
     try:
         status = os.fstat(int(environ.get("PMI_FD", "")))
     except (ValueError, OSError):
@@ -338,7 +335,7 @@ def check_init_method(init_method: str | None) -> str | None:
 
 
 def _is_srun_step(step_id: str) -> bool:
-    """Whether srun started the step. Ids from 0xfffffff0 on mean batch scripts and interactive shells."""
+    # Ids from 0xfffffff0 on mean batch scripts and interactive shells.
     return step_id.isdigit() and int(step_id) < 0xFFFFFFF0
 
 
@@ -391,6 +388,6 @@ def _number(variable: str, environ: Mapping[str, str]) -> int:
 
 
 def _number_if_plain(variable: str, environ: Mapping[str, str]) -> int | None:
-    """The number in a variable; None for other text, such as Slurm's "4(x2),3" if the nodes have different numbers of tasks."""
+    """None for text such as Slurm's "4(x2),3", which means that the nodes have different numbers of tasks."""
     text = environ.get(variable, "")
     return int(text) if text.isdigit() else None

@@ -86,7 +86,6 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
 
 def _compare(store: Store, rank: int, size: int) -> None:
-    """Compare size and version with the rank that came first. If they differ, tell all ranks, and raise an error."""
     first, told, version = json.loads(store.compare_set("told", "", json.dumps([rank, size, __version__])))
     problem = None
     if told != size:
@@ -110,7 +109,7 @@ def _disagree(problem: str, store: Store, rank: int, size: int) -> NoReturn:
 
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
-    """Tell rank 0 that this rank has read the error. Rank 0 waits up to `_READ_S` seconds until all have read it."""
+    """Rank 0 waits until all ranks have read the error, at most `_READ_S` seconds."""
     with suppress(StoreError):  # others are late, or rank 0 has ended and its store with it
         store.set(f"read/{rank}", "")
         if rank == 0:
@@ -118,7 +117,7 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not come. Cost, for m missing ranks of n: about 2 (1 + log2(n / m)) requests for each of them."""
+    """Cost, for m missing ranks of n: about 2 (1 + log2(n / m)) requests for each of them."""
     # One request asks for all ranks. Only if some are missing, look at each half.
     if store.check([_key(rank) for rank in ranks]):
         return []
@@ -232,7 +231,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """The result of `attempt`. If `attempt` fails on some ranks, all ranks raise the error of the lowest of these ranks."""
+    """A collective. If some ranks get a `LaunchError`, all ranks raise the error of the lowest of these ranks."""
     found, problem = None, None
     try:
         found = attempt()

@@ -69,11 +69,10 @@ def conflict_with_launcher() -> str | None:
 
 
 def _load() -> None:
-    """Import mpi4py.MPI, which loads the library, without starting MPI.
+    """Import mpi4py.MPI, which loads the library, without starting MPI. `start` starts MPI later.
 
-    By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process. So
-    this function only loads the library. Later the checks of this module run, and `start` starts MPI. When this function
-    returns, `mpi4py.rc` has the caller's settings again.
+    By default mpi4py starts MPI at the import. If the launcher belongs to another MPI, the library then ends the process,
+    before the checks of this module can run.
     """
     if "mpi4py.MPI" in sys.modules:
         return
@@ -133,10 +132,7 @@ def start(connecting: Connecting) -> None:
 
 @contextmanager
 def _sighup_kept() -> Iterator[None]:
-    """A context in which a library may take SIGHUP. Afterwards the signal ends the process again, or calls Python's handler.
-
-    UCX, which carries the messages of many MPI libraries, takes SIGHUP for its own debugging.
-    """
+    """UCX, which carries the messages of many MPI libraries, takes SIGHUP for its own debugging."""
     yield
     # Only the main thread can set handlers. A user who has named a signal for UCX wants its debugging.
     if threading.current_thread() is threading.main_thread() and "UCX_DEBUG_SIGNO" not in os.environ:
@@ -146,7 +142,6 @@ def _sighup_kept() -> Iterator[None]:
 
 
 def _function(MPI: Any, name: str) -> Any:  # noqa: N803 - the module's name
-    """A function of the MPI library that mpi4py has loaded; None if the system does not find it."""
     try:
         return getattr(ctypes.CDLL(MPI.__file__), name)
     except (OSError, AttributeError):

@@ -119,7 +119,6 @@ def _place(request: ConnectRequest) -> tuple[int, int]:
 
 
 def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
-    """A store on a port that the system chooses, and this rank's address. MPI tells the other ranks where the store is."""
     mpi = load_backend("mpi").connect(request)
     try:
         address = address_by_group(mpi, request.interfaces, request.timeout_s)
@@ -172,10 +171,7 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """Wrap the store for torch, and keep the run's folder until exit. The last process of the run to exit removes the folder.
-
-    Until then, the ranks of a new subgroup may meet in the folder. So may the remaining ranks after the loss of a rank.
-    """
+    """The last process of the run to exit removes the run's folder. Until then, ranks of a new subgroup may meet in it."""
     pid = os.getpid()
     _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # forks are not counted
     return AsTorchStore(store)
@@ -282,10 +278,7 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
 
 @functools.cache
 def _serve(host: str, port: int, secret: str) -> TCPStoreServer:
-    """Start a server that lives until this process exits, because new subgroups may need the store at any time.
-
-    If a second group meets at the same address, after the first group was destroyed, the second group uses the same server.
-    """
+    """The server lives until this process exits, because new subgroups may need the store at any time."""
     server = TCPStoreServer(host, port, secret=secret)
     _close_at_exit.append(server.close)
     return server

@@ -105,10 +105,7 @@ def print_failures_of_the_run(*, has_siblings: bool) -> None:
 
 
 class _OncePerNode:
-    """An excepthook that lets one rank of a node print the exception; see Note [Who speaks].
-
-    If another hook was set before this hook, the other hook prints the exception.
-    """
+    """Lets one rank of a node print the exception; see Note [Who speaks]."""
 
     def __init__(self, previous: _Hook, is_connected: Callable[[], bool], has_siblings: bool) -> None:
         self._previous = previous
@@ -155,7 +152,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
 
 def _who_spoke(run: Run, error: BaseException) -> str | None:
-    """The rank of this node that has already printed its error in full, in words; None if this rank must print its error."""
+    """In words, the rank of this node that has already printed its error; None if this rank must print its error."""
     name, mine, began_s = f"failed-{run.name}", f"rank {run.rank}", run_began_s()
     end_s = time.monotonic() + _VAGUE_S
     while _is_vague(error) and time.monotonic() < end_s:
@@ -233,8 +230,7 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
     """Leave out frames and causes. Returns whether frames of an error that is not ours were left out.
 
-    The causes of our own errors (other errors of ours, and errors of libraries) are left out, because our text contains them.
-    Earlier errors of the user's code are kept.
+    The causes of our own errors are left out, because our text contains them. Earlier errors of the user's code are kept.
     """
     is_ours = isinstance(error, SynclineError)
     kept = [frame for frame in told.stack if not _is_inside(frame.filename)]
@@ -264,7 +260,6 @@ def _reached_user(error: BaseException) -> bool:
 
 
 def _is_bug(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether Syncline's code raised an exception that is no `SynclineError`. Ctrl-C does not count."""
     if isinstance(error, SynclineError) or not isinstance(error, Exception):
         return False
     frames = traceback.extract_tb(trace)
@@ -272,7 +267,6 @@ def _is_bug(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _is_inside(filename: str) -> bool:
-    """Whether a frame is not the user's code, but inside Syncline, torch, or a module of Python that they use (`_between`)."""
     if filename.startswith("<frozen"):
         return True
     return _is_in(filename, _syncline_folders()) or _is_in(filename, _torch_folders()) or filename in _between()
@@ -283,7 +277,7 @@ def _is_in(filename: str, folders: list[str]) -> bool:
 
 
 def _syncline_folders() -> list[str]:
-    """The folders of Syncline's packages. We do not search for the name "syncline": a user's folder may have this name, too."""
+    # Do not search for the name "syncline": a user's folder may have this name, too.
     return [path + os.sep for path in getattr(sys.modules.get("syncline"), "__path__", [])]
 
 
@@ -347,11 +341,7 @@ def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None
 
 
 def _lock(file: IO[str]) -> None:
-    """Lock the file. Give up after `_LOCK_S` seconds, because a stopped process may hold the lock.
-
-    Raises:
-        OSError: another process held the lock all the time.
-    """
+    """Give up after `_LOCK_S` seconds with an OSError, because a stopped process may hold the lock."""
     end_s = time.monotonic() + _LOCK_S
     while True:
         try:

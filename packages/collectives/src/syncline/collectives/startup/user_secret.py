@@ -73,12 +73,9 @@ _REMEDY = "Remove it, or give every rank a secret of your own: ?secret_file=PATH
 
 
 def _make(path: Path) -> None:
-    """Write a secret to a new file, then link this file to `path`. No process can read half a secret.
-
-    If several processes do this at the same time, the secret of the first link counts.
-    """
     from ..stores import new_secret  # here, because `stores` loads torch, and `syncline run` must not load torch
 
+    # `path` appears only when the secret is complete, so no process can read half a secret.
     aside = path.with_name(f"secret-{secrets.token_hex(8)}")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(new_secret())

@@ -137,8 +137,6 @@ class GroupStore(ServedStore):
 
 
 class _Server:
-    """Rank 0's table, and the thread that answers the other ranks."""
-
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._service: Service[int] = Service()
@@ -166,11 +164,11 @@ class _Server:
         return self._present == 0
 
     def _serve(self) -> None:
-        """Answer requests. If the group fails, abort it, so that the calls of other ranks fail at once instead of waiting."""
         try:
             self._answer_all()
         except SynclineError as error:
             logger.warning("the store on rank 0 of group '%s' answers no more: %s", self._group.name, error)
+            # Let the calls of other ranks fail at once instead of waiting.
             self._group.abort()
 
     def _answer_all(self) -> None:
@@ -203,7 +201,6 @@ class _Server:
                 return
 
     def _await(self, client: int) -> tuple[Work, torch.Tensor]:
-        """Begin to receive the length of a rank's next request."""
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         return self._group.recv(length, client, _ASK_LENGTH, async_op=True), length
 

@@ -135,7 +135,7 @@ forgets the wait of a client that is gone."""
 
 @dataclass(frozen=True)
 class _WaitingRequest:
-    """The request of a client that waits. The client gets an answer when all of `keys` exist, at the latest at `until`."""
+    """The client gets an answer when all of `keys` exist, at the latest at `until`."""
 
     keys: list[str]
     until: float
@@ -189,7 +189,6 @@ class Service(Generic[Client]):
         self._waiting.pop(client, None)
 
     def _arrived(self, clients: list[Client]) -> list[tuple[Client, bytes]]:
-        """The answers to each client in `clients` whose keys all exist now."""
         served = [client for client in clients if not table.missing(self._waiting[client].keys, self._values)]
         return [(client, self._answer_to(self._waiting.pop(client))) for client in served]
 

@@ -134,7 +134,6 @@ class Store(ABC):
         """Release the resources of this handle. The keys stay. If the handle had resources, later calls on it are errors."""
 
     def _limit_s(self, timeout: timedelta | float | None) -> float:
-        """The limit of one call, in seconds."""
         return _limited(timeout, self._timeout_s)
 
 

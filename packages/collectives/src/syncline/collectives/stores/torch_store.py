@@ -195,7 +195,6 @@ class FromTorchStore(Store):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn torch's errors into ours."""
         try:
             yield
         except StoreError:
@@ -213,7 +212,6 @@ class FromTorchStore(Store):
 
 @contextmanager
 def _as_torchs_timeout() -> Iterator[None]:
-    """A context that turns our StoreTimeout into an error that torch's code catches, too."""
     try:
         yield
     except StoreTimeout as error:

@@ -75,8 +75,8 @@ def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a library may read the tensor at its address. Also true for an empty tensor, which may have no address."""
     try:
+        # An empty tensor may have no address.
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # inside a transformation of torch.func
         return False
@@ -293,9 +293,7 @@ def _marked(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> 
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and of the byte after the last one.
-
-    For a tensor with gaps, return the extent of its first element only, because another tensor may lie in the gaps.
-    """
+    """The addresses of the first byte and of the byte after the last one."""
+    # Another tensor may lie in the gaps of a tensor that is not contiguous, so take only the first element.
     elements = tensor.numel() if tensor.is_contiguous() else 1
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

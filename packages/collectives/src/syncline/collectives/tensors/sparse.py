@@ -88,10 +88,9 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 
 
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
-    """Gather all elements and add them up.
+    """A callback calls this, so the collectives here run before all later calls of the program.
 
-    A callback calls this function, so the collectives here run before all later calls of the program: see Note [One total
-    order] in `engine.queue`.
+    See Note [One total order] in `engine.queue`.
     """
     values = mine.values()
     if isinstance(op, PremulSum):

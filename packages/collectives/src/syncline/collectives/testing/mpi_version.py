@@ -76,7 +76,7 @@ def _plain(name: str) -> str:
 
 
 def _holds(version: tuple[int, ...], comparison: str, bound: tuple[int, ...]) -> bool:
-    """Whether `version` compares with `bound` as `comparison` says. The shorter version is padded with zeros: 5.0 is 5.0.0."""
+    # The shorter version is padded with zeros: 5.0 is 5.0.0.
     length = max(len(version), len(bound))
     return _COMPARE[comparison](_padded(version, length), _padded(bound, length))
 

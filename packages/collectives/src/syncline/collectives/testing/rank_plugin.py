@@ -218,10 +218,7 @@ class RankPlugin:
         return rank_outcomes
 
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
-        """Return the values of all ranks, in the order of the ranks.
-
-        End the job if another rank does not call this method within `patience_s` seconds, or passes a different `place`.
-        """
+        """A collective. It ends the job if a rank does not come within `patience_s` seconds, or passes a different `place`."""
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
         except TimeoutError:
@@ -243,20 +240,19 @@ class RankPlugin:
     # ---- helpers ----
 
     def _discard_group(self) -> None:
-        """Abort the group after a failure, because ranks may have left collectives unfinished."""
         if self._group is not None:
+            # Ranks may have left collectives unfinished.
             self._group.abort()
             self._group = None
 
     def _silence(self, config: pytest.Config) -> None:
-        """Replace pytest's terminal reporter by a reporter that prints nothing. Without a reporter, some plugins would fail."""
         config.pluginmanager.unregister(name="terminalreporter")
         self._silent_output = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the session
+        # Without a reporter, some plugins would fail.
         config.pluginmanager.register(TerminalReporter(config, self._silent_output), "terminalreporter")
 
 
 def _text(report: pytest.TestReport) -> str:
-    """Return what pytest would print for a report: the traceback and the captured output."""
     if isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
         return f"{path}:{line}: {reason}"

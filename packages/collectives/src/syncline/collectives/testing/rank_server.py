@@ -64,7 +64,6 @@ def _become_rank(rank: int, job: dict[str, Any]) -> None:
 
 
 def _wait(ranks: Sequence[int], timeout_s: float) -> tuple[list[int], bool]:
-    """Wait until all ranks have ended. Return their statuses as in `subprocess`, and whether any rank had to be killed."""
     statuses: dict[int, int] = {}
     _reap(ranks, statuses, timeout_s)
     left = [rank for rank in ranks if rank not in statuses]
@@ -77,7 +76,6 @@ def _wait(ranks: Sequence[int], timeout_s: float) -> tuple[list[int], bool]:
 
 
 def _reap(ranks: Sequence[int], statuses: dict[int, int], timeout_s: float) -> None:
-    """Wait until the ranks have ended, or the time is up. If this process's parent has died, kill the whole process group."""
     end_s = time.monotonic() + timeout_s
     while True:
         for rank in ranks:
@@ -87,6 +85,7 @@ def _reap(ranks: Sequence[int], statuses: dict[int, int], timeout_s: float) -> N
                     statuses[rank] = os.waitstatus_to_exitcode(status)
         if len(statuses) == len(ranks) or time.monotonic() > end_s:
             return
+        # The parent has died, so kill all ranks and this process.
         if os.getppid() != _PARENT:
             os.killpg(0, signal.SIGKILL)
         time.sleep(_POLL_S)

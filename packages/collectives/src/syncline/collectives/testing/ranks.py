@@ -48,8 +48,6 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any, timeout_s: fl
 
 
 class _Rank(Generic[T]):
-    """One rank: its group, its thread, and its result."""
-
     result: T
 
     def __init__(self, group: ProcessGroup, body: Callable[..., T], args: Sequence[Any]) -> None:
@@ -78,8 +76,6 @@ class _Rank(Generic[T]):
 
 
 class _Ranks(Generic[T]):
-    """The ranks of one `run_ranks`. This object starts them, waits for them, and raises the first error."""
-
     def __init__(self, members: list[_Rank[T]]) -> None:
         self.members = members
         self._condition = threading.Condition()
@@ -105,7 +101,6 @@ class _Ranks(Generic[T]):
             self._condition.notify_all()
 
     def _end_the_others(self, timeout_s: float) -> None:
-        """Abort the group. If no rank has failed, raise an error about the ranks that still run: they took too long."""
         with self._condition:
             late = sorted(self._running, key=lambda rank: rank.group.rank) if self._first_failure is None else []
         stacks = "".join(rank.stack() for rank in late)
@@ -133,14 +128,10 @@ def _names(ranks: Sequence[_Rank[T]]) -> str:
 
 
 def _with_note(error: BaseException, note: str) -> BaseException:
-    """Attach a note to an error.
-
-    Python 3.10 has no notes. There, the function follows `__cause__` from error to error, and sets the `__cause__` of the last
-    error to an error with the note.
-    """
     if sys.version_info >= (3, 11):
         error.add_note(note)
         return error
+    # Python 3.10 has no notes. Put the note at the end of the chain of causes.
     innermost: BaseException = error
     while innermost.__cause__ is not None:
         innermost = innermost.__cause__

@@ -334,7 +334,6 @@ def _result(future: Future[Result]) -> Result:
 
 
 def _in_threads(body: Callable[[int], Result]) -> list[Result]:
-    """Run `body(rank)` in all threads. The threads start together."""
     start = threading.Barrier(THREADS)
 
     def run(rank: int) -> Result:

@@ -281,7 +281,7 @@ class CallIssuer(dist.ProcessGroup):
         return _FINISHED
 
     def _held(self, work: Work, limit_s: float | None) -> TorchSideWork:
-        """A torch work that this group keeps alive, because C++ does not; see Note [A work that only C++ holds]."""
+        """Keep the work alive, because C++ does not; see Note [A work that only C++ holds]."""
 
         def asked(one: TorchSideWork) -> None:
             self._kept.append(one)
@@ -311,7 +311,6 @@ class CallIssuer(dist.ProcessGroup):
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """The work of all calls since `_start_coalescing`."""
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise MisuseError(f"coalescing on {self.syncline_group.place()} ends, but was not started")

@@ -51,10 +51,7 @@ def serve(device_types: frozenset[str]) -> None:
 
 
 def _either(name: str, torchs: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call our kernel. Exception: call torch's kernel for a batch of sends and receives on a group that is not ours.
-
-    The operator's last argument is the group, or the group's name.
-    """
+    # The operator's last argument is the group, or the group's name.
     *rest, named = args
     group = group_named(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
     if name == "batch_p2p_ops" and not isinstance(group, CallIssuer):
@@ -73,7 +70,7 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """The input; a copy of the input if input and output share memory, but not as this rank's part of the larger tensor.
+    """Return a copy if input and output share memory, but not as this rank's part of the larger tensor.
 
     torch.compile caches compiled programs on disk. So this rank may run a program that was compiled on another rank, and that
     uses the other rank's part.
@@ -94,7 +91,6 @@ def _batch_p2p_ops(
 
 
 def _registered(result: torch.Tensor, work: dist.Work) -> torch.Tensor:
-    """Let torch's `wait_tensor` of the result wait for the work. Returns the result."""
     register_work(result, work.wait)
     return result
 

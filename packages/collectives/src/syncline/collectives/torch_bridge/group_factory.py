@@ -104,7 +104,7 @@ def _forget(torch_name: str) -> None:
 
 
 def _has_all(members: list[int], torch_name: str) -> bool:
-    """Whether `new_group` must connect the ranks, because the group is the first of its backend, and has all ranks."""
+    """`new_group` must connect the ranks if the group is the first of its backend, and has all ranks."""
     return torch_name not in _everybody and members == list(range(dist.get_world_size()))
 
 
@@ -148,10 +148,6 @@ def _connect(torch_name: str, backend: str | None, options: Any, timeout_s: floa
 
 
 def _choice(size: int) -> str:
-    """The name of the backend that `choose_backend` chooses.
-
-    If there are GPUs, the chosen backend does not serve them separately, and NCCL works here, NCCL is added for GPUs.
-    """
     launch = take_launch(os.environ, is_given=True)
     choice = choose_backend(
         None,
@@ -161,6 +157,7 @@ def _choice(size: int) -> str:
         rendezvous_given=size > 1,
         settings=load_settings(os.environ),
     )
+    # The chosen backend serves GPUs separately, or there are no GPUs.
     if ":" in choice.name or not torch.cuda.is_available():
         return choice.name
     lack = _lack_of_nccl()
@@ -178,11 +175,9 @@ def _lack_of_nccl() -> str | None:
 
 
 def _check_device(torch_name: str, devices: list[str], options: Any, ours: ProcessGroup) -> None:
-    """Refuse a device that the backend does not serve, such as "cuda:syncline-mpi", before the first collective.
-
-    If the caller names no device, torch asks for the first of `devices`. So this device is accepted, too.
-    """
+    """Refuse a device that the backend does not serve, such as "cuda:syncline-mpi", before the first collective."""
     asked = _device_asked_for(options.store)
+    # If the caller names no device, torch asks for the first of `devices`.
     if asked not in (None, devices[0], *ours.device_types):
         ours.close()
         raise InvalidArgumentError(
@@ -192,7 +187,7 @@ def _check_device(torch_name: str, devices: list[str], options: Any, ours: Proce
 
 
 def _device_asked_for(store: dist.Store) -> str | None:
-    """The device for which torch makes the group; None if unknown. torch shows the device only in the store's prefix."""
+    """None if the device is unknown. torch shows the device only in the store's prefix."""
     parent = getattr(store, "underlying_store", None)
     if parent is None:
         return None

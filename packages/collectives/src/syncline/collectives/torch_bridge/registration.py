@@ -89,16 +89,14 @@ def _register_backend(name: str, backend: str | None, devices: list[str]) -> Non
 
 
 def _decline_flight_recorder() -> None:
-    """Tell torch 2.15 and later not to attach its flight recorder, which needs a C++ backend, and fails without one.
-
-    The set of names below is private to torch. An older torch lacks this set, and attaches no recorder.
-    """
+    """Tell torch 2.15 and later not to attach its flight recorder, which needs a C++ backend, and fails without one."""
+    # This set is private to torch. An older torch lacks this set, and attaches no recorder.
     recorded_elsewhere: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded_elsewhere.update(BACKENDS)
 
 
 def _close_when_torch_destroys() -> None:
-    """Make `destroy_process_group` of torch 2.6 also end our groups. Otherwise this function ends only NCCL's groups."""
+    """Without this, `destroy_process_group` of torch 2.6 ends only NCCL's groups."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

@@ -96,7 +96,7 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """Make a store for the ranks of a group. From then on, only this store may use the group."""
+    """From then on, only this store may use the group."""
     # `atexit` calls the function that was registered last first. MPI's function is registered already, so `close_stores` runs
     # before MPI ends.
     if not _open:

@@ -332,8 +332,8 @@ class TorchCollectives(CallIssuer):
 
 
 def _rows(tensors: Any) -> list[torch.Tensor]:
-    """Return the list of one tensor for each rank. torch passes either this list, or a list whose only entry is this list."""
     some(tensors, "this collective")
+    # torch passes one tensor for each rank in a list, or in a list whose only entry is this list.
     rows = only(tensors, "list of tensors") if isinstance(tensors[0], (list, tuple)) else tensors
     return list(rows)
 

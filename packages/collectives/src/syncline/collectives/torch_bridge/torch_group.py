@@ -296,10 +296,8 @@ class TorchGroup(ProcessGroup):
     # ---- shared ----
 
     def _swaps_cheaper(self, tensor: torch.Tensor) -> bool:
-        """Whether sending this float16 or bfloat16 tensor to every rank takes fewer bytes than a ring of float32.
-
-        The ring sends `8 * (size - 1) / size` bytes for each element. False for other dtypes, and on GPUs.
-        """
+        """Whether sending this 16-bit tensor to every rank takes fewer bytes than a ring of float32."""
+        # The ring sends `8 * (size - 1) / size` bytes for each element.
         return tensor.dtype in HALVES and tensor.device.type == "cpu" and 1 < self.size < _RING_FROM_RANKS
 
     def _gathered(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
@@ -308,15 +306,13 @@ class TorchGroup(ProcessGroup):
         return gathered, self.torch_group.allgather([[bytes_of(row) for row in gathered]], [bytes_of(wire)])
 
     def _swapped(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """Start to exchange the tensors of all ranks. Returns these tensors, flat, in rank order, and torch's work.
-
-        torch copies less in this exchange than in its all-gather.
-        """
+        """Return the tensors of all ranks, flat, in rank order, and torch's work."""
         wire = in_plain_order(tensor).view(-1)
         received = wire.new_empty(self.size - 1, wire.numel())
         counts = [0 if rank == self.rank else wire.numel() for rank in range(self.size)]
         # With two ranks there is one receiver, so the tensor is sent without a copy.
         sent = wire if self.size == 2 else wire.repeat(self.size - 1)
+        # torch copies less in this exchange than in its all-gather.
         torch_work = self._exchanged(received, sent, counts, counts)
         return [*received[: self.rank], wire, *received[self.rank :]], torch_work
 
@@ -357,21 +353,15 @@ class TorchGroup(ProcessGroup):
 
 
 def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
-    """Whether torch's reduction gives the right result.
-
-    With not-a-number, torch's MIN and MAX are not right on all ranks. torch reduces complex numbers as pairs of real numbers,
-    which is wrong for PRODUCT.
-    """
+    # With not-a-number, torch's MIN and MAX are not right on all ranks.
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return not tensor.is_floating_point()
+    # torch reduces complex numbers as pairs of real numbers, which is wrong for PRODUCT.
     return op is not ReduceOp.PRODUCT or not tensor.is_complex()
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """The tensor in a form that torch's CPU groups can reduce; for PREMUL_SUM, multiplied by the factor already.
-
-    If the tensor is contiguous, and torch reduces its dtype, the result shares the tensor's memory.
-    """
+    """If the tensor is contiguous, and torch reduces its dtype, the result shares the tensor's memory."""
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain
     wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))
@@ -386,10 +376,10 @@ def _reduce_flat(op: Reduction, terms: Sequence[torch.Tensor], into: torch.Tenso
 
 
 def _begun(begin: Callable[[], Any]) -> Any:
-    """Begin a transfer, and turn torch's error into ours. Gloo raises if the connection to the other rank is broken."""
     try:
         return begin()
     except RuntimeError as error:
+        # Gloo raises if the connection to the other rank is broken.
         raise mapped(error) from error
 
 

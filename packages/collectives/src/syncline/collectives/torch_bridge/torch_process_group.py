@@ -222,7 +222,7 @@ class TorchProcessGroup(TorchCollectives):
         """Do nothing: our groups count their collectives from 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has issued on this group. If ranks have different numbers, a rank left out a call."""
+        """If ranks have different numbers, a rank left out a call."""
         return self._collectives_issued
 
     # ---- the end ----

@@ -101,8 +101,8 @@ def issue(group: Any, title: str, seen: Seen | None, issue_unseen: Callable[[], 
 
 
 def _is_known(name: str, group: object) -> bool:
-    """Whether operators find the group by its name. torch knows the names of groups that it made itself."""
     try:
+        # torch knows the names of groups that it made itself.
         return group_named(name) is group
     except (RuntimeError, LookupError):
         return False
@@ -125,7 +125,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
 
 
 def _check_sizes(group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen) -> None:
-    """Check the sizes of outputs. Otherwise torch could silently repeat the operator's result to fill a larger output."""
+    """Otherwise torch could silently repeat the operator's result to fill a larger output."""
     for tensor, output in zip(inputs, outputs, strict=True):
         large, small, what = (output, tensor, "output") if seen.gathers else (tensor, output, "input")
         problem = checks.not_times(large, small, seen.gathers or seen.scatters or 1, what)

@@ -48,16 +48,16 @@ _seen: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, but faster: torch's function makes a new object, which takes several microseconds."""
     key = device, handle_of_current_stream(device)
     stream = _seen.get(key)
     if stream is None:
+        # torch's function makes a new object, which takes several microseconds.
         stream = _seen[key] = torch.cuda.current_stream(device)
     return stream
 
 
 class _Current:
-    """A context as `torch.cuda.stream`, but cheaper if the stream is on the current device, as in nearly all programs."""
+    """As `torch.cuda.stream`, but cheaper if the stream is on the current device, as in nearly all programs."""
 
     __slots__ = ("_before", "_stream", "_usual")
 
@@ -236,10 +236,10 @@ class StreamPool:
 
 
 def _new_stream(device: torch.device) -> int:
-    """Make a new stream of CUDA. torch's own streams come from a pool of 32, so two users could get the same stream."""
     from cupy.cuda import runtime
 
     with torch.cuda.device(device):
+        # torch's own streams come from a pool of 32, so two users could get the same stream.
         return int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, _HIGH_PRIORITY))
 
 
@@ -248,10 +248,10 @@ _own_streams = StreamPool(_new_stream)
 
 @functools.cache
 def _driver() -> Any | None:
-    """CUDA's driver library; None if it is not found. Without this library, only CUDA graph captures may break."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
+        # Without this library, only CUDA graph captures may break.
         return None
 
 

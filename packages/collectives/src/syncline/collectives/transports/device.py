@@ -132,10 +132,10 @@ class DeviceTransport(Transport):
 
     @contextmanager
     def _kept(self, *buffers: torch.Tensor | None) -> Iterator[None]:
-        """A context that keeps the buffers for ever if its body fails, because a library may still write to the buffers."""
         try:
             yield
         except BaseException:
+            # A library may still write to these buffers, so keep them for ever.
             self._given_up += [buffer for buffer in buffers if buffer is not None]
             raise
 
@@ -214,8 +214,8 @@ class StagedArrival(Request):
         return self._request.source()
 
     def _deliver(self) -> None:
-        """Copy the message to the device, and wait for the copy, because any thread and any stream may use the tensor next."""
         with self._order.entered():
             self._device.to_device(self._there, self._tensor)
+            # Wait for the copy, because any thread and any stream may use the tensor next.
             self._device.finish(self._tensor)
         self._is_over = True

@@ -216,7 +216,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps the ranks' lines (see `StatusPost`) in the store, and a count of all lines: a larger count means a new line."""
+    """Keeps the ranks' lines in the store, and a count of all lines: a larger count means a new line."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -292,7 +292,6 @@ def connect(
 
 
 def _devices(store: Store, met: Met, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> Devices:
-    """Choose where this rank's Gloo listens, so that all other ranks can reach this rank."""
     if interfaces:
         (own_addresses if met.share_loopback else addresses_for_others)(interfaces)  # raises if an interface does not fit
         return tuple({"interface": name} for name in interfaces)
@@ -307,7 +306,6 @@ def _at(address: str) -> Devices:
 
 
 def _address_of(devices: Devices) -> str:
-    """An address where this rank's Gloo listens. The address is a loopback address only if there is no other address."""
     interfaces = [device["interface"] for device in devices if "interface" in device]
     if not interfaces:
         return devices[0]["hostname"]
@@ -339,12 +337,11 @@ def _connected(store: dist.Store, rank: int, size: int, timeout_s: float, device
 
 
 def _tag(tag: int, tensor: torch.Tensor) -> int:
-    """Encode dtype and size in the tag, because Gloo compares neither. A receive then matches only sends with the same code."""
+    # Gloo compares neither dtype nor size, so the tag encodes both.
     return sized_wire_tag(tag, tensor.dtype, tensor.numel(), _LARGEST_TAG)
 
 
 def _wait(work: Work, scope: CancelScope) -> None:
-    """Wait for a work, and check now and then whether the scope has ended."""
     assert isinstance(work, TorchWork)
     slice_s = _FIRST_LOOK_S
     try:
@@ -400,7 +397,6 @@ class GlooBackend(Backend):
 
 
 def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
-    """Make a group of one rank, for a process that joins a running job later. The group uses the store of the job's ranks."""
     lack = admit_lack(request)
     if lack is not None:
         raise LaunchError(f"backend 'gloo': SYNCLINE_JOIN=1 says that this process joins a job that runs, but {lack}")
@@ -416,7 +412,7 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
 
 
 def _devices_of_newcomer(request: ConnectRequest, store: Store) -> Devices:
-    """Choose where Gloo listens if this process joins a running job: by default, the address from which rank 0 is reached."""
+    """By default, listen at the address from which this process reaches rank 0."""
     if request.interfaces:
         own_addresses(request.interfaces)
         return tuple({"interface": name} for name in request.interfaces)

@@ -166,7 +166,7 @@ class GlooReconnector(StoreReconnector):
 
 
 class _WatchedStore(PrefixStore):
-    """A store in which members meet to connect. If one of these members has ended, a wait for a key raises `StoreError`."""
+    """If a member that connects through this store has ended, a wait for a key raises `StoreError`."""
 
     def __init__(self, store: Store, ended: Callable[[], Sequence[int]], timeout_s: float) -> None:
         super().__init__("gloo", store, timeout_s)

@@ -26,11 +26,7 @@ from ..tensors.reduction import reduce_in_rank_order, reduce_into
 
 
 class _Receive:
-    """A receive that has begun.
-
-    Attributes:
-        message: the sender and the content; None before the message has come.
-    """
+    """A receive that has begun. `message` is None before the message has come."""
 
     def __init__(self, src: int | None, tag: int) -> None:
         self._src = src
@@ -293,7 +289,7 @@ class InProcessTransport(LibraryTransport):
 
 
 class _Sent(Request):
-    """A sent message. The receiver already has its copy, so the send is over."""
+    """The receiver already has its copy, so the send is over."""
 
     def wait(self, scope: CancelScope) -> None:
         pass
@@ -306,8 +302,6 @@ class _Sent(Request):
 
 
 class _Receiving(Request):
-    """A receive, and the tensor into which it copies its message."""
-
     def __init__(self, shared_state: SharedState, rank: int, tensor: torch.Tensor, receive: _Receive) -> None:
         self._shared_state = shared_state
         self._rank = rank

@@ -107,9 +107,9 @@ def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
 
 
 def _say_progress(case: Case, number: int, of: int) -> None:
-    """Show the progress. On a terminal each text replaces the previous text. In a job's log each text gets its own line."""
     dtype = str(case.dtype).removeprefix("torch.")
     size = size_in_words(case.size_bytes)
+    # On a terminal each text replaces the previous text. In a job's log each text gets its own line.
     start, end = ("\r", "\033[K\r") if sys.stderr.isatty() else ("", "\n")
     print(
         f"{start}measuring {number} of {of}: {case.collective} {dtype} {size}",
@@ -154,7 +154,7 @@ def _check_device(kind: str) -> None:
 
 
 def _device(kind: str, control: ProcessGroup) -> torch.device:
-    """Return the device of this rank's tensors. For kind "cuda" each rank gets its own GPU, and the call is a collective."""
+    """For kind "cuda" each rank gets its own GPU, and the call is a collective."""
     if kind == "cpu":
         return CPU
     device = default_device(control)

@@ -122,11 +122,7 @@ class _RefusedError(Exception):
 
 
 def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
-    """Run the action on every rank, and return this rank's result. A collective.
-
-    Raises:
-        _RefusedError: the action raised an error on at least one rank. Every rank raises it.
-    """
+    """A collective. If the action fails on any rank, every rank raises `_RefusedError`."""
     refusal, result = "", None
     try:
         result = action()
@@ -189,13 +185,12 @@ def _sample(call: Call, repeats: int, control: ProcessGroup, device: torch.devic
 
 
 def _finish(device: torch.device) -> None:
-    """Wait until the device has finished its work. On the CPU, calls return when the work is done."""
+    # On the CPU, calls return when the work is done.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _slowest(samples: Sequence[float], control: ProcessGroup) -> list[float]:
-    """Return for each sample its time on the slowest rank."""
     tensor = torch.tensor(samples, dtype=torch.float64)
     control.all_reduce(tensor, ReduceOp.MAX)
     slowest: list[float] = tensor.tolist()

@@ -69,17 +69,15 @@ def _starts_mpi() -> bool:
 
 
 def _end_with_parent() -> None:
-    """End this child when its parent ends. The launcher knows and ends only the parent."""
+    # The launcher knows and ends only the parent.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _say_what_ended(status: int, arguments: argparse.Namespace) -> int:
-    """Diagnose without MPI, because the child ended before it printed findings. One rank of each node prints.
-
-    Rank 0 does not print for all ranks, because rank 0's child may still wait for the child that ended, and the launcher may
-    end the job before this wait ends.
-    """
+    """Diagnose without MPI, because the child ended before it printed findings."""
+    # One rank of each node prints. Rank 0 does not print for all ranks, because its child may still wait for the child that
+    # ended, and the launcher may end the job before this wait ends.
     if not is_first(f"{os.getppid()} doctor", run_began_s()):
         return 1
     how = f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
@@ -118,10 +116,7 @@ def _choice(argument: str | None) -> BackendChoice:
 
 
 def _cuda_awareness() -> str | None:
-    """Try a transfer of CUDA memory by MPI. Return the result in words, or None if it was not tried.
-
-    Call this before the ranks connect. Otherwise a transfer that hangs would look like missing ranks.
-    """
+    """Call this before the ranks connect. Otherwise a transfer that hangs would look like missing ranks."""
     if not torch.cuda.is_available() or what_is_missing("mpi") is not None:
         return None
     return try_cuda_awareness(timeout_s=_CUDA_TIMEOUT_S).in_words
@@ -141,10 +136,6 @@ def _sharing(group: ProcessGroup) -> str | None:
 
 
 def _wrong_sum(group: ProcessGroup) -> str | None:
-    """Check an all_reduce of numbers that differ between ranks and indices. Returns what is wrong, or None if the sum is right.
-
-    All ranks return the same text.
-    """
     indices = torch.arange(1000, dtype=torch.float64)
     total = indices * (group.rank + 1)
     group.all_reduce(total)
@@ -154,19 +145,16 @@ def _wrong_sum(group: ProcessGroup) -> str | None:
 
 
 def _observe_alone() -> Observation:
-    """Observe this process only, because the ranks could not be connected."""
     return observe(os.environ, what_is_missing("mpi"))
 
 
 def _speaks(*, is_connected: bool) -> bool:
-    """Whether this process prints the findings. Usually only rank 0 prints.
-
-    Without a connection and without MPI, rank 0 may not have started. Then one rank of each node prints.
-    """
     try:
         launch = detect_launch(os.environ)
     except SynclineError:
         return True
+    # Usually only rank 0 prints. Without a connection and without MPI, rank 0 may not have started. Then one rank of each node
+    # prints.
     if launch is None or launch.is_mpi or is_connected:
         return launch is None or launch.rank == 0
     return is_first(f"{os.getppid()} doctor", run_began_s())

@@ -180,7 +180,7 @@ def connection(size: int, problem: str | None) -> Finding:
 
 
 def _backends_in(name: str) -> list[str]:
-    """Return the backends that a name such as "gloo" or "cpu:mpi,cuda:nccl" contains."""
+    # The name is, for example, "gloo" or "cpu:mpi,cuda:nccl".
     return [part.rpartition(":")[2].strip() for part in name.split(",")]
 
 
@@ -205,7 +205,6 @@ def _thread_level(ranks: Observations) -> Finding:
 
 
 def _other_mpi(ranks: Observations) -> list[Finding]:
-    """Check that launcher and library belong to one MPI. If they do not, every process believes that it is alone."""
     contradictions = [_contradiction(rank) for rank in ranks]
     if not any(contradictions):
         return []
@@ -294,7 +293,6 @@ def _differing(values: Sequence[str]) -> str:
 
 
 def _span(ranks: Sequence[int]) -> str:
-    """Format ranks as "0-3" or "0, 2, 4"."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
@@ -350,7 +348,7 @@ def memory(ranks: Sequence[Observation]) -> list[Finding]:
 
 
 def _sharing(result: str | None, has_fences: bool) -> Finding:
-    """Judge `result`: what `probe_shared_memory` returned on every rank, or None if the ranks did not call it."""
+    """`result` is what `probe_shared_memory` returned on every rank, or None if the ranks did not call it."""
     name = "shared memory"
     if result is None:
         return ok(name, "not tried: the ranks are not connected by MPI")
@@ -385,7 +383,6 @@ def _left_on(ranks: Sequence[Observation]) -> Finding:
 
 
 def _dev_shm(ranks: Sequence[Observation]) -> Finding:
-    """Judge /dev/shm. MPI libraries put shared memory there; Syncline does not."""
     least = min(ranks, key=lambda rank: rank.shm_free_bytes)
     found = (
         f"{in_bytes(least.shm_total_bytes)}, {in_bytes(least.shm_free_bytes)} free on {least.host.hostname} (MPI libraries use "

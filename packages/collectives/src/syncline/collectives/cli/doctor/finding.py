@@ -64,16 +64,15 @@ def in_text(findings: Sequence[Finding], width: int = 100) -> str:
 
 
 def _remedy(remedy: str, indent: str, width: int) -> list[str]:
-    """Format the remedy. Each command has its own unbroken line, so that users can copy it."""
     lines: list[str] = []
     for part in _parts(remedy):
         first = f"{indent}   " if lines else f"{indent}-> "
+        # Each command has its own unbroken line, so that users can copy it.
         lines += [f"{indent}     {part.strip('`')}"] if _is_command(part) else _wrapped(part, first, f"{indent}   ", width)
     return lines
 
 
 def _parts(remedy: str) -> list[str]:
-    """Split a remedy into texts and commands."""
     parts = [""]
     for piece in _QUOTED.split(remedy):
         if _is_command(piece):
@@ -84,7 +83,6 @@ def _parts(remedy: str) -> list[str]:
 
 
 def _is_command(piece: str) -> bool:
-    """Whether this is a command: text in backticks, of several words, that does not begin with an option."""
     return _QUOTED.fullmatch(piece) is not None and " " in piece and not piece.startswith("`-")
 
 
@@ -103,7 +101,6 @@ def exit_status(findings: Sequence[Finding]) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """Join an error's first line and its details into one paragraph."""
     return ". ".join(line.removeprefix("- ").rstrip(".") for line in text.splitlines())
 
 

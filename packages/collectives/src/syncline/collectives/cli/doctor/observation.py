@@ -197,10 +197,7 @@ def _mpi() -> MPIFacts | None:
 
 
 def _abi(file_name: str) -> str:
-    """Return for which MPI's binary interface (ABI) an extension module of mpi4py was built, from the module's file name.
-
-    Wheels of mpi4py have one such module for each ABI, for example MPI.openmpi.cpython-311-x86_64-linux-gnu.so.
-    """
+    # Wheels of mpi4py have a module for each binary interface (ABI), such as MPI.openmpi.cpython-311-x86_64-linux-gnu.so.
     word = file_name.split(".")[1]
     return "the one that mpi4py was built for" if word.startswith(("cpython", "abi3", "so")) else word
 
@@ -219,7 +216,6 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _cupy() -> tuple[str | None, str | None]:
-    """Return the versions of CuPy and of the NCCL that it finds. A CuPy that cannot be imported counts as not installed."""
     try:
         import cupy
     except Exception:  # noqa: BLE001 - a CuPy that does not find its CUDA raises errors of many types

@@ -100,10 +100,7 @@ class Answers:
     # ---- where the ranks meet ----
 
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """Return a rendezvous that goes through MPI if all ranks of the job meet.
-
-        In other cases, such as a forked child that meets other processes, the returned function calls torch's rendezvous.
-        """
+        """If all ranks of the job meet, meet through MPI. Otherwise, for example in a forked child, call torch's rendezvous."""
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
             asked = dict(parse_qsl(urlsplit(url).query))
@@ -116,17 +113,14 @@ class Answers:
         return meet
 
     def _store_of_all(self, timeout: timedelta | None) -> Any:
-        """Return a store for the next default group. The first call is a collective.
-
-        One store serves all default groups. Each default group gets its own prefix, so that no group sees keys of an earlier
-        group.
-        """
+        """The first call is a collective."""
         import torch.distributed as dist
 
         from ...torch_bridge.rendezvous import rendezvous
 
         if self._store is None:
             self._store = next(rendezvous("mpi://", timeout))[0]
+        # Each default group gets its own prefix, so that no group sees keys of an earlier group.
         return dist.PrefixStore(f"run/{self._groups_of_all}", self._store)
 
     # ---- which group ----
@@ -166,7 +160,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """Return Syncline's backend for a group. None: the group stays torch's own. For `named`, see `carrier_for`."""
+        """None: the group stays torch's own. For `named`, see `carrier_for`."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -181,10 +175,8 @@ class Answers:
         return carrier if carrier == self._carrier_of_all or is_of_all else None
 
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
-        """Whether, on every rank, the script's rank and world size are those of MPI. A world size of -1 means MPI's.
-
-        If the script's world size equals MPI's, this method is a collective.
-        """
+        """If the script's world size equals MPI's, this is a collective."""
+        # -1 means MPI's world size.
         if size == -1:
             return True
         return size == self._job.size and all(self._job.exchange(rank == self._job.rank))
@@ -226,8 +218,6 @@ def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Calls a function once, when a module has been loaded."""
-
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name = name
         self._act = act

@@ -150,10 +150,7 @@ def _load_ddp(name: str) -> type:
 
 
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
-    """Find the script. If any rank cannot find the script, all ranks end.
-
-    The lowest rank that cannot find the script prints the reason. Without MPI, one rank of each node prints a reason.
-    """
+    """If any rank cannot find the script, all ranks end."""
     problem: tuple[str, int] | None = None
     script = None
     if arguments.is_module:  # the module's packages run before the module is found, as with `python -m`
@@ -175,6 +172,7 @@ def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
     if first is None:
         assert script is not None
         return script
+    # The lowest rank that cannot find the script says why. Without MPI, one rank of each node says why.
     text, status = problems[first]
     if job.world is None:
         _refuse(text, status)
@@ -199,10 +197,7 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """End this process with a message. If several ranks of a node have the same message, only one of these ranks prints it.
-
-    The ranks use a file on their node to choose the rank that prints, because MPI may not have started.
-    """
+    """One rank of a node prints each message. The ranks choose by a file, because MPI may not have started."""
     # The file's name has the parent's process id. Each run of a launcher has its own parent, so no run silences another run.
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):
         _say(message)

@@ -95,7 +95,6 @@ class Ending:
         raise SystemExit(status)
 
     def _failed_first(self) -> str | None:
-        """Return in words which rank failed before this rank, or None if no such rank is known."""
         job = self._job
         if not self._has_mpi():
             # Without MPI the ranks cannot send notices. The ranks of one node have the same parent, so they share a file.
@@ -106,10 +105,7 @@ class Ending:
         return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Called in place of `atexit.register`.
-
-        Keep a list of Syncline's handlers, which close objects that use MPI: `_exit_at_once` runs them.
-        """
+        """Called in place of `atexit.register`. `_exit_at_once` runs Syncline's handlers, which close objects that use MPI."""
         if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)
@@ -145,7 +141,6 @@ class Ending:
         self._leave_at_once(status)
 
     def _has_mpi(self) -> bool:
-        """Whether this process is a rank of an MPI job, and MPI has not ended."""
         if self._job.world is None or os.getpid() != self._job.pid:
             return False
         from mpi4py import MPI
@@ -154,10 +149,9 @@ class Ending:
 
 
 def _leave_hydra() -> None:
-    """Tell MPICH's mpiexec that this process ends in good order.
+    """Tell MPICH's mpiexec that this process ends in good order. Otherwise mpiexec would kill the other ranks.
 
-    MPICH itself does this in an exit handler of the C library, but `os._exit` skips exit handlers. If nobody told
-    mpiexec, it would kill the other ranks.
+    MPICH itself does this in an exit handler of the C library, but `os._exit` skips exit handlers.
     """
     number = os.environ.get("PMI_FD", "")
     if number.isdigit() and "HYDI_CONTROL_FD" in os.environ:
@@ -169,10 +163,7 @@ def _leave_hydra() -> None:
 
 
 def _print(error: BaseException) -> None:
-    """Print the error without the frames inside Syncline and torch, or call the hook that the script has installed.
-
-    The hook that `torch.distributed` installs is not called: this hook only puts the rank before each line.
-    """
+    # Do not call the hook of `torch.distributed`, which only puts the rank before each line.
     is_torchs = (getattr(sys.excepthook, "__module__", None) or "").startswith("torch.")
     if sys.excepthook is not sys.__excepthook__ and not is_torchs:
         try:

@@ -38,16 +38,13 @@ def start_ranks(count: int) -> int:
 
 
 def _this_command() -> list[str]:
-    """Return the words that started this process, with the options of Python itself."""
+    # These words include the options of Python itself.
     words = sys.orig_argv
     return [sys.executable, *words[1:]]
 
 
 def _mpiexec() -> str | None:
-    """Return the mpiexec of the library that mpi4py would load.
-
-    Look beside the library that `MPI4PY_LIBMPI` names, then beside this Python, where pip installs an mpiexec, then in PATH.
-    """
+    """Look beside the library that `MPI4PY_LIBMPI` names, then where pip installs an mpiexec, then in PATH."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     named = os.environ.get("MPI4PY_LIBMPI")
     if named:  # lib/libmpi.so, or lib/release/libmpi.so
@@ -58,7 +55,6 @@ def _mpiexec() -> str | None:
 
 
 def _for_open_mpi() -> dict[str, str]:
-    """Return variables that let Open MPI run more ranks than cores, and let it run as root, as in containers."""
     wanted = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
     wanted |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     if os.geteuid() == 0:
@@ -85,7 +81,6 @@ def _start_processes(command: Sequence[str], count: int) -> int:
 
 
 def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Pass signals on to the ranks until all ranks have ended. When one rank fails, end the other ranks."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
     status = 0
     end_s = float("inf")
@@ -110,7 +105,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _tell_of_first(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Say which rank has failed, because a rank that was killed cannot say so itself."""
+    # A rank that was killed cannot say so itself.
     number, rank = next((number, rank) for number, rank in enumerate(ranks) if rank.returncode)
     how = f"exited with status {rank.returncode}"
     if rank.returncode < 0:

@@ -44,8 +44,7 @@ def tag_lines(rank: int) -> None:
 def _filter(tag: bytes, sources: dict[int, int]) -> None:
     """Copy lines from each source to its target, with the tag before each line, until all sources end.
 
-    Sources and targets are file descriptors. If writing to a target fails (its reader has ended, or the disk is full), close
-    the source of this target. Then the rank gets an error at its next write. The other source goes on.
+    Sources and targets are file descriptors.
     """
     import selectors
 
@@ -63,6 +62,8 @@ def _filter(tag: bytes, sources: dict[int, int]) -> None:
                 try:
                     _write_all(sources[key.fd], b"".join(tag + line + b"\n" for line in lines))
                 except OSError:
+                    # The target's reader has ended, or the disk is full. Close the source, so that the rank gets an error at
+                    # its next write.
                     if found:
                         selector.unregister(key.fd)
                     os.close(key.fd)

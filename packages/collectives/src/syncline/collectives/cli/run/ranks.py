@@ -208,7 +208,7 @@ def core_quota() -> float:
 
 
 def _started_here(environ: Mapping[str, str]) -> Job:
-    """Return the job of a rank that `syncline run -n N` started without MPI. The starter has set the variables."""
+    """`syncline run -n N` has started this rank without MPI, and has set the variables."""
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     return Job(
         rank=rank,
@@ -267,8 +267,7 @@ def _start_mpi(launch: Launch) -> str | None:
     """Start MPI together with the other ranks.
 
     Returns:
-        None if MPI connects the ranks that the launcher started. Otherwise, under srun, the reason why MPI cannot be used. The
-        ranks then run without MPI.
+        None if MPI connects the ranks. Otherwise, under srun, the reason why not. The ranks then run without MPI.
 
     Raises:
         LaunchError: the launcher is not srun, and belongs to another MPI than the MPI library.
@@ -297,10 +296,7 @@ def _start_mpi(launch: Launch) -> str | None:
 
 
 def _let_the_script_start_mpi(mpi: Any) -> None:
-    """Let `MPI.Init` and `MPI.Finalize` in the script do nothing: MPI is started already, and ends with the process.
-
-    MPI cannot be started twice. Our groups and stores may be in use after the script's `MPI.Finalize()`.
-    """
+    """MPI is started already, and ends with the process, because our groups may be in use after the script's `Finalize`."""
     global _finalize
     _finalize = mpi.Finalize
     mpi.Init = mpi.Finalize = lambda: None
@@ -349,7 +345,6 @@ def _over_mpi(launch: Launch, environ: Mapping[str, str]) -> Job:
 
 
 def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Job:
-    """Return the job that the variables of Slurm, PMI or the user describe."""
     size = launch.least_world_size()
     if launch.launcher == "Slurm":
         node, nodes = int(environ.get("SLURM_NODEID", 0)), int(environ.get("SLURM_STEP_NUM_NODES", 1))
@@ -409,10 +404,8 @@ def _agree_on_address(
 ) -> tuple[str, int]:
     """Agree on an address of rank 0's host, and on a free port of this host. A collective.
 
-    If there are several nodes, one process of each other node tries the addresses. The ranks use an address that all these
-    processes have reached, or else the address that most of these processes have reached. If a process has reached no address,
-    the ranks use the name of rank 0's host. If MASTER_ADDR of rank 0 names rank 0's host, this address comes first. If
-    MASTER_PORT is free, the ranks use this port.
+    With several nodes, the ranks use an address that a process of each other node has reached, or else the address that most
+    of these processes have reached.
     """
     is_host = world.Get_rank() == 0
     port = world.bcast(_free_port(environ) if is_host else None)
@@ -446,7 +439,6 @@ def _agree_on_address(
 
 
 def _is_own(address: str) -> bool:
-    """Whether this is an address or a name of this host."""
     try:
         with socket.create_server((address, 0)):
             return address != ""
@@ -455,7 +447,6 @@ def _is_own(address: str) -> bool:
 
 
 def _free_port(environ: Mapping[str, str]) -> int:
-    """Return MASTER_PORT if it is free, else another free port."""
     wanted = environ.get("MASTER_PORT", "")
     try:
         with socket.create_server(("", int(wanted) if wanted.isdigit() else 0)) as listener:

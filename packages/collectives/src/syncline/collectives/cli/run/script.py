@@ -104,6 +104,6 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _set_first_path(folder: str) -> None:
-    """Replace the folder of `syncline` in `sys.path` by this folder. With `python -P` there is no folder to replace."""
+    # With `python -P`, the folder of `syncline` is not in `sys.path`.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder

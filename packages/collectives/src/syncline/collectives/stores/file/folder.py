@@ -101,7 +101,6 @@ def _make(path: Path) -> None:
 
 
 def _open_here(path: Path, flags: int, folder: int | None = None) -> int:
-    """Open a file or folder, but no symbolic link. If `folder` is given, open the name of `path` inside this folder."""
     try:
         return os.open(path if folder is None else path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
@@ -181,7 +180,6 @@ class LinkLock:
         return ticket
 
     def _take_over(self, folder: int, ticket: str) -> bool:
-        """Remove the lock of a holder that has certainly ended, and try to take it. Returns whether this process has it now."""
         try:
             _, theirs, process, *_ = [*self._read_lock(folder).split("\n"), "", ""]
             # Only a holder that has certainly ended loses the lock. A file without a ticket was not written by a holder.

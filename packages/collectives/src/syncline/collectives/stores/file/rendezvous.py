@@ -154,7 +154,6 @@ def join_latest_run(
 
 @contextmanager
 def _used(common: FileStore, path: str | os.PathLike[str], run: str, timeout: timedelta | float | None) -> Iterator[FileStore]:
-    """A context with the store of a run that counts this process. If the body fails, the run no longer counts this process."""
     try:
         yield FileStore(path, run, timeout)
     except BaseException:
@@ -164,13 +163,11 @@ def _used(common: FileStore, path: str | os.PathLike[str], run: str, timeout: ti
 
 
 def _leave(common: FileStore, folder: Path) -> None:
-    """Take this process out of the count of the run with this folder. If it was the last one, remove the folder."""
     if common.change(_users(folder.name), _one_less):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _users(run: str) -> str:
-    """The key that counts the processes that use the store of a run."""
     return f"users/{run}"
 
 
@@ -263,7 +260,7 @@ class _Offer(NamedTuple):
 
 
 def _read_joined(store: FileStore) -> dict[str, str]:
-    """For each rank above 0, the random number that this rank has drawn. Some numbers may be from ranks of earlier runs."""
+    # Some numbers may be from ranks of earlier runs.
     numbers = {key.removeprefix("join/"): store.get(key) for key in store.list_keys() if key.startswith("join/")}
     for rank, number in numbers.items():
         if not _NUMBER.fullmatch(number):
@@ -272,7 +269,6 @@ def _read_joined(store: FileStore) -> dict[str, str]:
 
 
 def _read_offer(store: FileStore) -> _Offer:
-    """The offer of rank 0; an empty offer if there is none yet."""
     if not store.check(["offer"]):
         return _Offer("", 0, {})
     try:

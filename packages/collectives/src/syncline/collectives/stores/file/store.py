@@ -260,16 +260,16 @@ class FileStore(table.LockedStore):
             return answer
 
     def _values(self) -> dict[str, bytes]:
-        """The current table. It is a copy, because other threads may change the log's table."""
         with self._explained(), self._log.lock:
             self._log.refresh()
+            # A copy, because other threads may change the log's table.
             return dict(self._log.values)
 
     def _open(self) -> tuple[LinkLock, Log]:
-        """Make the folder and its log, and try the lock once, so that problems appear now."""
         try:
             folder = Folder(self._folder)
             lock = LinkLock(folder)
+            # Try the lock once, so that problems appear now.
             with lock.held(self._timeout_s):
                 return lock, Log(folder)
         except StoreError:

@@ -139,9 +139,9 @@ def other_secret(where: str) -> StoreAuthenticationError:
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """The ZeroMQ context of this process: one thread for all connections. It lives as long as the process."""
     pid = os.getpid()
     if pid not in _contexts:
+        # One thread for all connections. It lives as long as the process.
         made = zmq.Context()
         if _contexts.setdefault(pid, made) is not made:  # another thread has made one meanwhile
             made.term()

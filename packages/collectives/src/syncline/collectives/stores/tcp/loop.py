@@ -86,22 +86,18 @@ class ServerLoop:
             self._zap_socket.close(0)
 
     def _pause_ms(self) -> int | None:
-        """The time until the next client's wait expires; None if no client waits."""
         expiry = self._service.next_expiry()
         return None if expiry is None else ceil(1000 * max(0.0, expiry - time.monotonic()))
 
     def _judge(self) -> None:
-        """Tell ZeroMQ whether to accept a client with the public key that ZeroMQ sends.
-
-        ZeroMQ has already checked that the client has the private key that belongs to this public key.
-        """
+        """ZeroMQ has already checked that the client has the private key that belongs to this public key."""
         version, number, _domain, _address, _identity, _mechanism, key, *_ = self._zap_socket.recv_multipart()
         is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")
         self._zap_socket.send_multipart([version, number, *verdict, b"", b""])
 
     def _serve(self) -> None:
-        """Answer one request. An invalid request changes nothing, and gets an error reply that says what is wrong."""
+        """An invalid request changes nothing, and gets an error reply that says what is wrong."""
         client, table, *parts = self._client_socket.recv_multipart()
         if table not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
             self._answer([(client, pack(Status.OTHER_TABLE))])
@@ -115,6 +111,6 @@ class ServerLoop:
             self._answer([(client, pack(Status.REFUSED, str(error).encode()))])
 
     def _answer(self, replies: list[tuple[bytes, bytes]]) -> None:
-        """Send answers. ZeroMQ drops answers to clients that are gone or do not read."""
         for client, message in replies:
+            # ZeroMQ drops answers to clients that are gone or do not read.
             self._client_socket.send_multipart([client, self._table_id, *split(message)])

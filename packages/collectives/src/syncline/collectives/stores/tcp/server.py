@@ -86,7 +86,6 @@ class TCPStoreServer:
 
 
 def _address(host: str, port: int) -> str:
-    """Return the IP address of `host`."""
     if not 0 <= port <= 65535:
         raise InvalidArgumentError(f"port={port}: expected 0 to 65535, where 0 takes a free port")
     try:

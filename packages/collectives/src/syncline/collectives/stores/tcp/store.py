@@ -89,11 +89,11 @@ class TCPStore(ServedStore):
         return self._exchange(pack(op, *fields), self._timeout_s)[1]
 
     def _call_waiting(self, op: Op, keys: list[str], timeout_s: float) -> list[bytes]:
-        """Ask again and again until the keys exist, because the server ends each wait after `LONGEST_WAIT_S`."""
         scope, names = CancelScope(timeout_s), [key.encode() for key in keys]
         while True:
             left_s = scope.remaining_s()
             status, fields = self._exchange(pack(op, pack_seconds(left_s), *names), left_s + GRACE_S)
+            # The server ends each wait after `LONGEST_WAIT_S`, so ask again.
             if status != Status.TIMED_OUT:
                 return fields
             if scope.is_over():
@@ -190,10 +190,6 @@ class TCPStore(ServedStore):
         return found[0]
 
     def _connect(self, scope: CancelScope) -> Connection:
-        """Connect. If the server hangs up, try once more. If the server hangs up twice, it has another secret.
-
-        A server that was about to end hangs up only once: at the second try nobody listens.
-        """
         from .connection import Connection, HungUpError, other_secret
 
         try:
@@ -201,6 +197,8 @@ class TCPStore(ServedStore):
                 return Connection(self._host, self._port, self._secret, scope)
             except HungUpError:
                 return Connection(self._host, self._port, self._secret, scope)
+        # Two hang-ups mean another secret. A server that was about to end hangs up only once: at the second try nobody
+        # listens.
         except HungUpError as error:
             raise other_secret(self.describe()) from error
         except ProtocolError as error:

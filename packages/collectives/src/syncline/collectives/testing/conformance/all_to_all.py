@@ -12,7 +12,6 @@ from .values import MOVABLE_DTYPES, Check, expect, expect_raises, values
 
 
 def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what rank `src` sends to rank `dst`. Each pair has a different tensor."""
     return values(shape, 5 * src + dst, dtype)
 
 

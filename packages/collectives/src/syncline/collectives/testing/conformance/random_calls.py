@@ -30,7 +30,6 @@ _LAYOUTS = ["plain", "plain", "window", "window", "part of a window", "offset", 
 
 
 def _layout(name: str, shape: Sequence[int]) -> Layout:
-    """Return the layout with this name, for a tensor of this shape."""
     count, axes = math.prod(shape), range(len(shape))
     layouts = (
         Layout("plain", tuple(shape)),
@@ -45,14 +44,6 @@ def _layout(name: str, shape: Sequence[int]) -> Layout:
 
 @dataclass
 class _Pending:
-    """A call that was issued.
-
-    Attributes:
-        text: describes the call.
-        finish: waits for the call.
-        expected: what each tensor must hold then.
-    """
-
     text: str
     finish: Callable[[], object]
     expected: Sequence[tuple[Laid, torch.Tensor]]
@@ -77,8 +68,7 @@ class _Caller:
     """Issues random calls on one rank.
 
     Attributes:
-        group: the group of all ranks.
-        groups: the groups of which this rank is a member, by a name that all ranks have. A rank that is no member has None.
+        groups: by a name that all ranks have. None: this rank is no member.
         roots: how many ranks of each group may be a root: as many as its smallest part has.
         pick: in the same state on every rank.
         own: each rank's own.
@@ -310,7 +300,6 @@ class _Caller:
 
 
 def _play(seed: int, group: ProcessGroup) -> None:
-    """Check the random calls of a seed."""
     size = group.size
     groups: dict[str, ProcessGroup | None] = {"all": group}
     roots = {"all": size}

@@ -16,7 +16,6 @@ from .values import Check, expect, expect_raises, sum_of_terms, terms
 
 
 def _refused(group: ProcessGroup, what: str, call: Callable[[], Work], mentions: str) -> None:
-    """Check that all ranks refuse the call, that the error's text contains `mentions`, and that the next collective works."""
     expect_raises(InvalidArgumentError, call, what, mentions)
     expect_raises(InvalidArgumentError, call, what, f"rank {group.rank} of {group.size}")
     tensor = terms((5,), group.rank)
@@ -103,7 +102,6 @@ def no_memory(group: ProcessGroup) -> None:
 
 
 def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
-    """Return every kind of call, once with this tensor as an input, and once with this tensor as an output."""
     size, plain = group.size, torch.ones(6)
     rows, same = [torch.ones(6) for _ in range(size)], [tensor] * size
     other = (group.rank + 1) % size

@@ -73,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """Connect the ranks of a communicator. All these ranks call this function. `members` lists the rank of each in the job."""
+    """All ranks of the communicator call this. `members` are their ranks in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -93,7 +93,7 @@ def _transport(
 
 
 def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
-    """Whether MPI takes CUDA memory on every rank. Every rank of the communicator calls this."""
+    """Every rank of the communicator calls this."""
     # A rank without CUDA takes part in the reduction, too, because the other ranks wait for it.
     is_aware = device is not None and _cuda_awareness().is_aware
     return bool(communicator.allreduce(is_aware, MPI.LAND))
@@ -105,7 +105,6 @@ def _cuda_awareness() -> CudaAwareness:
 
 
 def _checked(communicator: object) -> MPI.Intracomm:
-    """Return the user's communicator. Raise an error if it is not an intra-communicator of mpi4py."""
     if not isinstance(communicator, MPI.Intracomm):
         raise InvalidArgumentError(
             f"communicator={communicator!r}: expected an intra-communicator of mpi4py, such as MPI.COMM_WORLD.Split(color)"
@@ -223,10 +222,7 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """Start the gather that shows one listener which ranks are here. All ranks of the communicator take part.
-
-        Ranks outside the listener's block send no bytes.
-        """
+        """All ranks of the communicator take part. Ranks outside the listener's block send no bytes."""
         landing = None
         if listener == self._rank:
             counts = [int(rank in block) for rank in range(size)]
@@ -256,7 +252,6 @@ class _Meeting:
         return [piece.rstrip(b"\0").decode(errors="replace") for piece in pieces]
 
     def _absent(self) -> list[int]:
-        """Return the ranks of the block that have not come. If this rank is no listener, the list is empty."""
         # Only listeners have memory in which the bytes of the others arrive.
         if self._rank not in self._listeners:
             return []
@@ -264,7 +259,7 @@ class _Meeting:
         return [rank for rank in self._block if not self._here[rank - self._block[0]] and rank != self._rank]
 
     def _is_first_of(self, absent: list[int]) -> bool:
-        """Whether this rank is the first of the listeners that have come. Only this listener logs."""
+        """Only the first of the listeners that have come logs."""
         return bool(absent) and self._rank == min(rank for rank in self._listeners if rank not in absent)
 
     def _in_words(self, absent: list[int]) -> str:

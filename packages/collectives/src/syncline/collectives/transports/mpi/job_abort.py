@@ -167,7 +167,7 @@ class ExitBarrier(Inherited):
                 self.leavers.left()
 
     def _on_finalize(self, *_: object) -> None:
-        """Close our groups, the newest first, then meet the other ranks. MPI calls this method when the program ends MPI."""
+        """MPI calls this when the program ends MPI."""
         # If `_on_exit` has met the other ranks already, nothing is left to do.
         if self._has_met:
             return
@@ -240,7 +240,7 @@ def _end_without_mpi() -> None:
     """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
 
     Forked children of a rank register this function with `atexit`. Python has already run the `atexit` functions that were
-    registered later. Run the other `atexit` functions, and flush open files.
+    registered later.
     """
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()
@@ -253,10 +253,7 @@ def _end_without_mpi() -> None:
 
 
 def _end_within(limit_s: float) -> None:
-    """Let SIGALRM end this process after `limit_s` seconds.
-
-    Python code cannot do this, because no Python code runs inside MPI_Finalize.
-    """
+    """SIGALRM ends the process, because no Python code runs inside MPI_Finalize."""
     # Only the main thread may set handlers. Exit functions normally run there.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

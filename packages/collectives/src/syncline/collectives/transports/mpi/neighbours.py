@@ -90,7 +90,6 @@ class TimeoutReport:
         return self._in_words(said)
 
     def _exchange(self, said: Statements) -> None:
-        """Collect in `said` the calls in which other ranks wait, and pass this information on to the neighbours."""
         now = time.monotonic()
         end, next_telling, told = now + _LISTEN_S, now, 0
         while len(said.heard) < self._size and now < end:
@@ -114,10 +113,7 @@ class TimeoutReport:
                 self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Receive the messages that have arrived, and add their content to `said`. Return whether a message has arrived.
-
-        This method never waits for the rest of a long message. If the sender has stopped listening, the rest never comes.
-        """
+        """Return whether a message has arrived. Never wait for the rest of a long message, which may not come."""
         status = MPI.Status()
         # Improbe takes the message out of MPI's queue, so no other thread can receive it meanwhile.
         while (found := self._communicator.Improbe(MPI.ANY_SOURCE, Tag.STATEMENTS, status)) is not None:
@@ -189,7 +185,6 @@ class MPIStatusPost(StatusPost):
             self._sent.append((self._communicator.Isend([packed, MPI.BYTE], rank, Tag.STATUS), packed))
 
     def _new(self) -> dict[int, bytes]:
-        """Return the latest line of each rank that has sent a new line. Most lines arrive twice, by two routes."""
         found: dict[int, bytes] = {}
         status = MPI.Status()
         while self._communicator.Iprobe(MPI.ANY_SOURCE, Tag.STATUS, status):
@@ -274,7 +269,6 @@ class LeaveNotices:
             return not self._sent
 
     def _note(self, notice: Leaving) -> bool:
-        """Remember a notice. Return whether the notice is new."""
         is_new = notice.rank not in self._known
         if is_new:
             self._known.add(notice.rank)

@@ -125,10 +125,7 @@ class MPIReconnector(Reconnector):
         return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
-        """Return the transport, or the error if connecting has failed.
-
-        In both cases, the caller goes on with step 4, which tells the other ranks whether this rank has connected.
-        """
+        """Return the error instead of raising it, because the caller goes on with step 4, which tells the other ranks."""
         try:
             return self._connect(self._communicator, generation.members), None
         except Exception as error:  # noqa: BLE001 - see above
@@ -139,7 +136,7 @@ class MPIReconnector(Reconnector):
 
 
 def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
-    """Whether all ranks are alive and connected. All survivors get the same answer."""
+    """All survivors get the same answer."""
     try:
         return bool(communicator.Agree(int(is_connected)))
     except MPI.Exception as error:  # if some ranks did not know of a failure, MPI raises on all ranks

@@ -325,14 +325,12 @@ class MPITransport(LibraryTransport):
     # ---- reducing here ----
 
     def _native(self, dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-        """Return the MPI type and reduction for the dtype, or None if this transport must reduce itself."""
         return None if self._reproducible else mpi_reduction(dtype, op)
 
     def _all_reduce_here(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
         self._hand_out(self._reduced_slice(tensor, op, call), tensor, call)
 
     def _hand_out(self, mine: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """Give all ranks the whole result, from the slice that each rank has."""
         counts = self._byte_counts(tensor)
         tensor.tensor_split(self._size)[self._rank].copy_(mine)
         spec = (memory(tensor), (counts, _starts(counts)), MPI.BYTE)
@@ -345,7 +343,6 @@ class MPITransport(LibraryTransport):
         self._collective("Gatherv", ((memory(mine), MPI.BYTE), there, root), tensor.nbytes, call)
 
     def _reduced_slice(self, tensor: torch.Tensor, op: Reduction, call: Call) -> torch.Tensor:
-        """Receive this rank's slice of all tensors, and reduce it in rank order."""
         counts = self._byte_counts(tensor)
         terms = tensor.new_empty((self._size, counts[self._rank] // tensor.element_size()))
         self._all_to_all_here(terms, tensor, counts, counts[self._rank], call)
@@ -355,7 +352,7 @@ class MPITransport(LibraryTransport):
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
     def _all_to_all_here(self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Call) -> None:
-        """Run an all-to-all of at most 1 GiB in total. Every rank knows the sizes of all parts."""
+        """At most 1 GiB in total. Every rank knows the sizes of all parts."""
         there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
         here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
         self._collective("Alltoallv", (there, here), tensor.nbytes, call)
@@ -395,7 +392,7 @@ class MPITransport(LibraryTransport):
             self.sync(call).compare(call)
 
     def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Call) -> None:
-        """Run MPI's collective `name`. `nbytes` is the same on every rank."""
+        """`nbytes` is the same on every rank."""
         # See Note [Presync]: all ranks have come, so the blocking form ends soon.
         if self._on_device or (BLOCKS_WELL and nbytes >= PRESYNC_MIN_BYTES):
             with mpi_errors():
@@ -407,7 +404,6 @@ class MPITransport(LibraryTransport):
         self._messages.run(call, lambda: start(*arguments), longest_nap_s=longest_nap_s)
 
     def _starter(self, name: str) -> Callable[..., MPI.Request]:
-        """Return the communicator's non-blocking form of a collective."""
         start: Callable[..., MPI.Request] = getattr(self._communicator, f"I{name.lower()}")
         return self._starters.setdefault(name, start)
 

@@ -51,7 +51,6 @@ class NcclBackend(Backend):
 
 
 def _meeting(request: ConnectRequest) -> tuple[Rendezvous, int, int]:
-    """The object by which the ranks meet, this process's rank, and the number of ranks."""
     host = request.host_group
     # The caller owns this group and closes it.
     if host is not None:

@@ -252,13 +252,11 @@ class Connections:
                 raise TransportError(self._kept_by_nccl(scope)) from None
 
     def _of_two(self, peer: int, device: torch.device) -> Mapping[Direction, StreamCommunicator]:
-        """Connect with one other rank. Returns one communicator for each direction (sender, receiver).
-
-        There are two communicators, because both ranks may send before they receive: a receive must not wait behind a send.
+        """Connect with one other rank: one communicator for each direction, because a receive must not wait behind a send.
 
         NCCL connects two ranks only at their first send and receive, and blocks the CPU until the other rank has made the
         matching call. If these were calls of the user, two ranks that both send before they receive would wait for each other.
-        So this method sends one byte in each direction, in the same order on both ranks.
+        So send one byte in each direction, in the same order on both ranks.
         """
         low, high = sorted((self._connector.rank, peer))
         scope, made = self._scope(), {}
@@ -274,13 +272,11 @@ class Connections:
         return made
 
     def _scope(self) -> CancelScope:
-        """A cancel scope for connecting. Waiting in this scope ends at the time limit, or when the group fails."""
         return CancelScope(self._timeout_s(), self._in_flight.reason_to_give_up)
 
     # ---- errors ----
 
     def _serve(self, signature: Signature, device: torch.device) -> None:
-        """Make sure that the group serves only one GPU: the GPU of the first call."""
         if self._device is None:
             self._device = device
         if self._device != device:
@@ -309,7 +305,6 @@ class Connections:
 
 @contextmanager
 def _fatal() -> Iterator[None]:
-    """A context that turns every error into a `FatalError`, which ends the group."""
     try:
         yield
     except BaseException as error:
@@ -317,7 +312,6 @@ def _fatal() -> Iterator[None]:
 
 
 def _send_a_byte(connected: StreamCommunicator) -> None:
-    """Send one byte from rank 0 to rank 1 of a communicator of two ranks."""
     device, communicator = connected.stream.device, connected.communicator
 
     def body() -> None:

@@ -184,7 +184,7 @@ class NcclGroup(EngineGroup):
         return work
 
     def _barrier(self, signature: Signature, async_op: bool) -> StreamWork:
-        """Put a barrier on the stream. Without `async_op`, wait for its end, and until the ranks have compared their calls."""
+        """Without `async_op`, wait for the end of the barrier, and until the ranks have compared their calls."""
         if self._runtime.is_capturing():
             raise MisuseError(
                 f"{signature} on {self.place()}: it blocks the CPU, but a CUDA graph is being captured, in which "
@@ -211,8 +211,7 @@ class NcclGroup(EngineGroup):
     def _issue_in_turn(self, call: Call, device: torch.device, async_op: bool) -> tuple[StreamWork, bool]:
         """Put a call on the stream, or into the batch that this thread fills. Called in a turn of the group's queue.
 
-        Returns:
-            The work, and whether the call is on the stream.
+        Returns the work, and whether the call is on the stream.
         """
         self._check_usable(call.signature)
         connected = self._connections.connection_of_all(call.signature, device)
@@ -236,9 +235,7 @@ class NcclGroup(EngineGroup):
     def _put_on_stream(
         self, connected: StreamCommunicator, work: StreamWork, calls: Sequence[PlannedCall], after: Event
     ) -> None:
-        """Put calls on the stream of a communicator, to start after an event of the caller's stream.
-
-        The caller must call `work.settle` afterwards.
+        """Let calls start after an event of the caller's stream. The caller must call `work.settle` afterwards.
 
         Raises:
             FatalError: the calls could not be issued. The other ranks have issued them, so no later call would match.
@@ -273,7 +270,6 @@ class NcclGroup(EngineGroup):
         self.recorder.add(call)
 
     def _begin(self, call: Call) -> None:
-        """Record that the call begins, and add the call to the history that the ranks compare."""
         self.recorder.begin(call)
         # A transfer between two ranks has no number, and no place in the order.
         if self._compares_later and call.number is not None:
@@ -379,7 +375,6 @@ class NcclGroup(EngineGroup):
         return self._transfer(Call(signature, None, (), (tensor,)), tensor, (src, self.rank), async_op)
 
     def _transfer(self, call: Call, tensor: torch.Tensor, direction: tuple[int, int], async_op: bool) -> Work:
-        """Put a send or a receive on the stream of its direction, a pair (sender, receiver)."""
         sender, receiver = direction
         peer, source = (receiver, None) if sender == self.rank else (sender, sender)
         device = self._device_of(call.signature, [tensor])
@@ -422,7 +417,7 @@ class NcclGroup(EngineGroup):
         return self._part(self._connector.part(members, f"{self.name}/{number}.{color}"), members, timeout_s, of_all)
 
     def _subset(self, members: list[int], name: str, timeout_s: float) -> ProcessGroup:
-        """Make a group of `members`. The group connects when it is first used. All members call this method."""
+        """All members call this. The group connects when it is first used."""
         # The number distinguishes groups with the same name and members.
         asked = (name, tuple(members))
         self._subsets_made[asked] += 1
@@ -471,7 +466,7 @@ class NcclGroup(EngineGroup):
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """Begin to compare the calls issued so far, on a separate thread of the group. Called in a turn of the queue."""
+        """Compare on a separate thread of the group. Called in a turn of the queue."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
@@ -540,14 +535,11 @@ class NcclGroup(EngineGroup):
 
     @override
     def _shrink(self, silence_timeout_s: float) -> ProcessGroup:
-        """Shrink the host group, which finds out which ranks are left. Then make a new NCCL group of these ranks.
-
-        NCCL itself does not report which rank has failed.
-        """
         host = self._connector.rendezvous.group
         assert host is not None
         self._closed = True
         self._end_in_flight(self.first_failure or self._words.aborted())
+        # NCCL does not report which rank has failed, so the host group finds out which ranks are left.
         return self.beside(host.shrink(silence_timeout_s=silence_timeout_s))
 
     # ---- the end ----
@@ -564,10 +556,8 @@ class NcclGroup(EngineGroup):
         """Let the GPU finish, then give the communicators back.
 
         Raises:
-            BaseException: the error that ended the group, if no call has raised this error yet. Results since the failure are
-                garbage.
-            TransportError: calls in flight do not finish, or NCCL keeps a communicator. (NCCL keeps a communicator while a CUDA
-                graph with a collective of the group exists.)
+            BaseException: the error that ended the group, if no call has raised it. Results since the failure are garbage.
+            TransportError: calls in flight do not finish, or NCCL keeps a communicator, for example because of a CUDA graph.
         """
         if self._closed:
             return  # another thread has aborted the group meanwhile
@@ -596,7 +586,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _abort(self, failure: BaseException) -> None:
-        """Fail all calls in flight. Do not wait for a turn in the queue: the thread whose turn it is may be stuck in NCCL."""
+        """Do not wait for a turn in the queue: the thread whose turn it is may be stuck in NCCL."""
         self._end_in_flight(failure)
         if self._owns_rendezvous:
             self._connector.rendezvous.abort()
@@ -607,7 +597,7 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def _ending_the_group_if_fatal(self) -> Iterator[None]:
-        """A context in which a `FatalError` ends the group, after locks are released; see point 5 of Note [Order over NCCL]."""
+        """A `FatalError` ends the group, after locks are released; see point 5 of Note [Order over NCCL]."""
         try:
             yield
         except FatalError as fatal:
@@ -626,7 +616,6 @@ class NcclGroup(EngineGroup):
 
 
 def _described(work: StreamWork, error: BaseException) -> BaseException:
-    """NCCL's error, with the name of the collective in front."""
     # If this is another library's error, or Ctrl-C, keep its type.
     if not isinstance(error, SynclineError):
         return error

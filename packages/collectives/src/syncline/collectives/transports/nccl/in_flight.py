@@ -183,7 +183,7 @@ class InFlight:
         return self._heard(pending[0], now_s) if late is None else _timed_out(late)
 
     def _heard(self, waiting: Launch, now_s: float) -> TransportError | None:
-        """The failure of another rank, if one is known. An error of the store itself does not fail the group."""
+        """Return the failure of another rank, if one is known. An error of the store itself does not fail the group."""
         hearing = self._hearing
         if hearing is not None and hearing.done.is_set():
             self._hearing = None
@@ -200,11 +200,7 @@ class InFlight:
         return None
 
     def _reap(self) -> None:
-        """Release launches that are over.
-
-        Raises:
-            TransportError: the GPU faulted. From then on, every question to the GPU raises an error.
-        """
+        """Release launches that are over. If the GPU has faulted, every question to the GPU raises a TransportError."""
         with self._changed:
             pending = list(self._pending)
         # Ask the GPU without the lock, because the question may block.
@@ -259,7 +255,7 @@ class InFlight:
 
 
 def _abort_holding(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG001 - holding them is the point
-    """Abort, and hold the tensors of launches in flight until the kernels that may write them are gone."""
+    """Hold the tensors of launches in flight until the kernels that may write them are gone."""
     communicator.abort()
 
 

@@ -112,7 +112,6 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_by_all(part))
 
     def _reduce(self, part: torch.Tensor, root: int, native: NativeReduction | None) -> None:
-        """Reduce, and write only the root's tensor."""
         is_root = self._comm.rank == root
         if native is not None:
             # The factor is applied in place, but a rank that is not the root must keep its tensor.
@@ -132,10 +131,7 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_slice(block))
 
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Reduce in rank order: each of p ranks reduces one slice, then all gather the slices.
-
-        For a tensor of n bytes, each rank sends 2 n (p-1)/p bytes, as in a ring.
-        """
+        """For a tensor of n bytes, each of p ranks sends 2 n (p-1)/p bytes, as in a ring."""
         size = self._comm.size
         # Each rank reduces one slice, so all slices must have the same size.
         padded = part.new_zeros(-(-part.numel() // size) * size)
@@ -145,7 +141,6 @@ class NcclPlan(Plan):
         return result[: part.numel()]
 
     def _reduced_slice(self, block: torch.Tensor) -> torch.Tensor:
-        """Receive all terms of this rank's slice, and reduce them in rank order."""
         terms = torch.empty_like(block)
         self._exchange(self._parts(terms), self._parts(block))
         return reduce_in_rank_order(self._signature.reduction, self._parts(terms))
@@ -153,7 +148,6 @@ class NcclPlan(Plan):
     # ---- moves ----
 
     def _gather(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
-        """Send to the root; on the root, receive from all other ranks."""
         # Only the root has a block.
         if block is None:
             self._comm.send(part, root)
@@ -165,7 +159,6 @@ class NcclPlan(Plan):
                 self._comm.recv(parts[peer], peer)
 
     def _scatter(self, part: torch.Tensor, block: torch.Tensor | None, root: int) -> None:
-        """Receive from the root; on the root, send to all other ranks."""
         # Only the root has a block.
         if block is None:
             self._comm.recv(part, root)
@@ -177,7 +170,6 @@ class NcclPlan(Plan):
         part.copy_(parts[root])
 
     def _exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
-        """Send to and receive from each rank, in one group of NCCL. The part for this rank itself is copied."""
         received[self._comm.rank].copy_(sent[self._comm.rank])
         with self._comm.group():
             for peer in self._others():
@@ -188,7 +180,7 @@ class NcclPlan(Plan):
         return list(block.view(self._comm.size, block.numel() // self._comm.size))
 
     def _others(self) -> list[int]:
-        """The other ranks, starting with the next one, so that not all ranks send to rank 0 first."""
+        # Start with the next rank, so that not all ranks send to rank 0 first.
         return [(self._comm.rank + step) % self._comm.size for step in range(1, self._comm.size)]
 
 

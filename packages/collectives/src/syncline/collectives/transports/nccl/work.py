@@ -140,7 +140,6 @@ class Launch:
         return tensors
 
     def _end(self, state: str) -> None:
-        """Set the final state of the calls. A call that is over keeps its state."""
         for call in self.calls:
             if call.state not in (DONE, FAILED):
                 call.state = state
@@ -293,13 +292,7 @@ class StreamWork(Work):
         return asked
 
     def _due(self) -> TensorsFuture | None:
-        """The future, if the caller must complete it now; else None.
-
-        The caller must complete the future if a user has asked for this future, the call is issued, and no other thread
-        completes the future.
-
-        The caller holds `_changed`.
-        """
+        """Return the future, if the caller must complete it now. The caller holds `_changed`."""
         if self._future is None or self._future_is_taken or not self._is_settled:
             return None
         self._future_is_taken = True
@@ -337,7 +330,6 @@ class StreamWork(Work):
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _until(self, is_so: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until `is_so` returns True, but at most `limit_s` seconds. Return its last answer."""
         with self._changed:
             return self._changed.wait_for(is_so, min(limit_s, threading.TIMEOUT_MAX))
 

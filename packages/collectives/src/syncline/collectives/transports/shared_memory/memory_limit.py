@@ -72,8 +72,6 @@ def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
 
 
 class _Kind(NamedTuple):
-    """The names that one version of control groups uses for its file system, its controller, and the files of a group."""
-
     filesystem: str
     controller: str  # as in /proc/self/cgroup
     limit: str
@@ -95,12 +93,11 @@ _KINDS = (
 
 @functools.cache
 def _groups(proc: Path) -> tuple[tuple[_Kind, Path], ...]:
-    """The control groups of this process. Read once, because launchers choose the group before a process starts."""
+    # Read once, because launchers choose the group before a process starts.
     return tuple((kind, folder) for kind in _KINDS for folder in _folders(kind, proc))
 
 
 def _folders(kind: _Kind, proc: Path) -> Iterator[Path]:
-    """The folders of this process's control group and of the groups that contain it. Unmounted folders are left out."""
     own = _own_group(kind, proc)
     for line in _lines(proc / "self/mountinfo"):
         mount, _, source = line.partition(" - ")
@@ -140,7 +137,6 @@ def _limit(folder: Path, kind: _Kind) -> Limit | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Parse lines with a name, a number, and perhaps a unit."""
     rows = (line.split() for line in _lines(path))
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

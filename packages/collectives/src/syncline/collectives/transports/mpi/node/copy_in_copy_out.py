@@ -71,7 +71,6 @@ class _Copy(NamedTuple):
     Attributes:
         slot: the address of the copied bytes in the slot.
         offset_bytes: where the copied bytes begin in the tensor, counted from the start of the chunk.
-        nbytes: the number of copied bytes.
     """
 
     slot: int
@@ -168,7 +167,6 @@ class CopyInCopyOut(Algorithm):
             _copy_out(pending[0], target + pending[1] * itemsize)
 
     def _reduce(self, step: _Step, start: int, own: torch.Tensor, out: torch.Tensor) -> None:
-        """Reduce this rank's slice of the chunk at element `start`. `own` has this rank's term; `out` gets the result."""
         begin, numel = step.share
         if numel == 0:  # a chunk with fewer elements than ranks
             return
@@ -219,7 +217,6 @@ class CopyInCopyOut(Algorithm):
 
 
 def _without(mine: int, of_ranks: Sequence[_T]) -> list[_T]:
-    """Return the entries of the other ranks, in rank order."""
     return [*of_ranks[:mine], *of_ranks[mine + 1 :]]
 
 

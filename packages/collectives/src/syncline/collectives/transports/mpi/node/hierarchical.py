@@ -66,11 +66,6 @@ class NodeReduction:
         self._stage, self._may_stage = None, False
 
     def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
-        """Combine one chunk in this node and between nodes, and give the result to the node's ranks.
-
-        Terms in float16 and bfloat16 are summed in float32, and sent between nodes as float32. The result comes back in the
-        16-bit dtype, so it is rounded once.
-        """
         mine = terms[self._rank]
         total = combine(op, terms, mine)
         between.presync(total.nbytes, call)

@@ -48,15 +48,10 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
 
 
 class _Allocation:
-    """One rank's steps to make a file that all ranks of its node share.
+    """One rank's steps to make a file that all ranks of its node share. `run` runs an MPI operation to its end.
 
     If a step fails on a rank, the rank still takes part in all later collectives, so that no other rank waits for it. The rank
     reports its problem afterwards.
-
-    Args:
-        node: the communicator of the node's ranks.
-        part_bytes: the size of each rank's part.
-        run: runs an MPI operation to its end.
     """
 
     def __init__(self, node: MPI.Intracomm, part_bytes: int, run: Run) -> None:
@@ -91,10 +86,7 @@ class _Allocation:
             os.close(self._file)
 
     def _create(self) -> tuple[int, int, str] | None:
-        """Make the file on the first rank, if there is enough memory.
-
-        Return on all ranks the first rank's process id, and the file's descriptor and name; None if there is no file.
-        """
+        """Return on all ranks the first rank's process id, and the file's descriptor and name; None if there is no file."""
         limits: list[Limit] = []
         with self._recording():
             limits = memory_limits()
@@ -109,10 +101,7 @@ class _Allocation:
         return self._all_gather(None if self._file < 0 else (os.getpid(), self._file, name))[0]
 
     def _open(self, pid: int, file: int, name: str) -> bool:
-        """Open the file on the other ranks, through /proc of the first rank.
-
-        If this fails on a rank, that rank gets the file's descriptor over a socket. Return whether this rank has the file.
-        """
+        """Open the file through /proc of the first rank, or get it over a socket. Returns whether this rank has it."""
         if not self._is_first:
             with self._recording():
                 self._file = open_peer_fd(pid, file, name)
@@ -123,7 +112,6 @@ class _Allocation:
         return self._file >= 0
 
     def _pass_fd(self, requests: int) -> None:
-        """Pass the descriptor over a socket to the ranks that could not open the file."""
         with ExitStack() as stack:
             server, connection = None, None
             if self._is_first:
@@ -164,7 +152,7 @@ def _check_room(room: Room | None, part_bytes: int) -> None:
 
 
 def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
-    """Raise an error on all ranks if any rank has a problem.
+    """A collective. If any rank has a problem, all ranks raise an error.
 
     Cost: one reduction. If there is a problem, also an exchange of all ranks' texts.
     """

@@ -172,7 +172,6 @@ class ShmBarrier:
         self._numbers[self._lines[arrival & 1][0]] = -arrival
 
     def _lines_of(self, turn: int) -> tuple[int, list[int]]:
-        """Return the index of the line that this rank writes, and the indices of the other ranks' lines."""
         lines = [(self._segment.offset_of(rank) + turn * _LINE_BYTES) // 8 for rank in range(self.size)]
         return lines[self.mine], lines[: self.mine] + lines[self.mine + 1 :]
 
@@ -227,7 +226,6 @@ class SharedSync(Sync):
             raise self._explained(error, call) from None
 
     def _explained(self, error: Exception, call: Call) -> Exception:
-        """Turn an error of the barrier into an error of the group."""
         if isinstance(error, GaveUpError):
             return TransportError(
                 f"rank {error.rank} of this node gave up on a collective of this group; its own error says why"

@@ -90,7 +90,6 @@ class _Chunk(NamedTuple):
         out: the chunk in this rank's tensor.
         source: the address of `out`.
         targets: the addresses of the chunk in the other ranks' tensors.
-        nbytes: the size in bytes.
     """
 
     reduce: Callable[..., object]
@@ -101,7 +100,6 @@ class _Chunk(NamedTuple):
 
 
 def _all_reduce(place: Place, signature: Signature) -> Share:
-    """Return a function that reduces this rank's slice, chunk by chunk, and copies each result to the other ranks' tensors."""
     mine, itemsize = place.segment.mine, signature.element_dtype.itemsize
     start, stop = slice_of(signature.numel, place.segment.parts, mine)
     planned = []
@@ -122,7 +120,6 @@ def _all_reduce(place: Place, signature: Signature) -> Share:
 
 
 def _reduce_scatter(place: Place, signature: Signature) -> Share:
-    """Return a function that reduces this rank's part of all blocks."""
     start, itemsize = place.segment.mine * signature.numel, signature.element_dtype.itemsize
     planned = []
     for begin, end in _chunks(place, start, start + signature.numel, signature.element_dtype):
@@ -142,7 +139,6 @@ def _reduce_scatter(place: Place, signature: Signature) -> Share:
 
 
 def _all_gather(place: Place, signature: Signature) -> Share:
-    """Return a function that copies this rank's tensor into the blocks of all ranks."""
     nbytes = signature.nbytes
     targets = _addresses(place, place.segment.mine * nbytes)
 
@@ -156,7 +152,6 @@ def _all_gather(place: Place, signature: Signature) -> Share:
 
 
 def _broadcast(place: Place, signature: Signature) -> Share:
-    """Return a function that copies the root's tensor into this rank's tensor."""
     nbytes = signature.nbytes
     source = _addresses(place, 0)[signature.root_rank]
     is_root = signature.root == place.segment.mine
@@ -177,7 +172,7 @@ _SHARES: dict[Operation, ShareMaker] = {
 
 
 def _addresses(place: Place, offset_bytes: int) -> list[int]:
-    """Return for each rank the address at which this process sees byte `offset_bytes` of the rank's tensor."""
+    """For each rank, return the address at which this process sees byte `offset_bytes` of the rank's tensor."""
     segment = place.segment
     first = segment.address() - segment.offset_of(segment.mine) + place.offset_bytes + offset_bytes
     return [first + segment.offset_of(part) for part in range(segment.parts)]
