@@ -12,7 +12,7 @@ from .values import MOVABLE_DTYPES, Check, expect, expect_raises, values
 
 
 def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return values(shape, 5 * src + dst, dtype)
+    return values(shape, 11 * src + dst, dtype)  # distinct for up to 11 ranks
 
 
 def lists(group: ProcessGroup) -> None:
