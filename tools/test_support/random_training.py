@@ -219,6 +219,7 @@ class Step:
         fails: a forward raises an error before the reduced forward.
         fails_in_backward: a backward raises an error before the first gradient.
         is_looked_at: a backward of the bare module runs in `no_sync`, and its gradients are dropped.
+        runs_frozen: a forward runs while all parameters are frozen, before all other forwards.
         validates: all ranks run the model in evaluation mode after the step.
         clips: gradients are clipped before the optimizer's step.
     """
@@ -231,6 +232,7 @@ class Step:
     fails: bool
     fails_in_backward: bool
     is_looked_at: bool
+    runs_frozen: bool
     validates: bool
     clips: bool
 
@@ -315,6 +317,7 @@ def draw(seed: int, world_size: int) -> Program:
                 fails=pick.random() < 0.1,
                 fails_in_backward=pick.random() < 0.1,
                 is_looked_at=pick.random() < 0.1 and not changes,  # the bare module does not follow a change
+                runs_frozen=pick.random() < 0.1,
                 validates=pick.random() < 0.3,
                 clips=pick.random() < 0.2 and "sparse words" not in present.values(),
             )
@@ -466,6 +469,12 @@ class Rank(Player):
     def step(self, number: int, step: Step) -> torch.Tensor | None:
         """Compute the gradients of a step."""
         rank = self.group.rank
+        if step.runs_frozen:
+            trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+            self.net.requires_grad_(False)
+            self.ddp(inputs_of(number, rank, "frozen"), step.used[rank])
+            for parameter in trained:
+                parameter.requires_grad_(True)
         if step.is_looked_at:
             kept = {id(parameter): parameter.grad for parameter in self.net.parameters()}
             for parameter in self.net.parameters():
@@ -575,6 +584,10 @@ class Alone(Player):
     def step(self, number: int, step: Step) -> None:
         """Compute the gradients of the mean of the ranks' losses."""
         ranks = range(self.world_size)
+        if step.runs_frozen:
+            self.share_buffers(reduces=True)
+            for rank in ranks:
+                self.forward(rank, inputs_of(number, rank, "frozen"), step.used[rank])
         if step.is_looked_at:
             for rank in ranks:
                 self.forward(rank, inputs_of(number, rank, "looked at"), step.used[rank])

@@ -280,9 +280,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """Return the inputs on the module's device, and the futures for which the end of backward waits."""
         # The script may have assigned another module to `self.module`.
         self._state.module = self.module
+        trains = has_backward and self._watch.needs_gradients()
         if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
             if has_backward:
-                self._follow_module()
+                trains = self._follow_module()
             # A forward without gradients averages nothing, so a later forward follows the change, together with the other
             # ranks. But this forward, too, computes with what the module has now.
             else:
@@ -294,6 +295,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             if has_backward:
                 self._adopt_optimizers()
                 self._reducer.prepare_for_backward(synchronizes=will_reduce)
+                # The whole model is frozen. No backward comes, as after a forward that has failed.
+                if not trains:
+                    self._reducer.cancel_forward()
                 if self._reducer.has_users_hooks and not self._has_warned_of_hooks:
                     self._warn_of_users_hooks()
         except DisagreementError as error:
@@ -306,8 +310,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._has_warned_of_hooks = True
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
-    def _follow_module(self) -> None:
-        """If the module has changed and `init_sync` is True, this is a collective."""
+    def _follow_module(self) -> bool:
+        """If the module has changed and `init_sync` is True, this is a collective. Return whether a parameter is trained."""
         watch = self._watch
         if not watch.has_changed():
             if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
@@ -315,10 +319,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 # There may be new modules without parameters, which may get parameters later, and may have buffers.
                 watch.take_note_of_structure()
                 self._buffer_sync.look_again()
-            return
+            return watch.needs_gradients()
         parameters = [(name, parameter) for name, parameter in self._state.parameters() if parameter.requires_grad]
         if not parameters:  # all are frozen, so average nothing; `has_sign` stays set, so a later forward looks again
-            return
+            return False
         new = watch.new()
         names = ", ".join(f"'{name}'" for name, _ in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
         what = f"the module has changed since it was wrapped ({f'new parameters: {names}' if new else 'none are new'})"
@@ -351,6 +355,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         # Do this last: if a line above raises an error, the next forward finds the change again.
         watch.take_note()
         self._tune_buckets()
+        return True
 
     def _share_new(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
         """A collective. All ranks get rank 0's values of the new parameters and buffers."""

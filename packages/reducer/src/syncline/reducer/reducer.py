@@ -373,9 +373,6 @@ class Reducer(Inherited):
         self._take_over()
         self._count_unsynchronized()
         self._sync_policy.forward(synchronizes)
-        # No backward reaches the parameters of this forward, so none is expected, as after a forward that has failed.
-        if not any(parameter.requires_grad for parameter in self._parameters):
-            self._sync_policy.cancel_forward()
         if synchronizes:
             self._build_if_due()
             self.statistics = IterationStatistics(time.perf_counter())
@@ -467,7 +464,7 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`, because the forward has raised an error, so no backward follows."""
+        """Undo the latest `prepare_for_backward`, because no backward follows: the forward failed, or all is frozen."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
