@@ -392,7 +392,7 @@ class Elastic:
                 present = self._meet(lambda: self._group.shrink(silence_timeout_s=self._silence_timeout_s))
             except TransportError as again:
                 error = again
-        self._check_limits()
+        self._divide_or_end()
         holds = self._settle(max(present.values()))
         self.recovery_s.append(time.perf_counter() - began_s)
         logger.info("went on with %d rank(s) at step %d", len(present), self.applied_steps)
@@ -453,7 +453,7 @@ class Elastic:
             assert self._snapshot is not None
             self._snapshot.restore()
 
-    def _check_limits(self) -> None:
+    def _divide_or_end(self) -> None:
         """Divide the samples anew, or end the training. All remaining ranks take the same decision."""
         group = self._group
         self.lost_ranks = sorted(self._members - set(group.members))
@@ -487,14 +487,14 @@ class Elastic:
                 raise
             self._recover(error)  # another rank was lost after this rank was let in
         else:
-            self._check_limits()
+            self._divide_or_end()
             logger.info("joined %d rank(s) at step %d", len(present), self.applied_steps)
         self._phase = _Phase.BETWEEN_STEPS
 
     def _admit_newcomers(self) -> None:
         # Ranks on which the agreement failed call `shrink` instead of `admit`.
         present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
-        self._check_limits()
+        self._divide_or_end()
         self._settle(max(present.values()))
         logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
 
