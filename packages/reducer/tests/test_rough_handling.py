@@ -157,6 +157,44 @@ def test_of_several_reducers_that_one_averages_whose_forward_came_last(views: tu
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("first_steps", [["wide", "near"], ["near", "wide"]])
+def test_of_two_reducers_with_their_own_groups_that_one_averages_whose_forward_came_last(
+    first_steps: list[str], view: bool
+) -> None:
+    """One averages over all ranks, the other over a part of the ranks, which takes other numbers of steps on each part."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        near = group.split(group.rank)  # this rank alone
+        assert near is not None
+        reducers = {
+            "wide": Reducer(parameters, group, gradient_as_bucket_view=view),
+            "near": Reducer(parameters, near, gradient_as_bucket_view=view),
+        }
+        own, average = 1.0 + group.rank, 1.5
+        for used in [*first_steps, *["near"] * (1 + group.rank), "wide", "wide", "near", "wide"]:
+            for _, parameter in parameters:
+                parameter.grad = None
+            backward(reducers[used], parameters, group, (1.0, 2.0))
+            assert values(parameters) == ([own, 2 * own] if used == "near" else [average, 2 * average])
+
+    run_ranks(2, body)
+
+
+def test_a_local_backward_of_one_reducer_is_not_reduced_by_another() -> None:
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a")
+        other_group = group.split(0)
+        assert other_group is not None
+        first, _ = Reducer(parameters, group), Reducer(parameters, other_group)
+        first.prepare_for_backward(synchronizes=False)
+        (parameters[0][1] * (1.0 + group.rank)).sum().backward()
+        assert values(parameters) == [1.0 + group.rank]
+
+    run_ranks(2, body)
+
+
 def test_a_reducer_whose_backward_failed_steps_aside() -> None:
     """A script that goes on with a new wrapper may still hold the old one, in the traceback of the error."""
 

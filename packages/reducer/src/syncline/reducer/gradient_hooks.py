@@ -37,7 +37,7 @@ class GradientHooks:
             `PendingBucket.wake_at`). Only a weak reference to `wake` is kept, so that hooks do not keep the reducer alive.
         node_done: a method that a hook calls when all hooks on a parameter have run. The arguments are the index and the bucket
             that `hook_node` got. Only a weak reference is kept.
-        retire: a method that another reducer calls before a forward or a backward, if this reducer would disturb that reducer.
+        retire: a method that another reducer of the same parameters calls before a forward or a backward.
             `retire` returns True if no backward of this reducer is under way or expected. Then this reducer's hooks are off
             until the next call of `register`. Only a weak reference is kept.
     """
@@ -111,20 +111,21 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take off the hooks of all other reducers that would disturb this reducer. Return whether all these reducers agreed.
+        """Take off the hooks of all other reducers of the same parameters. Return whether all that would disturb have agreed.
 
-        Two reducers on some of the same parameters disturb each other if one of them averages gradients in place. They also
-        disturb each other if they use one group: gradients may come in a different order on each rank, and then one reducer's
-        bucket could meet the other reducer's bucket. The other reducer, for example of an old wrapper of this module, agrees if
-        it has no open forward and no open backward.
+        Only the reducer that has prepared the latest forward averages gradients. The other reducer, for example of another
+        wrapper of this module, agrees if it has no open forward and no open backward. If it has, both average gradients, as in
+        a loss that adds the outputs of two wrappers. They then disturb each other if one of them averages gradients in place,
+        or if they use one group: gradients may come in a different order on each rank, and then one reducer's bucket could
+        meet the other reducer's bucket.
         """
         # The usual case: no parameter has a second reducer.
         if not self._others:
             return True
         with _lock:
             others = [other for other in self._others if not other.are_off]
-        disturbing = [one for one in others if self.reads_in_place or one.reads_in_place or self._group is one._group]
-        return [one for one in disturbing if not one._step_aside()] == []  # a list, so that each one is asked
+        in_use = [one for one in others if not one._step_aside()]
+        return not any(self.reads_in_place or one.reads_in_place or self._group is one._group for one in in_use)
 
     def _step_aside(self) -> bool:
         retire = self._retire()
