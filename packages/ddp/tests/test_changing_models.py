@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
-from syncline.collectives import DisagreementError, MisuseError, ProcessGroup
+from syncline.collectives import DisagreementError, MisuseError, ProcessGroup, exchange_objects
 from syncline.collectives.testing import run_ranks
 from syncline.ddp import DistributedDataParallel, MixedPrecision
 from syncline.ddp.model_watch import ModelWatch
@@ -607,11 +607,43 @@ def test_other_parameters_that_are_new_are_named() -> None:
 def test_within_join_a_change_is_refused() -> None:
     def body(group: ProcessGroup) -> None:
         ddp = DistributedDataParallel(model(), process_group=group)
-        one_layer_more(ddp, 0)
-        with pytest.raises(MisuseError, match=r"new parameters: '3.weight', '3.bias'.*within join\(\)"), ddp.join():
-            step_of(ddp, group.rank, 0)
+
+        def change_within_join() -> None:
+            with ddp.join():
+                one_layer_more(ddp, 0)
+                step_of(ddp, group.rank, 0)
+
+        with pytest.raises(MisuseError, match=r"new parameters: '3.weight', '3.bias'.*within join\(\)"):
+            change_within_join()
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_a_change_before_join_is_followed_when_the_context_is_entered(options: dict[str, Any]) -> None:
+    """Rank 0 has no input at all, so it cannot follow the change later."""
+    first = model()
+    first[0].requires_grad_(False)
+
+    def body(group: ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(first), process_group=group, **options)
+        with ddp.join():
+            step_of(ddp, group.rank, 0)
+        inner(ddp)[0].requires_grad_(True)
+        one_layer_more(ddp, group.rank)
+        whole = copy.deepcopy(inner(ddp))
+        for module in (ddp, whole):
+            module.zero_grad()
+        with ddp.join():
+            if group.rank == 1:
+                step_of(ddp, 1, 1)
+        if group.rank == 1:  # rank 0's values of the new layer
+            whole.load_state_dict(ddp.module.state_dict())
+            (loss(whole, 1, 1) / 2).backward()  # type: ignore[no-untyped-call]
+            torch.testing.assert_close(gradients(ddp), gradients(whole))
+        assert len(set(exchange_objects(repr(ddp.module.state_dict()), group=group))) == 1
+
+    run_ranks(2, body)
 
 
 def test_in_mixed_precision_new_parameters_are_cast() -> None:

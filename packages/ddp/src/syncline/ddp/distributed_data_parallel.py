@@ -283,7 +283,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         trains = has_backward and self._watch.needs_gradients()
         if (has_backward or self.mixed_precision is not None) and self._watch.is_due(self._reducer.reductions):
             if has_backward:
-                trains = self._follow_module()
+                trains = self._follow_module(within_join=self._join is not None)
             # A forward without gradients averages nothing, so a later forward follows the change, together with the other
             # ranks. But this forward, too, computes with what the module has now.
             else:
@@ -310,7 +310,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._has_warned_of_hooks = True
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
-    def _follow_module(self) -> bool:
+    def _follow_module(self, *, within_join: bool = False) -> bool:
         """If the module has changed and `init_sync` is True, this is a collective. Return whether a parameter is trained."""
         watch = self._watch
         if not watch.has_changed():
@@ -327,7 +327,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         names = ", ".join(f"'{name}'" for name, _ in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
         what = f"the module has changed since it was wrapped ({f'new parameters: {names}' if new else 'none are new'})"
         # A rank without inputs issues the collectives of the old module, which would not match those of the changed module.
-        if self._join is not None:
+        if within_join:
             raise MisuseError(
                 f"{what}, within join() on {self._group.place()}: ranks without inputs cannot follow. Change it before"
             )
@@ -444,6 +444,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         `kwargs` may have `divide_by_initial_world_size`.
         """
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        # All ranks enter the context, so here all can follow a change of the module. Later, ranks without inputs cannot.
+        self._state.module = self.module
+        self._follow_module()
         replica = Replica(self.module, self._state, self._buffer_sync, self._reducer, self._group, self.device)
         throws = self._join is not None and self._join.throws
         self._uneven_inputs = UnevenInputs(replica, divide_by_initial_world_size=divide_by_initial_world_size, throws=throws)
