@@ -59,6 +59,27 @@ class Count(torch.nn.Module):
         return self.factor * x / (10 + self.count.item())
 
 
+class Teacher(torch.nn.Module):
+    """Has frozen parameters that each forward moves towards those of a trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = (torch.nn.Linear(FEATURES, FEATURES, dtype=torch.float64) for _ in range(2))
+        self.target.requires_grad_(False)
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        for mine, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            mine.mul_(0.7).add_(online, alpha=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._move()
+        return self.online(x) + self.target(x)  # type: ignore[no-any-return]
+
+
+_ONCE_IN_A_STEP = ("count", "teacher")  # the outputs depend on the number of forwards so far
+
+
 class RowsNet(Net):
     """Adds the outputs of the blocks. A block sees all rows, or only the rows that the caller names."""
 
@@ -98,6 +119,7 @@ class Program:
         broken: members, steps and moments at which a connection breaks although nobody is lost.
         newcomers: the steps before which newcomers come.
         admit_every: for `Elastic`.
+        logs: the ranks average their losses after the elastic step.
     """
 
     ranks: int
@@ -120,6 +142,7 @@ class Program:
     broken: list[tuple[int, int, str]] = field(default_factory=list)
     newcomers: list[int] = field(default_factory=list)
     admit_every: int = 1
+    logs: bool = False
 
 
 def draw(seed: int) -> Program:
@@ -135,7 +158,8 @@ def draw(seed: int) -> Program:
     if scales:
         kinds.remove("complex")  # torch's GradScaler does not take complex gradients on the CPU
     if splits:
-        kinds.remove("count")  # its outputs would depend on the division: on whether a sample is in the first forward
+        # Their outputs would depend on the division: on whether a sample is in the first forward of a step.
+        kinds = [kind for kind in kinds if kind not in _ONCE_IN_A_STEP]
     blocks = {HEAD: "linear", **{f"b{index}": pick.choice(kinds) for index in range(pick.randint(1, 4))}}
     options: dict[str, Any] = {
         "bucket_cap_mb": pick.choice([None, 1e-9, 200 / 2**20, 0.3]),
@@ -168,11 +192,12 @@ def draw(seed: int) -> Program:
         latest = STEPS - 3 * program.admit_every
         program.newcomers = sorted(pick.randint(0, latest) for _ in range(pick.randint(1, _MOST_RANKS - program.ranks)))
     members = list(range(program.ranks + len(program.newcomers)))
+    has_losses = chance(0.75)
     survivor = pick.randrange(program.ranks)
     for member in members:
-        if member != survivor and chance(0.5):
+        if has_losses and member != survivor and chance(0.5):
             program.lost[member] = (pick.randrange(STEPS), pick.choice(MOMENTS))
-    for _ in range(pick.choice([0, 0, 1, 2])):
+    for _ in range(pick.choice([0, 0, 1, 2]) if has_losses else 0):
         program.broken.append((pick.choice(members), pick.randrange(STEPS), pick.choice(["forward", "backward", "agreement"])))
     if graph != "static" and chance(0.4):
         program.changes_in_body = chance(0.3)
@@ -185,6 +210,8 @@ def draw(seed: int) -> Program:
             name = f"n{step}" if verb == "add" else pick.choice([name for name in blocks if name != HEAD])
             kind = "count" if "count" in kinds and chance(0.4) else pick.choice(kinds)
             program.changes.setdefault(step, []).append((verb, name, kind))
+    # A loss that is noticed outside of a step ends the training.
+    program.logs = not program.lost and not program.broken and chance(0.7)
     return program
 
 
@@ -198,6 +225,10 @@ def make_rows_net(program: Program) -> RowsNet:
 def _block(kind: str, name: str) -> torch.nn.Module:
     if kind == "count":
         return Count()
+    if kind == "teacher":
+        block = Teacher()
+        set_values(list(block.parameters()), name)
+        return block
     return make_block(kind, name)
 
 
@@ -257,7 +288,7 @@ class Script:
         rows = {}
         if self.program.options["find_unused_parameters"]:
             for place, (name, block) in enumerate(self.net.blocks.items()):
-                if name != HEAD and not isinstance(block, Count):
+                if name != HEAD and not isinstance(block, Count | Teacher):
                     used = [row for row, index in enumerate(indices) if (index + step + place) % 4 == 0]
                     rows[name] = torch.tensor(used, dtype=torch.long)
         outputs = self.model(self.data[list(indices)], rows)
@@ -468,6 +499,10 @@ class Member:
                     script.change(step)
                 with elastic.step():
                     self._body(step, indices, sampler)
+                if program.logs:
+                    mine = torch.tensor(float(len(indices)))
+                    self.group.all_reduce(mine)
+                    assert mine in (SAMPLES // BATCHES, SAMPLES // BATCHES + 1)
                 if elastic.applied_steps > step:
                     where = f"step {step}, member {self.number} of {elastic.lost_ranks}: {program}\n"
                     # Adam makes the differences of rounding larger.

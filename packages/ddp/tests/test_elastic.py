@@ -787,6 +787,29 @@ def test_a_newcomer_freezes_what_the_others_have_frozen_during_the_training(thaw
     assert first[0] is thaws
 
 
+def test_what_stands_behind_a_step_in_the_loop_runs_before_a_newcomer_comes_in() -> None:
+    """The newcomer begins with a batch, so it takes no part in the average of that step's loss."""
+    groups = create_groups(2, timeout_s=60)
+    present = [*groups, groups[0].newcomer()]
+
+    def rank_body(number: int) -> list[int]:
+        training, sizes = Training(present[number], admit_every=1), []
+        if number == 0:
+            until(lambda: groups[0].newcomers() == 1)
+        for (samples,) in training.elastic.batches(training.loader):
+            with training.elastic.step():
+                training.optimizer.zero_grad()
+                (training.model(samples).mean() * training.sampler.weight).backward()
+                training.optimizer.step()
+            ones = torch.ones(1)
+            training.model.join_process_group.all_reduce(ones)
+            sizes.append(int(ones))
+        return sizes
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(rank_body, range(3))) == [[2, *[3] * (STEPS - 1)]] * 2 + [[3] * (STEPS - 1)]
+
+
 # ---- limits and misuse ----
 
 

@@ -381,6 +381,26 @@ def test_training_goes_on_over_another_group(as_view: bool) -> None:
         torch.testing.assert_close(found, [parameter.grad for parameter in whole.parameters()])
 
 
+def test_the_first_forward_with_a_new_group_synchronises_the_buffers() -> None:
+    """A forward in `no_sync` has synchronised them, but only a rank of the old group knows that."""
+
+    def body(group: ProcessGroup) -> None:
+        alone = group.split(group.rank)
+        assert alone is not None
+        norm = torch.nn.BatchNorm1d(4).double()
+        model = DistributedDataParallel(norm, process_group=alone)
+        if group.rank == 0:
+            with model.no_sync():
+                model(batch(0)).sum().backward()
+        model.update_process_group(group)
+        with model.no_sync():
+            model(batch(group.rank)).sum().backward()
+        assert norm.num_batches_tracked == 2  # rank 0's one, and this forward
+        alone.close()
+
+    run_ranks(2, body)
+
+
 def test_a_group_with_another_model_on_it_is_refused() -> None:
     def body(group: ProcessGroup) -> None:
         alone = group.split(group.rank)

@@ -33,6 +33,19 @@ def test_gradients_that_an_optimizer_has_used_become_zeros_or_none_as_before() -
     assert not sparse.weight.grad.to_dense().any()
 
 
+def test_parameters_that_a_step_has_changed_before_the_optimizer_are_put_back() -> None:
+    module = torch.nn.ModuleList([torch.nn.Linear(2, 3), torch.nn.Linear(2, 3).requires_grad_(False)])
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    snapshot = StepSnapshot(module)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+        module[1].weight.mul_(2)
+    module[1].bias.data = torch.ones(3)
+    snapshot.restore()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
 def test_buffers_of_a_part_that_is_new_are_put_back() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(1, 1))
     module.append(torch.nn.BatchNorm1d(1))

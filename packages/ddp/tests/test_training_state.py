@@ -53,6 +53,23 @@ def test_both_go_on_with_the_same_bits() -> None:
     assert old.scheduler.get_last_lr() == new.scheduler.get_last_lr() == [0.001 * 0.5**4]
 
 
+def test_buffers_that_a_forward_has_made_or_made_larger_are_taken_over() -> None:
+    old, new = Rank(1), Rank(2)
+    for rank in (old, new):
+        rank.model.module.register_buffer("late", None)
+        rank.model.module.register_buffer("largest", torch.zeros(1))
+    old.model.module.late = torch.tensor([7.0])
+    old.model.module.largest = torch.tensor([1.0, 2.0])
+    old.model.module.register_buffer("scale", torch.arange(9, dtype=torch.int64), persistent=False)
+    old.model.module[1].register_buffer("cache", torch.tensor([3.0]), persistent=False)
+    new.state().load(pickle.loads(pickle.dumps(old.state().collect())))
+    assert new.model.state_dict().keys() == old.model.state_dict().keys()
+    for name, buffer in old.model.module.named_buffers():
+        found = new.model.module.get_buffer(name)
+        assert found.dtype is buffer.dtype
+        assert torch.equal(found, buffer)
+
+
 def test_the_random_state_is_that_of_the_other() -> None:
     old, new = Rank(1), Rank(2)
     torch.manual_seed(7)

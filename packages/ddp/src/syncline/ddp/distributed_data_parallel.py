@@ -514,6 +514,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._is_default_group = process_group is None
         self._reducer = self._make_reducer()
         self._reducer.set_hook(hook, state)
+        # The next forward synchronises the buffers on all ranks: a new rank has synchronised none, and old ranks may differ in
+        # whether their latest forward has.
+        self._buffer_sync.look_again()
+        self._buffer_sync.are_stale = True
         self._tune_buckets()
 
     @property

@@ -110,8 +110,8 @@ class Elastic:
         lost_ranks: the lost ranks, as numbers in the first group (see `ProcessGroup.members`).
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, a copy of the model's buffers, of the random state (5 KB), and of the
-    states of the objects in `stateful`.
+    Cost: for each step, one `all_reduce` of 8 bytes, a copy of the model's parameters and buffers, of the random state (5 KB),
+    and of the states of the objects in `stateful`.
     Every `admit_every` steps rank 0 reads the store. While newcomers are let in, all ranks hold a second copy of the state that
     the newcomers get.
 
@@ -142,10 +142,10 @@ class Elastic:
     # barrier in place of the `all_reduce` would cost more: it compares the calls of all ranks, which the end of the backward
     # has just compared.)
     #
-    # A step changes buffers and random state before it is applied. A GradScaler may leave out `optimizer.step()`; then the
-    # ranks agree at the end of the body, when the scaler and schedulers have changed, too. `StepSnapshot` restores all of
-    # these before a step is repeated. All backwards of a step come before its first `optimizer.step()`; there may be several
-    # backwards, and several optimizers.
+    # A step changes buffers and random state before it is applied, and perhaps parameters (a momentum encoder). A GradScaler
+    # may leave out `optimizer.step()`; then the ranks agree at the end of the body, when the scaler and schedulers have
+    # changed, too. `StepSnapshot` restores all of these before a step is repeated. All backwards of a step come before its
+    # first `optimizer.step()`; there may be several backwards, and several optimizers.
     #
     # If an optimizer has not stepped in a step, its gradients may be a part of a sum over several steps. So the next snapshot
     # keeps copies of them, and newcomers get them. They are averages, which are the same on all ranks. Gradients that are not
@@ -193,7 +193,7 @@ class Elastic:
         self._give_up_s = give_up_s
         self._phase = _Phase.BETWEEN_STEPS
         self._snapshot: StepSnapshot | None = None
-        self._newcomers = 0  # how many wait, as agreed in this step
+        self._newcomers = 0  # how many wait, as agreed in the latest step
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this step
         # Parameters whose gradients the steps so far have accumulated for a later `optimizer.step()`.
         self._accumulated: list[torch.nn.Parameter] = []
@@ -229,11 +229,13 @@ class Elastic:
         Raises:
             MisuseError: the loop took a batch and did not use it in `with elastic.step():`.
         """
+        self._let_newcomers_in()  # the script may have left its latest loop over `batches` after a step
         while not self._sampler.is_exhausted:
             group = self._group
             for batch in loader:
                 applied = self._sampler.applied
                 yield batch
+                self._let_newcomers_in()
                 # The group has changed, so the loader's shares are no longer right: iterate over the loader again.
                 if self._group is not group:
                     break
@@ -267,8 +269,6 @@ class Elastic:
             accumulated = self._accumulated_gradients()
             self._agree()  # the body may not have called optimizer.step()
             self._accumulated = accumulated  # only now: a step that is not applied leaves the earlier gradients
-            if self._newcomers:
-                self._admit_newcomers()
         # The step is repeated: `batches` gives the same batch again.
         except _NotAppliedError:
             pass
@@ -491,12 +491,26 @@ class Elastic:
             logger.info("joined %d rank(s) at step %d", len(present), self.applied_steps)
         self._phase = _Phase.BETWEEN_STEPS
 
-    def _admit_newcomers(self) -> None:
-        # Ranks on which the agreement failed call `shrink` instead of `admit`.
-        present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
-        self._divide_or_end()
-        self._settle(max(present.values()))
-        logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
+    def _let_newcomers_in(self) -> None:
+        """Let newcomers in, if the ranks have agreed in the latest step that some wait. A collective then.
+
+        A newcomer begins with a batch. So the other ranks let it in when they ask for the next batch, and not earlier: what
+        stands behind the step in the loop may communicate.
+        """
+        if not self._newcomers:
+            return
+        self._newcomers = 0
+        self._group.expect_losses(True)
+        try:
+            # Ranks on which the agreement failed call `shrink` instead of `admit`.
+            present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
+            self._divide_or_end()
+            self._settle(max(present.values()))
+            logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
+        except TransportError as error:
+            self._recover(error)
+        finally:
+            self._group.expect_losses(False)
 
     def _refuse_other_scripts(self, root: int) -> None:
         """Raise an error if a newcomer has another hook, model, or kind of optimizer than `root`. A collective.

@@ -12,13 +12,14 @@ from .training_state import Stateful
 
 
 class StepSnapshot:
-    """The buffers of a module, the random state of the CPU, and the states of other objects at the beginning of a step.
+    """The parameters and buffers of a module, the random state of the CPU, and other states at the beginning of a step.
 
-    Parameters and the optimizers' states need no copy, because they change only in `optimizer.step()`. The options of the
-    optimizers' groups, such as the learning rate, need a copy: a scheduler may change them.
+    Parameters are copied, because a script may change them before `optimizer.step()`: a momentum encoder in its forward,
+    sharpness-aware minimisation between two backwards. The states of optimizers need no copy, because they change only in
+    `optimizer.step()`. The options of their groups, such as the learning rate, need a copy: a scheduler may change them.
 
     Args:
-        module: the module with the buffers.
+        module: the module with the parameters and buffers.
         optimizers: the optimizers whose options are saved.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         accumulated: the parameters whose present gradients, if there are any, belong to an optimizer's step that is still to
@@ -33,6 +34,7 @@ class StepSnapshot:
         accumulated: Iterable[torch.nn.Parameter] = (),
     ) -> None:
         self._module = module
+        self._values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
         # Walk over the modules in each step (0.5 us for each module), because the script may have added some.
         self._buffers = [
             (holder, name, buffer, buffer.detach().clone())
@@ -59,6 +61,8 @@ class StepSnapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Give everything that the snapshot holds its earlier value. All other gradients become zeros, or None as before."""
+        for parameter, value in self._values:
+            parameter.copy_(value)
         for holder, name, buffer, value in self._buffers:
             # Put the old buffer back, too, because the step may have put another tensor in the buffer's place.
             writable([buffer])[0].copy_(value[first_of_each(buffer)])

@@ -79,12 +79,11 @@ class TrainingState:
         self._stateful = stateful
 
     def outline(self) -> dict[str, str]:
-        """Return in words what must be equal on a rank that loads the state: kinds of objects, and dtypes and shapes."""
-        tensors = self._model.module.state_dict()
+        """Return in words what must be equal on a rank that loads the state: types of objects, and parameters."""
         return {
             "optimizers": ", ".join(type(each).__name__ for each in self._optimizers),
             "objects in stateful": ", ".join(type(each).__name__ for each in self._stateful) or "none",
-            **{f"'{name}'": f"{t.dtype}{list(t.shape)}" for name, t in tensors.items() if isinstance(t, torch.Tensor)},
+            **{f"'{name}'": f"{p.dtype}{list(p.shape)}" for name, p in self._model.module.named_parameters()},
         }
 
     def collect(self, accumulated: Iterable[torch.nn.Parameter] = ()) -> dict[str, Any]:
@@ -110,6 +109,8 @@ class TrainingState:
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> list[torch.nn.Parameter]:
         """Give this rank the state that `collect` has returned on another rank. Return the parameters with gradients."""
+        for name, value in state["buffers"].items():
+            self._make_buffer_like(name, value, is_persistent=name in state["model"])
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
             writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
@@ -128,6 +129,14 @@ class TrainingState:
             if parameter.grad is None and name in state["layouts"]:
                 parameter.grad = torch.zeros_like(parameter, layout=state["layouts"][name])
         return [each for name, each in self._model.module.named_parameters() if name in state["gradients"]]
+
+    def _make_buffer_like(self, name: str, value: torch.Tensor, *, is_persistent: bool) -> None:
+        # A forward may have made a buffer, or made it larger, such as a cache for the longest sequence so far.
+        path, _, key = name.rpartition(".")
+        part = self._model.module.get_submodule(path)
+        mine = part._buffers.get(key)
+        if mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
+            part.register_buffer(key, value.clone(), persistent=is_persistent)
 
 
 class HookState:
