@@ -1,6 +1,6 @@
-"""Random training programs under Horovod's names, which all ranks and one process alone play in the same way.
+"""Random training programs under Horovod's names. All ranks train, and one process alone computes what they should get.
 
-`play` compares the two after every step. One process alone has a model for each rank, and combines the gradients of
+`play` compares the results after every step. One process alone has a model for each rank, and combines the gradients of
 these models as Horovod documents it.
 """
 

@@ -1,7 +1,7 @@
-"""Random training programs, which a group's ranks and one process alone play in the same way.
+"""Random training programs. The ranks of a group train, and one process alone computes what they should get.
 
-`play` compares the two after every step. One process alone computes the gradients of the mean of the ranks' losses, so it needs
-no communication, and knows nothing of buckets.
+`play` compares the results after every step. One process alone computes the gradients of the mean of the ranks' losses, so it
+needs no communication, and knows nothing of buckets.
 """
 
 from __future__ import annotations

@@ -600,7 +600,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Let rank 0 log, after every `every` steps, which rank most often finished its gradients last, and how much later.
+        """Let rank 0 log, once in a number of steps, which rank most often finished its gradients last, and how much later.
 
         Every rank must call this method with the same number. The environment variable `SYNCLINE_STRAGGLERS` has the effect of
         this method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group
@@ -622,7 +622,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """Compare the ranks' parameters after every `every` steps. A step is a backward whose gradients are averaged.
+        """Compare the ranks' parameters once in a number of steps. A step is a backward whose gradients are averaged.
 
         The ranks compare a hash of 16 bytes per parameter.
 

@@ -70,8 +70,9 @@ class Elastic:
     is written. If a step recovers from the loss of a rank, no report is written. After the loss of a rank the model has a new
     group: read `model.join_process_group`. If the old group was the default group, the new group becomes the default.
 
-    **Gradient accumulation.** Several steps may add to the gradients of one `optimizer.step()`, if each step averages them. But
-    all backwards within `model.no_sync()` must be in the same `with elastic.step():` as the backward that averages their sum.
+    **Gradient accumulation.** Several `with elastic.step():` blocks may add to the gradients that one `optimizer.step()` uses,
+    if each block averages its gradients. But all backwards within `model.no_sync()` must be in the same block as the backward
+    that averages their sum.
 
     **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
     all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The error

@@ -54,7 +54,7 @@ class RuntimeSamples:
         self._samples: list[tuple[float, float, float, float]] = []
 
     def forward_begins(self, before: IterationStatistics) -> None:
-        """Record the iteration before this forward, if that iteration is sampled. `before` has the iteration's times."""
+        """If the previous iteration is sampled, record its times, which are in `before`. Call this when a forward begins."""
         iteration = self._forwards
         self._forwards += 1
         if iteration > 0 and (iteration <= _ALWAYS_SAMPLED or iteration % self.sample_rate == 0):

@@ -77,7 +77,7 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares the ranks' parameters after every `every` steps. A step is a backward whose gradients are averaged.
+    """Compares the ranks' parameters once in a number of steps. A step is a backward whose gradients are averaged.
 
     Args:
         group: the group whose ranks average their gradients.
@@ -96,7 +96,7 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """Count a step, and check the replicas if a check is due. One call in `every` is a collective."""
+        """Count a step, and check the replicas if a check is due. A call with a check is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()

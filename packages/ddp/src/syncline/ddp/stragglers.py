@@ -64,7 +64,7 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Once in `every` steps, rank 0 logs the `Straggler` of these steps. The logger is `syncline.ddp`.
+    """Lets rank 0 log, after every N steps, the `Straggler` of these N steps. N is `every`. The logger is `syncline.ddp`.
 
     The ranks need not compare their clocks, because all ranks measure from the same moment: the end of the previous step. (A
     reduction ends only after all ranks have contributed.) The time since this moment includes reading data, forward and
@@ -74,7 +74,7 @@ class StragglerWatch:
         group: the group whose ranks average their gradients.
         every: the number of steps from one line of the log to the next.
 
-    Cost: every `every` steps an all-gather of 8 * `every` bytes from each rank. The reducer measures the times anyway.
+    Cost: after every N steps an all-gather of 8 N bytes from each rank. The reducer measures the times anyway.
     """
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
@@ -86,7 +86,8 @@ class StragglerWatch:
     def note_step(self, seen: IterationStatistics) -> None:
         """Store when a step's last gradient came, measured from the end of the previous step.
 
-        Call this method after each step's backward. The first call stores no time. One call in `every` is a collective.
+        Call this method after each step's backward. The first call stores no time. A call that stores the last
+        of N times is a collective.
         """
         # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:

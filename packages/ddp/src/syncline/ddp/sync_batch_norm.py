@@ -97,8 +97,8 @@ class SyncBatchNorm(BatchNorm):
             The module. If the module itself is a batch normalisation, the layer that replaces it.
 
         Raises:
-            MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward, which the conversion
-                would lose. Or this rank is not in the group.
+            MisuseError: a layer is not initialised yet (lazy), is parametrised, or is of a class that overrides `forward`: the
+                conversion would lose that `forward`. Or this rank is not in the group.
         """
         NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -220,8 +220,8 @@ def convert_sync_batchnorm(
         The module. If the module itself is a batch normalisation, the layer that replaces it.
 
     Raises:
-        MisuseError: a layer is not initialised yet (lazy), is parametrised, or has its own forward. Or this rank is not in the
-            group.
+        MisuseError: a layer is not initialised yet (lazy), is parametrised, or is of a class that overrides `forward`: the
+            conversion would lose that `forward`. Or this rank is not in the group.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 

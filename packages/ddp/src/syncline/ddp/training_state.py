@@ -108,7 +108,11 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> list[torch.nn.Parameter]:
-        """Give this rank the state that `collect` has returned on another rank. Return the parameters with gradients."""
+        """Give this rank the state that `collect` has returned on another rank.
+
+        Returns:
+            The parameters whose gradients are in the state. Parameters that only get zeros as gradients are not among them.
+        """
         for name, value in state["buffers"].items():
             self._make_buffer_like(name, value, is_persistent=name in state["model"])
         self._model.module.load_state_dict(state["model"])
@@ -168,7 +172,10 @@ class HookState:
 
 
 def _with_errors_of(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the saved state `other` with the errors of the saved state `own`. It fits a group of any size."""
+    """Return a copy of the saved state `other` with the errors of the saved state `own`.
+
+    The copy fits a group of any size.
+    """
     mixed = dict(other)
     if "errors" in other:
         mixed.update(errors=own.get("errors", {}), rank=None, world_size=None)

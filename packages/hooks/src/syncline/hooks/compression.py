@@ -77,7 +77,7 @@ class CompressionState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise, and change nothing."""
+        """If `load_state_dict` would raise an error, raise this error. Change nothing."""
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
@@ -91,7 +91,8 @@ class CompressionState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
-                `named_parameters`, the error for another model comes in the first step.
+                `named_parameters`, the names are unknown until the first step. So if the state belongs to another model, the
+                hook raises this error in the first step.
         """
         self.check_state_dict(state)
         self.names.expect(state["names"])

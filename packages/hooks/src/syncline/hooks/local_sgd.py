@@ -63,7 +63,7 @@ class PostLocalSGDState:
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise, and change nothing."""
+        """If `load_state_dict` would raise an error, raise this error. Change nothing."""
         check_kind(state, _KIND)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -33,7 +33,9 @@ _logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """The settings of `powerSGD_hook` and `batched_powerSGD_hook`, and what they keep from step to step: errors and factors.
+    """The settings of `powerSGD_hook` and `batched_powerSGD_hook`, and what they keep from step to step.
+
+    The hooks keep the errors of error feedback (the parts of gradients that were not sent), and the factors.
 
     The arguments are those of torch's class, and `named_parameters`.
 
@@ -183,7 +185,7 @@ class PowerSGDState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise, and change nothing."""
+        """If `load_state_dict` would raise an error, raise this error. Change nothing."""
         check_kind(state, _KIND)
         for name in _SHAPING:
             if state["settings"][name] != getattr(self, name):
@@ -201,8 +203,8 @@ class PowerSGDState:
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
-                `use_error_feedback` or `warm_start`. Without `named_parameters`, the hook raises the error for another model in
-                the first step.
+                `use_error_feedback` or `warm_start`. Without `named_parameters`, the names are unknown until the first step.
+                So if the state belongs to another model, the hook raises this error in the first step.
         """
         self.check_state_dict(state)
         self._take(state)

@@ -24,13 +24,16 @@ FORMAT = 2
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the saved states of all ranks into one state that every rank of a job of any size can load.
 
+    Only the errors of error feedback (the parts of gradients that compression left out) differ between the ranks. The merged
+    state has the mean of the ranks' errors.
+
     Args:
-        states: results of `state_dict()`, one for each rank. If there is a single state, its errors are used as the
-            mean. With `Sites`, ranks that do not communicate with other sites don't count in the mean.
+        states: results of `state_dict()`, one for each rank. If there is only one state, the merged state has the errors of
+            this state. With `Sites`, ranks that do not communicate with other sites don't count in the mean.
 
     Returns:
-        The first rank's state, but with the mean of all ranks' errors (in float32 for 16-bit gradients). "rank" and
-        "world_size" are None, because this state belongs to all ranks.
+        The first rank's state, but with the mean of the errors (in float32 for 16-bit gradients). "rank" and "world_size" are
+        None, because this state belongs to all ranks.
 
     Raises:
         InvalidArgumentError: there is no state, or the states do not come from the same step of the same job.
@@ -87,7 +90,7 @@ def check_kind(state: Mapping[str, Any], kind: str) -> None:
 
 
 def check_parameters(saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Check that saved errors fit the model's parameters.
+    """Check that the saved errors of error feedback fit the model's parameters.
 
     Args:
         saved: errors by parameter name.

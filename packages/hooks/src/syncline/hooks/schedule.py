@@ -114,7 +114,7 @@ class ScheduleState:
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the error that `load_state_dict` would raise, and change nothing.
+        """If `load_state_dict` would raise an error, raise this error. Change nothing.
 
         For a phase, this method calls the `check_state_dict` of the phase's state, if the state has one. All states of this
         package that can be saved have this method.

@@ -9,7 +9,7 @@ import torch
 
 
 class _Average(torch.autograd.Function):
-    """The reduced gradient as a function of this rank's gradient. The gradients of other ranks are constants."""
+    """The reduced gradient as a function of this rank's gradient. The other ranks' gradients count as constants."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:  # noqa: ARG004 - torch's
@@ -22,7 +22,7 @@ class _Average(torch.autograd.Function):
 
 
 def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return a copy of the reduced gradient that is part of this rank's graph.
+    """Return a copy of the reduced gradient. The copy is part of this rank's autograd graph; the reduced gradient is not.
 
     Args:
         local: this rank's gradient, which requires a gradient.

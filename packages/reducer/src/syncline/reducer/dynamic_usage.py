@@ -138,7 +138,10 @@ class DynamicUsage(UsageModel):
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return all given parameters, because each gradient is final. An undefined gradient does not count as a use."""
+        """Return all given parameters: each gets only one gradient in a backward, so this gradient is final.
+
+        An undefined gradient does not count as a use.
+        """
         self.accumulated(indices, undefined)
         return indices
 

@@ -17,7 +17,7 @@ Where: TypeAlias = tuple[int, int]
 class PendingBucket:
     """The gradients of one bucket that have come, and that the reducer has not taken yet.
 
-    The bucket is "worth a look" when enough gradients have come for the reducer to take them; `expect` sets how many.
+    The reducer takes the gradients when enough of them have come; `expect` sets how many are enough.
 
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -43,16 +43,17 @@ class PendingBucket:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """Set how many gradients make the bucket worth a look. None: each gradient makes the bucket worth a look.
+        """Set how many gradients are enough for the reducer to take them. None: one gradient is enough.
 
-        With `watch_all`, every gradient wakes the reducer, but the bucket is worth a look only after `needed` gradients.
+        The first gradient and gradient number `needed` wake the reducer. With `watch_all`, or if `needed` is None, every
+        gradient wakes the reducer. `watch_all` does not change how many gradients are enough.
         """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
 
     @property
     def are_enough(self) -> bool:
-        """Whether the bucket is worth a look."""
+        """Whether enough gradients have come for the reducer to take them."""
         return len(self.indices) >= self._needed
 
     def take(self, *, but_last: bool = False) -> list[int]:
@@ -60,7 +61,7 @@ class PendingBucket:
 
         With `but_last`, leave out the latest gradient, because users' hooks on it still run.
 
-        Afterwards the next gradient makes the bucket worth a look.
+        Afterwards one gradient is enough, until the next call of `expect`.
         """
         count = len(self.indices) - but_last
         taken = self.indices[:count]
@@ -72,13 +73,13 @@ class PendingBucket:
 class PendingGradients:
     """The pending gradients of all buckets of a reducer.
 
-    This class knows which buckets are worth a look, and which of them the reducer may already look at.
+    This class knows which buckets have enough gradients, and whether the reducer may already take these gradients.
 
     ::
 
         counting ──enough have come──► waiting, where users' hooks on the latest gradient run ──they have run──► taken
             ▲                                                                                                      │
-            └──────────────────────────── the next gradient is worth a look at once ───────────────────────────────┘
+            └──────────────────────────── from now on, one gradient is enough ─────────────────────────────────────┘
 
     Users' hooks on a gradient have run when the node of the gradient's parameter is done, or when the thread of this backward
     has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.

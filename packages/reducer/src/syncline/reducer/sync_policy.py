@@ -10,8 +10,8 @@ class GradSyncPolicy:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     The policy does not know which forward a backward belongs to, so it follows these rules:
 
-    * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. A later forward
-      inside `no_sync` does not change this.
+    * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. This backward is
+      reduced even if a forward inside `no_sync` runs in between.
     * A backward may have no forward of the wrapper: a second backward through one graph, or a backward of the bare module. A
       backward without a forward is reduced, too, unless the latest forward was within `no_sync`, or the backward itself runs
       within `no_sync`.
@@ -62,7 +62,10 @@ class GradSyncPolicy:
 
     @property
     def mark(self) -> str:
-        """The next reduced backward in words, such as "backward 1 since forward 7". The ranks compare this text."""
+        """A text that numbers the next reduced backward, such as "backward 1 since forward 7". The ranks compare this text.
+
+        Only forwards whose backward was or will be reduced count. Backwards are counted from the latest of these forwards.
+        """
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"
 

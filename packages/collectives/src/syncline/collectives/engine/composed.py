@@ -142,7 +142,7 @@ class PerDeviceGroup(DelegatingGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The device types that have a group."""
+        """The types of devices that have a member group."""
         return frozenset(self.groups)
 
     @property
@@ -155,15 +155,15 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups["cpu"].meeting_store() if "cpu" in self.groups else None
 
     def describe(self) -> str:
-        """Return the descriptions of all groups."""
+        """Return the descriptions of all member groups, each with its type of device."""
         return "; ".join(f"{device_type} by {group.describe()}" for device_type, group in self.groups.items())
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Allocate memory by the group for this device."""
+        """Allocate memory with the member group that serves the device."""
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Ask the group that serves the tensor's device, and return its answer."""
+        """Return the answer of the member group that serves the tensor's device; see `ProcessGroup.algorithm_of`."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
 
     @override
@@ -270,7 +270,7 @@ class RoundRobinGroup(DelegatingGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the calls of each group, because each has its own order."""
+        """Compare the calls of each group separately, because each group has its own order of calls."""
         works = [work for group in self.groups if (work := group.agree_on_calls(async_op=True)) is not None]
         return self._together(works, "agree_on_calls", async_op) if works else None
 

@@ -48,7 +48,7 @@ class StatusPost(ABC):
     def posted(self) -> Mapping[int, str]:
         """On rank 0, return the latest line of each rank that has posted a line since the last call.
 
-        The result may have older lines, too.
+        The result may also have lines that an earlier call has returned.
         """
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
@@ -104,7 +104,7 @@ class StallWatch:
         return (self._post.hops + 1) * self.period_s
 
     def stop(self) -> None:
-        """Stop looking, and wait for a look that is running."""
+        """Stop looking. If a look is running, wait for its end, but at most `_STOP_S` seconds."""
         self._is_over = True
         if self._lock.acquire(timeout=_STOP_S):  # a running look holds the lock
             self._lock.release()

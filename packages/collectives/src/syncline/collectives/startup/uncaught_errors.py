@@ -296,14 +296,16 @@ def _between() -> tuple[str, ...]:
 def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
     """Whether no other process of this user has printed under the key `name` since the run began. True if this is not known.
 
-    A shell, or torchrun's agent, may start several runs that fail with the same error. So an entry that is older than this
-    process's run is ignored: it belongs to an earlier run.
+    A file lists the keys under which processes have printed, and the times. If no other process has printed under `name`,
+    the function adds this process to the file. A shell, or torchrun's agent, may start several runs that fail with the same
+    error. So the function ignores an entry from before `began_s`: the entry belongs to an earlier run. It also ignores entries
+    that are older than `FRESH_S` seconds.
 
     Args:
         name: a key for the text that this process would print. Two processes have the same key only if they have the same
             parent process and would print the same text.
         began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
-        folder: the folder of the file that lists which processes have printed. None: see `private_folder`.
+        folder: the folder of this file. None: see `private_folder`.
     """
     return spoke_before(name, began_s, "", folder) is None
 
@@ -311,12 +313,12 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
     """Return the `who` of the process that has spoken (printed its error in full) for this name; None if none has spoken.
 
-    If none has spoken, the function writes to a file that this process now speaks.
+    If none has spoken, the function writes to the file of `is_first` that this process now speaks.
 
     Args:
         name: as for `is_first`; for ranks that are connected, a key of their run.
         began_s: as for `is_first`.
-        who: this process in words, for the other processes. If None, the function only reads the file.
+        who: this process in words, for the other processes. If None, the function only reads the file, and writes nothing.
         folder: as for `is_first`.
     """
     try:
@@ -341,7 +343,7 @@ def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None
 
 
 def _lock(file: IO[str]) -> None:
-    """Give up after `_LOCK_S` seconds with an OSError, because a stopped process may hold the lock."""
+    """Lock the file. After `_LOCK_S` seconds give up with an OSError, because a stopped process may hold the lock."""
     end_s = time.monotonic() + _LOCK_S
     while True:
         try:

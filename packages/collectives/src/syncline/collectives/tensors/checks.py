@@ -20,7 +20,10 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, 
 
 
 def are_usual(values: Iterable[object]) -> bool:
-    """Whether a quick test shows that no argument stands for another tensor. If true, skip `resolved` and `has_fakes`."""
+    """Whether all arguments, and all entries of lists and tuples among them, have usual types.
+
+    If so, none of them needs `resolved` or `has_fakes`. If not, the caller must call both.
+    """
     for value in values:
         kind = type(value)
         if kind in _USUAL:

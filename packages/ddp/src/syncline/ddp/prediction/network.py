@@ -35,9 +35,10 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
     Args:
         text: a link, such as "latency_us=50,bandwidth_gbps=10" (microseconds, and 10**9 bits a second), or the path of a file
             of `bench --json`.
-        ring_bytes: see `CostModel`. The fit assumes that the measured all-reduces used this value.
-        backend: the name of a backend in the file. None: the first backend that is not one of the baselines floor, raw-mpi and
-            torch-gloo.
+        ring_bytes: see `CostModel`. If `text` is a path, the link is fitted to the all-reduces in the file. The fit assumes
+            that they were measured with this value.
+        backend: the name of a backend in the file. None: the first backend in the file that is not a baseline (`floor`,
+            `raw-mpi` or `torch-gloo`).
 
     Raises:
         InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file.

@@ -62,7 +62,8 @@ class StepRecorder:
         folder: the folder for the file. It is created if it is missing.
         header: the file's first line.
         group: the group whose ranks average their gradients.
-        reducer: the reducer whose backwards are the steps. The recorder does not keep the reducer alive.
+        reducer: the reducer of the traced model. A step is a backward whose gradients this reducer averages. The recorder does
+            not keep the reducer alive.
         parameters: the model's parameters. The recorder records when optimizers of these parameters step.
 
     Raises:
@@ -109,7 +110,10 @@ class StepRecorder:
             self._write()
 
     def note_end_of_steps(self, statistics: IterationStatistics) -> None:
-        """Close the last traced step. Call this method after the backward of the next step, which is not traced."""
+        """Close the last traced step. Call this method after the backward of the next step, which is not traced.
+
+        `statistics` are the statistics of the next step.
+        """
         began = statistics.forward_started
         self._close_step(
             [one for one in self._optimizers.take() if one.started < began],

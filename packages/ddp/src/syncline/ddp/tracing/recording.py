@@ -44,7 +44,7 @@ class TraceRecording:
     Args:
         settings: the steps to trace, and the folder.
         group: the group whose ranks average their gradients.
-        reducer: the reducer whose backwards are the steps. The recording does not keep the reducer alive.
+        reducer: the reducer of the model. The recording does not keep the reducer alive.
         parameters: the model's parameters.
         only_first: trace only if no other model of this process has reached step `first` before. So the trained model is
             traced, even if the script has run a few steps with another model before.

@@ -208,7 +208,7 @@ def core_quota() -> float:
 
 
 def _started_here(environ: Mapping[str, str]) -> Job:
-    """`syncline run -n N` has started this rank without MPI, and has set the variables."""
+    """Return the job of a rank that `syncline run -n N` has started without MPI. `syncline run` has set the variables."""
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     return Job(
         rank=rank,
@@ -296,7 +296,10 @@ def _start_mpi(launch: Launch) -> str | None:
 
 
 def _let_the_script_start_mpi(mpi: Any) -> None:
-    """MPI is started already, and ends with the process, because our groups may be in use after the script's `Finalize`."""
+    """Let the script's calls of `MPI.Init` and `MPI.Finalize` do nothing.
+
+    MPI has started already. It ends with the process, because our groups may be in use after the script's `Finalize`.
+    """
     global _finalize
     _finalize = mpi.Finalize
     mpi.Init = mpi.Finalize = lambda: None
@@ -304,7 +307,11 @@ def _let_the_script_start_mpi(mpi: Any) -> None:
 
 
 def end_mpi() -> None:
-    """End MPI in this process, by the true `MPI.Finalize`."""
+    """End MPI in this process.
+
+    `syncline run` may have replaced `MPI.Finalize` by a function that does nothing (see `_let_the_script_start_mpi`). This
+    function calls the original.
+    """
     from mpi4py import MPI
 
     (_finalize or MPI.Finalize)()

@@ -101,7 +101,7 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Say that this process no longer uses a run's store. The last process of the run to call removes the store.
+    """Say that this process no longer uses a run's store. When the last process of the run says so, the store is removed.
 
     Errors of the store are ignored.
 
@@ -119,7 +119,8 @@ def join_latest_run(
     """The store of the latest run whose rank 0 came to this folder, for a process that starts later than the run.
 
     If no run has come yet, or if all processes of the latest run have called `leave_run`, the function waits for the next run.
-    Killed processes call nothing. This function does not check whether the run's processes are alive; the caller must.
+    A killed process never calls `leave_run`. This function does not check whether the run's processes are alive. The caller
+    must check this.
 
     Args:
         path: as for `file_rendezvous`.

@@ -73,7 +73,7 @@ def _transport(
     communicator: MPI.Intracomm,
     members: Sequence[int],
 ) -> Transport:
-    """All ranks of the communicator call this. `members` are their ranks in the job."""
+    """Make the transport of a communicator. All its ranks call this. `members` are their ranks in the job."""
     rank = communicator.Get_rank()
     duplicate = communicator.Dup()
     with revoked_on_failure(duplicate):
@@ -93,7 +93,7 @@ def _transport(
 
 
 def _all_are_cuda_aware(device: DeviceRuntime | None, communicator: MPI.Intracomm) -> bool:
-    """Every rank of the communicator calls this."""
+    """Whether all ranks use CUDA and an MPI that is CUDA-aware. Every rank of the communicator calls this."""
     # A rank without CUDA takes part in the reduction, too, because the other ranks wait for it.
     is_aware = device is not None and _cuda_awareness().is_aware
     return bool(communicator.allreduce(is_aware, MPI.LAND))
@@ -155,7 +155,9 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
     """Return when all ranks of the communicator have called this function, with the same version of Syncline.
 
     Raises:
-        CollectiveTimeout: some ranks did not come. The message names these ranks, or the ranks that know them (the listeners).
+        CollectiveTimeout: some ranks did not come in time. On a listener (see Note [The first meeting]) the message names the
+            missing ranks of the listener's block. If the block is complete, the message says that other ranks know who is
+            missing. On a rank that is no listener, the message names the listeners of its block.
         DisagreementError: the ranks run different versions. All ranks raise this error.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
@@ -222,7 +224,10 @@ class _Meeting:
         self._requests.append(communicator.Iallgather([self._hello, MPI.BYTE], [self._hellos, MPI.BYTE]))
 
     def _say_here(self, block: range, listener: int, size: int) -> MPI.Request:
-        """All ranks of the communicator take part. Ranks outside the listener's block send no bytes."""
+        """Start to send a byte from each rank of a block to a listener. All ranks of the communicator call this.
+
+        Ranks outside the block send no bytes.
+        """
         landing = None
         if listener == self._rank:
             counts = [int(rank in block) for rank in range(size)]
@@ -259,7 +264,7 @@ class _Meeting:
         return [rank for rank in self._block if not self._here[rank - self._block[0]] and rank != self._rank]
 
     def _is_first_of(self, absent: list[int]) -> bool:
-        """Only the first of the listeners that have come logs."""
+        """Whether this rank is the first listener that has come. Only this listener logs."""
         return bool(absent) and self._rank == min(rank for rank in self._listeners if rank not in absent)
 
     def _in_words(self, absent: list[int]) -> str:

@@ -348,7 +348,7 @@ def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
     Args:
         tensor: as for `memory`.
         unit_bytes: a tensor with more bytes than this is sent as one element of an MPI type that consists of units of this
-            size. The type is not part of the message, so the other rank may count in bytes.
+            size. MPI does not send the type to the other rank, so that rank may describe the same bytes as `MPI.BYTE`.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

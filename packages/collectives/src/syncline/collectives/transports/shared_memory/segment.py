@@ -164,11 +164,11 @@ def create_file(name: str, nbytes: int) -> int:
 def reserve(file: int, part_bytes: int, part: int) -> None:
     """Allocate the pages of a part now, so that a lack of memory is an error here and not a bus error later.
 
-    The error shows that the machine lacks memory, or that the size of files is limited. Check `memory_limits` before this call:
-    if a process exceeds the limit of its control group, there is no error, but the kernel kills the process.
+    Check `memory_limits` before this call: if a process exceeds the limit of its control group, there is no error, but the
+    kernel kills the process.
 
     Raises:
-        OSError: no memory is left.
+        OSError: the machine lacks memory, or the size of files is limited.
     """
     os.posix_fallocate(file, part * padded(part_bytes), padded(part_bytes))
 
