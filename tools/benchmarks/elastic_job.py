@@ -51,7 +51,8 @@ def _measured(case: Case, group: ProcessGroup, rounds: int) -> dict[str, Any]:
             if number > 0:
                 found[name]["wall_s"].append(wall_s)
                 found[name]["cpu_s"].append(cpu_s)
-    parts = {"agreement": lambda: elastic._sum_over_ranks(0), "snapshot": lambda: StepSnapshot(model.module)}
+    earlier = StepSnapshot(model.module)
+    parts = {"agreement": lambda: elastic._sum_over_ranks(0), "snapshot": lambda: StepSnapshot(model.module, earlier=earlier)}
     found["parts"] = {name: _timed(lambda part=part: [part() for _ in range(_CALLS)], _CALLS) for name, part in parts.items()}  # type: ignore[misc]
     return found
 

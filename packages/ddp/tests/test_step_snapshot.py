@@ -35,8 +35,12 @@ def test_gradients_that_an_optimizer_has_used_become_zeros_or_none_as_before() -
 
 def test_parameters_that_a_step_has_changed_before_the_optimizer_are_put_back() -> None:
     module = torch.nn.ModuleList([torch.nn.Linear(2, 3), torch.nn.Linear(2, 3).requires_grad_(False)])
+    earlier = StepSnapshot(module)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    module[0].bias.data = torch.ones(4)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    snapshot = StepSnapshot(module)
+    snapshot = StepSnapshot(module, earlier=earlier)
     with torch.no_grad():
         module[0].weight.add_(1)
         module[1].weight.mul_(2)

@@ -259,7 +259,9 @@ class Elastic:
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
-        self._snapshot = StepSnapshot(self._model.module, self._optimizers, self._stateful, self._accumulated)
+        self._snapshot = StepSnapshot(
+            self._model.module, self._optimizers, self._stateful, self._accumulated, earlier=self._snapshot
+        )
         self._newcomers = 0
         self._stepped.clear()
         self._phase = _Phase.COMPUTING

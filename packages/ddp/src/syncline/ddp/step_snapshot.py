@@ -24,6 +24,8 @@ class StepSnapshot:
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         accumulated: the parameters whose present gradients, if there are any, belong to an optimizer's step that is still to
             come.
+        earlier: the snapshot of the step before, which is no longer needed. The new snapshot takes over its memory, because new
+            memory for the parameters would cost several times as much as the copy.
     """
 
     def __init__(
@@ -32,9 +34,12 @@ class StepSnapshot:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         stateful: Sequence[Stateful] = (),
         accumulated: Iterable[torch.nn.Parameter] = (),
+        earlier: StepSnapshot | None = None,
     ) -> None:
         self._module = module
-        self._values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+        kept = {} if earlier is None else {id(parameter): value for parameter, value in earlier._values}
+        with torch.no_grad():
+            self._values = [(each, _copied(each, kept.get(id(each)))) for each in module.parameters()]
         # Walk over the modules in each step (0.5 us for each module), because the script may have added some.
         self._buffers = [
             (holder, name, buffer, buffer.detach().clone())
@@ -85,3 +90,9 @@ class StepSnapshot:
             parameter.grad = torch.zeros_like(parameter, layout=layout)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient.clone()  # a copy, so that the snapshot can be restored again
+
+
+def _copied(parameter: torch.nn.Parameter, memory: torch.Tensor | None) -> torch.Tensor:
+    if memory is None or memory.shape != parameter.shape or memory.dtype != parameter.dtype:
+        return parameter.detach().clone()
+    return memory.copy_(parameter)
