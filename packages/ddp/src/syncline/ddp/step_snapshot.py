@@ -39,7 +39,9 @@ class StepSnapshot:
         self._module = module
         kept = {} if earlier is None else {id(parameter): value for parameter, value in earlier._values}
         with torch.no_grad():
-            self._values = [(each, _copied(each, kept.get(id(each)))) for each in module.parameters()]
+            self._values: list[tuple[torch.nn.Parameter, torch.Tensor]] = [
+                (each, _copied(each, kept.get(id(each)))) for each in module.parameters()
+            ]
         # Walk over the modules in each step (0.5 us for each module), because the script may have added some.
         self._buffers = [
             (holder, name, buffer, buffer.detach().clone())
