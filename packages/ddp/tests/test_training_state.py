@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 
 from syncline.collectives.transports.threads import create_groups
 from syncline.ddp import DistributedDataParallel, ElasticSampler
-from syncline.ddp.training_state import HookState, TrainingState
+from syncline.ddp.training_state import HookState, TrainingState, load_optimizer_state
 
 
 class Rank:
@@ -51,6 +52,31 @@ def test_both_go_on_with_the_same_bits() -> None:
     assert torch.equal(old.model.module.mask, new.model.module.mask)  # type: ignore[arg-type]
     assert new.sampler.state_dict() == {"epoch": 0, "applied": 4}
     assert old.scheduler.get_last_lr() == new.scheduler.get_last_lr() == [0.001 * 0.5**4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(torch.optim.NAdam, torch.float64), (torch.optim.ASGD, torch.bfloat16), (torch.optim.Adam, torch.half)]
+)
+def test_an_optimizers_state_keeps_its_dtypes_and_bits(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(4)]
+    old = kind([{"params": parameters[:1]}, {"params": parameters[1:2]}])
+    new = kind([{"params": parameters[2:3]}, {"params": parameters[3:]}])
+    for step in range(2):
+        for index, parameter in enumerate(parameters[:2]):
+            parameter.grad = torch.full_like(parameter, 1.0 + index + step)
+        old.step()
+    saved = old.state_dict()
+    load_optimizer_state(new, pickle.loads(pickle.dumps(saved)))
+    loaded = new.state_dict()
+    assert loaded["state"].keys() == saved["state"].keys() == {0, 1}
+    for number, its in saved["state"].items():
+        for key, value in its.items():
+            found = loaded["state"][number][key]
+            if isinstance(value, torch.Tensor):
+                assert found.dtype is value.dtype, key
+                assert torch.equal(found, value), key
+            else:
+                assert found == value, key
 
 
 def test_buffers_that_a_forward_has_made_or_made_larger_are_taken_over() -> None:

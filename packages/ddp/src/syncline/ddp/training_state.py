@@ -54,6 +54,22 @@ def rank_with_state(progress: Sequence[int | None]) -> int:
     return progress.index(max(known))
 
 
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a `state_dict` of an optimizer, bit by bit.
+
+    torch's `load_state_dict` converts most floating-point states to the dtype of their parameter, for example the `mu_product`
+    of NAdam. The rank that gives its state keeps its dtypes, so after a few steps the replicas would differ.
+    """
+    optimizer.load_state_dict(state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            mine = optimizer.state[parameter].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and mine.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(mine.device)
+
+
 class TrainingState:
     """The state that a joining rank gets from another rank: model, optimizers, sampler, CPU random state, other objects.
 
@@ -119,7 +135,7 @@ class TrainingState:
         for name, buffer in self._model.module.named_buffers():
             writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
         for optimizer, its in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(its)
+            load_optimizer_state(optimizer, its)
         for each, its in zip(self._stateful, state["stateful"], strict=True):
             each.load_state_dict(its)
         self._sampler.load_state_dict(state["sampler"])

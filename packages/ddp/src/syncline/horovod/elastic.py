@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 
 from syncline.collectives import ProcessGroup, TransportError
 from syncline.collectives.internal import replace_default_group
-from syncline.ddp.training_state import NO_RECOVERY, rank_with_state
+from syncline.ddp.training_state import NO_RECOVERY, load_optimizer_state, rank_with_state
 
 from .state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .world import rank, replace_world, size, world
@@ -245,7 +245,11 @@ class TorchState(ObjectState):
         """Go back to the last saved state."""
         for name in self._kept:
             # Load a copy of the snapshot, because an optimizer may keep the loaded tensors and change them later.
-            getattr(self, name).load_state_dict(copy.deepcopy(self._snapshots[name]))
+            thing, snapshot = getattr(self, name), copy.deepcopy(self._snapshots[name])
+            if isinstance(thing, torch.optim.Optimizer):
+                load_optimizer_state(thing, snapshot)
+            else:
+                thing.load_state_dict(snapshot)
         super().restore()
 
     def sync(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from syncline.collectives import InvalidArgumentError, broadcast_coalesced, exchange_objects
 from syncline.collectives import broadcast_object as object_of
+from syncline.ddp.training_state import load_optimizer_state
 
 from .collectives import _announce_complete, root_in
 from .world import ProcessSet, global_process_set
@@ -69,7 +70,7 @@ def broadcast_optimizer_state(
     if tensors:
         broadcast_coalesced(tensors, group=group, root=root_in(group, root_rank))
     if not is_root:
-        optimizer.load_state_dict(state)
+        load_optimizer_state(optimizer, state)
 
 
 @dataclass(frozen=True)
