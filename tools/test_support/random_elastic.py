@@ -40,6 +40,7 @@ KINDS = [
     "wide",
     "weight norm",
     "count",
+    "teacher",
 ]
 MOMENTS = ["forward", "backward", "agreement", "agreed", "applied", "between"]
 
@@ -397,7 +398,8 @@ class Job:
         self.lock = threading.Lock()
         self.gone: set[int] = set()  # members that are lost
         self.ends: dict[int, tuple[dict[str, torch.Tensor | None], int]] = {}
-        self.members = [self.threads.submit(self._run, number, group) for number, group in enumerate(self.groups)]
+        with self.lock:  # the ranks run already while the list is made
+            self.members = [self.threads.submit(self._run, number, group) for number, group in enumerate(self.groups)]
 
     def finish(self) -> None:
         """Wait for all members.

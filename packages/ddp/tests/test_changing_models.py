@@ -281,6 +281,26 @@ def test_a_forward_of_a_frozen_model_announces_no_backward(options: dict[str, An
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_ignored_parameters_are_not_awaited_in_a_forward_of_a_frozen_model(finds_unused: bool) -> None:
+    first = nn.Sequential(linear(3, 3, 0), linear(3, 2, 0))
+
+    def body(group: ProcessGroup) -> None:
+        module = copy.deepcopy(first)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["1.weight", "1.bias"])
+        ddp = DistributedDataParallel(module, process_group=group, find_unused_parameters=finds_unused)
+        module[0].requires_grad_(False)
+        loss(ddp, group.rank, 0)
+        module[0].requires_grad_(True)
+        with ddp.no_sync():
+            loss(ddp, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+        whole = copy.deepcopy(first)
+        loss(whole, group.rank, 1).backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(gradients(ddp), gradients(whole))
+
+    run_ranks(2, body)
+
+
 def test_freezing_for_a_while_builds_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The discriminator of a GAN while its generator trains; also in the steps after which all parameters are looked at."""
     first = model()

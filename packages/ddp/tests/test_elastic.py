@@ -135,6 +135,7 @@ class Training:
                 self.optimizer.step()
                 self.bodies_that_ended += 1
                 at("applied", step)
+            at("between", step)
         return float(self.model.module.weight.detach())
 
 
@@ -713,7 +714,8 @@ def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() ->
         ("plain", "double", r"'weight': torch.float64\[1, 1\], and the other ranks torch.float32\[1, 1\]"),
         ("plain", "wide", r"'weight': torch.float32\[2, 1\], and the other ranks torch.float32\[1, 1\]"),
         ("plain", "bias", r"'bias': torch.float32\[1\], and the other ranks none"),
-        ("plain", "adam", "optimizers: Adam, and the other ranks SGD"),
+        ("plain", "adam", r"optimizers \(parameters in groups\): Adam \[1\], and the other ranks SGD \[1\]"),
+        ("plain", "groups", r"optimizers \(parameters in groups\): SGD \[1, 1\], and the other ranks SGD \[1\]"),
     ],
 )
 def test_a_newcomer_with_another_script_is_refused_and_the_others_go_on(theirs: str, own: str, difference: str) -> None:
@@ -745,6 +747,8 @@ def test_a_newcomer_with_another_script_is_refused_and_the_others_go_on(theirs: 
         if own == "hook":
             use_hook(model, 2)
         optimizer = (torch.optim.Adam if own == "adam" else torch.optim.SGD)(model.parameters(), lr=1.0)
+        if own == "groups":
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         with pytest.raises(MisuseError, match=difference) as caught:
             Elastic(model, optimizer, ElasticSampler(12 * STEPS, 12), give_up_s=60)
         joined[0].lose()  # the newcomer's process ends
@@ -810,6 +814,27 @@ def test_what_stands_behind_a_step_in_the_loop_runs_before_a_newcomer_comes_in()
         assert list(threads.map(rank_body, range(3))) == [[2, *[3] * (STEPS - 1)]] * 2 + [[3] * (STEPS - 1)]
 
 
+def test_a_rank_that_is_busy_behind_a_step_is_not_given_up_when_a_newcomer_comes() -> None:
+    """It may write a checkpoint, which takes longer than a recovery waits for a silent rank."""
+    groups = create_groups(2, timeout_s=60)
+    present = [*groups, groups[0].newcomer()]
+
+    def rank_body(number: int) -> float:
+        training = Training(present[number], admit_every=1)
+        training.elastic._silence_timeout_s = 0.2
+        if number == 0:
+            until(lambda: groups[0].newcomers() == 1)
+
+        def at(moment: str, step: int) -> None:
+            if number == 0 and (moment, step) == ("between", 0):
+                time.sleep(1)
+
+        return training.run(at)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(rank_body, range(3))) == [pytest.approx(FINAL_WEIGHT)] * 3
+
+
 # ---- limits and misuse ----
 
 
@@ -824,6 +849,35 @@ def test_beyond_a_limit_all_end_with_the_same_error(limits: dict[str, int], prob
         assert ended.ranks == (1,)
         assert problem in str(ended)
         assert "after 2 applied steps" in str(ended)
+
+
+def test_a_limit_that_is_exceeded_while_a_newcomer_comes_ends_with_the_ranks_that_were_lost() -> None:
+    groups = create_groups(3, timeout_s=60)
+    present = [*groups, groups[0].newcomer()]
+
+    def rank_body(number: int) -> object:
+        def at(moment: str, step: int) -> None:
+            if (moment, step) == ("forward", 0):
+                until(lambda: groups[0].newcomers() == 1)
+            if number == 2 and (moment, step) == ("between", 0):
+                groups[2].lose()
+                raise Lost
+
+        group = present[number]
+        try:
+            training = Training(group, admit_every=1, max_failures=0, give_up_s=60)
+            group = training.model.join_process_group
+            return training.run(at)
+        except (Lost, TransportError) as ended:
+            present[number].lose()
+            return ended
+
+    with ThreadPoolExecutor(4) as threads:
+        ends = list(threads.map(rank_body, range(4)))
+    for ended in (ends[0], ends[1]):
+        assert isinstance(ended, RankLostError)
+        assert ended.ranks == (2,)
+        assert "1 rank(s) were lost in all" in str(ended)
 
 
 def test_too_little_time_to_recover_is_an_error() -> None:

@@ -50,6 +50,16 @@ def test_parameters_that_a_step_has_changed_before_the_optimizer_are_put_back() 
         assert torch.equal(parameter, before[name])
 
 
+def test_a_parameter_whose_elements_are_repeated_is_put_back() -> None:
+    module = torch.nn.Module()
+    row = torch.arange(3.0)
+    module.table = torch.nn.Parameter(row.expand(2, 3), requires_grad=False)
+    snapshot = StepSnapshot(module)
+    row.zero_()
+    snapshot.restore()
+    assert module.table.tolist() == [[0, 1, 2]] * 2
+
+
 def test_buffers_of_a_part_that_is_new_are_put_back() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(1, 1))
     module.append(torch.nn.BatchNorm1d(1))

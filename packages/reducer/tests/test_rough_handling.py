@@ -182,6 +182,41 @@ def test_of_two_reducers_with_their_own_groups_that_one_averages_whose_forward_c
     run_ranks(2, body)
 
 
+def test_two_reducers_whose_groups_have_other_ranks_may_not_have_forwards_at_the_same_time() -> None:
+    """The one that ends last would replace the other's averages."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        near = group.split(group.rank)
+        assert near is not None
+        first, second = Reducer(parameters, group), Reducer(parameters, near)
+        first.prepare_for_backward()
+        with pytest.raises(MisuseError, match="on groups of other ranks their averages would differ"):
+            second.prepare_for_backward()
+
+    run_ranks(2, body)
+
+
+def test_of_two_reducers_one_averages_a_second_backward() -> None:
+    """Both have a forward before the first backward, and both are hooked when the second backward begins."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = named("a", "b")
+        other_group = group.split(0)
+        assert other_group is not None
+        reducers = [Reducer(parameters, each) for each in (group, other_group)]
+        for reducer in reducers:
+            reducer.prepare_for_backward()
+        for step in range(1, 4):
+            total = torch.zeros(())
+            for _, parameter in parameters:
+                total = total + (parameter * (1.0 + group.rank)).sum()
+            total.backward()
+            assert values(parameters) == [1.5 * step, 1.5 * step]
+
+    run_ranks(2, body)
+
+
 def test_a_local_backward_of_one_reducer_is_not_reduced_by_another() -> None:
     def body(group: ProcessGroup) -> None:
         parameters = named("a")

@@ -194,7 +194,7 @@ class Elastic:
         self._give_up_s = give_up_s
         self._phase = _Phase.BETWEEN_STEPS
         self._snapshot: StepSnapshot | None = None
-        self._newcomers = 0  # how many wait, as agreed in the latest step
+        self._waiting = 0  # how many newcomers wait, as agreed in the latest step
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this step
         # Parameters whose gradients the steps so far have accumulated for a later `optimizer.step()`.
         self._accumulated: list[torch.nn.Parameter] = []
@@ -262,7 +262,7 @@ class Elastic:
         self._snapshot = StepSnapshot(
             self._model.module, self._optimizers, self._stateful, self._accumulated, earlier=self._snapshot
         )
-        self._newcomers = 0
+        self._waiting = 0
         self._stepped.clear()
         self._phase = _Phase.COMPUTING
         self._group.expect_losses(True)
@@ -330,7 +330,7 @@ class Elastic:
         self._check_no_fused_optimizer()  # the model's first forward may have taken over such an optimizer
         self._phase = _Phase.AGREEING
         try:
-            self._newcomers = self._sum_over_ranks(self._newcomers_here())
+            self._waiting = self._sum_over_ranks(self._newcomers_here())
         except TransportError as error:
             # The agreement may hold although it failed on this rank, because it may have succeeded on another rank.
             if not self._recover(error):
@@ -495,28 +495,32 @@ class Elastic:
         self._phase = _Phase.BETWEEN_STEPS
 
     def _let_newcomers_in(self) -> None:
-        """Let newcomers in, if the ranks have agreed in the latest step that some wait. A collective then.
+        """Let newcomers in, if the ranks have agreed in the latest step that some wait. If so, this is a collective.
 
         A newcomer begins with a batch. So the other ranks let it in when they ask for the next batch, and not earlier: what
         stands behind the step in the loop may communicate.
         """
-        if not self._newcomers:
+        if not self._waiting:
             return
-        self._newcomers = 0
+        self._waiting = 0
         self._group.expect_losses(True)
         try:
-            # Ranks on which the agreement failed call `shrink` instead of `admit`.
+            # What stands behind the step may take long on one rank, such as writing a checkpoint. `admit` would give this rank
+            # up after `silence_timeout_s`.
+            self._group.barrier()
+            # Ranks on which the agreement failed call `shrink`. Both calls take part in one vote.
             present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
+        except TransportError as error:
+            self._recover(error)
+        else:
             self._divide_or_end()
             self._settle(max(present.values()))
             logger.info("went on with %d rank(s) at step %d, newcomers among them", self._group.size, self.applied_steps)
-        except TransportError as error:
-            self._recover(error)
         finally:
             self._group.expect_losses(False)
 
     def _refuse_other_scripts(self, root: int) -> None:
-        """Raise an error if a newcomer has another hook, model, or kind of optimizer than `root`. A collective.
+        """Raise an error if a newcomer has another hook, model, optimizer or other objects than `root`. A collective.
 
         Otherwise the newcomer could not load the state of `root`, or would issue other collectives. So the newcomer ends, and
         the other ranks meet again without it.
@@ -533,13 +537,15 @@ class Elastic:
         if not others:
             return
         if self._group.rank in others:
-            what = different[0]
+            # Parameters first: if they differ, the optimizer's groups differ, too.
+            what = min(different, key=lambda what: not what.startswith("'"))
             mine, theirs = (found.get(what, "none") for found in (outline, expected))
             raise MisuseError(
                 f"this newcomer has {what}: {mine}, and the other ranks {theirs}: make the same before Elastic(...)"
             )
         raise RankLostError(
-            f"newcomer(s) {others} on {self._group.place()} end, because their hook, model or optimizer differs", others
+            f"newcomer(s) {others} on {self._group.place()} end, because their hook, model, optimizer or stateful differs",
+            others,
         )
 
     def _state(self) -> TrainingState:

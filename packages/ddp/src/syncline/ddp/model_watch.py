@@ -172,9 +172,8 @@ class ModelWatch:
 
     def needs_gradients(self) -> bool:
         """Whether any of the module's parameters needs a gradient. Call this method if there is no change to follow."""
-        # A layer that was taken out is no change then, so do not look at its parameters.
-        present = self._state.module.parameters() if self._allows_unused else self._averaged
-        return any(map(_requires_grad_of, present))
+        # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may hold its parameters.
+        return self._state.needs_gradients() if self._allows_unused else any(map(_requires_grad_of, self._averaged))
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are new since the last `take_note`.

@@ -47,6 +47,11 @@ class ModuleState:
                     shared.setdefault(id(parameter), (name, parameter))
         return list(shared.values())
 
+    def needs_gradients(self) -> bool:
+        """Whether any shared parameter needs a gradient."""
+        ignored = self.ignored_parameters()
+        return any(parameter.requires_grad and id(parameter) not in ignored for parameter in self.module.parameters())
+
     def ignored_parameters(self) -> set[int]:
         """Return the `id`s of the parameters that are not shared."""
         if not self._ignored:  # the usual case

@@ -69,7 +69,7 @@ class StepSnapshot:
     def restore(self) -> None:
         """Give everything that the snapshot holds its earlier value. All other gradients become zeros, or None as before."""
         for parameter, value in self._values:
-            parameter.copy_(value)
+            writable([parameter])[0].copy_(value[first_of_each(parameter)])
         for holder, name, buffer, value in self._buffers:
             # Put the old buffer back, too, because the step may have put another tensor in the buffer's place.
             writable([buffer])[0].copy_(value[first_of_each(buffer)])

@@ -96,10 +96,12 @@ class TrainingState:
 
     def outline(self) -> dict[str, str]:
         """Return in words what must be equal on a rank that loads the state: types of objects, and parameters."""
+        sizes = {each: [len(group["params"]) for group in each.param_groups] for each in self._optimizers}
         return {
-            "optimizers": ", ".join(type(each).__name__ for each in self._optimizers),
-            "objects in stateful": ", ".join(type(each).__name__ for each in self._stateful) or "none",
+            # An error names the first difference by these words.
             **{f"'{name}'": f"{p.dtype}{list(p.shape)}" for name, p in self._model.module.named_parameters()},
+            "optimizers (parameters in groups)": ", ".join(f"{type(each).__name__} {sizes[each]}" for each in self._optimizers),
+            "objects in stateful": ", ".join(type(each).__name__ for each in self._stateful) or "none",
         }
 
     def collect(self, accumulated: Iterable[torch.nn.Parameter] = ()) -> dict[str, Any]:

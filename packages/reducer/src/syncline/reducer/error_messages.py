@@ -68,13 +68,13 @@ def needs_everyone(place: str) -> MisuseError:
 def another_reducer(place: str) -> MisuseError:
     """Make the error for two reducers that disturb each other.
 
-    Two reducers of the same parameter disturb each other if both use one group, or if at least one of them averages gradients
-    in place.
+    See `GradientHooks.take_over`.
     """
     return MisuseError(
-        f"another reducer averages some of the same parameters on {place}: on one group their buckets would mix, and with "
-        "gradient_as_bucket_view one of them would read what the other has not averaged to the end. Close the other one, or "
-        "delete the wrapper that it belongs to; or give each a group of its own, and neither gradient_as_bucket_view"
+        f"another reducer averages some of the same parameters on {place}, and its forward has had no backward yet: run its "
+        "backward first, or close it, or delete its wrapper.\nOn one group their buckets would mix, on groups of other ranks "
+        "their averages would differ, and with gradient_as_bucket_view one would read what the other has not averaged to the "
+        "end. For one backward of both, give each a group of its own with the same ranks, and neither gradient_as_bucket_view"
     )
 
 

@@ -115,9 +115,9 @@ class GradientHooks:
 
         Only the reducer that has prepared the latest forward averages gradients. The other reducer, for example of another
         wrapper of this module, agrees if it has no open forward and no open backward. If it has, both average gradients, as in
-        a loss that adds the outputs of two wrappers. They then disturb each other if one of them averages gradients in place,
-        or if they use one group: gradients may come in a different order on each rank, and then one reducer's bucket could
-        meet the other reducer's bucket.
+        a loss that adds the outputs of two wrappers. They then disturb each other in three cases: one of them averages
+        gradients in place; they use one group, so one reducer's bucket could meet the other reducer's bucket, because gradients
+        may come in a different order on each rank; or their groups have other ranks, so their averages differ.
         """
         # The usual case: no parameter has a second reducer.
         if not self._others:
@@ -125,7 +125,13 @@ class GradientHooks:
         with _lock:
             others = [other for other in self._others if not other.are_off]
         in_use = [one for one in others if not one._step_aside()]
-        return not any(self.reads_in_place or one.reads_in_place or self._group is one._group for one in in_use)
+        return not any(
+            self.reads_in_place
+            or one.reads_in_place
+            or self._group is one._group
+            or set(self._group.ranks) != set(one._group.ranks)
+            for one in in_use
+        )
 
     def _step_aside(self) -> bool:
         retire = self._retire()

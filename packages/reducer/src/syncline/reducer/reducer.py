@@ -464,7 +464,7 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`, because no backward follows: the forward failed, or all is frozen."""
+        """Undo the latest `prepare_for_backward`, because no backward follows: the forward failed, or the model is frozen."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
@@ -581,6 +581,9 @@ class Reducer(Inherited):
 
         See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
         """
+        # Another reducer has taken over at this very gradient, but torch runs all hooks that it had found before.
+        if self._hooks.are_off:
+            return
         self._has_accumulated = True
         if not self._sync_policy.is_due:
             # This backward is not reduced: its gradients are counted once, at its end.

@@ -42,7 +42,7 @@ class GradSyncPolicy:
         self._set(self._announced or reduces, reduces)
 
     def cancel_forward(self) -> None:
-        """Forget the latest forward, because it raised an error."""
+        """Forget the latest forward, because no backward follows it."""
         self._set(*self._before)
 
     def reduced(self) -> None:
