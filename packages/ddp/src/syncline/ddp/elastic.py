@@ -88,8 +88,8 @@ class Elastic:
     agreements. The state is the parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
     gradients that no optimizer has used yet, and the state of the communication hook. The newcomer continues at the step of the
     other ranks. From this step on, its script must issue exactly the same collectives as the other ranks. So the script must
-    loop over `epochs`. A newcomer with another communication hook, other parameters (names, shapes, dtypes) or another kind of
-    optimizer raises an error, and the other ranks go on without it.
+    loop over `epochs`. A newcomer with another communication hook, other parameters (names, shapes, dtypes), or other
+    kinds of optimizers or objects in `stateful`, raises an error, and the other ranks go on without it.
 
     Args:
         model: the model, on a group that can shrink.
@@ -121,7 +121,7 @@ class Elastic:
         InvalidArgumentError: a number among the arguments is out of range, a batch has fewer samples than there are ranks, or
             an object in `stateful` has no `state_dict` and `load_state_dict`.
         MisuseError: an optimizer steps within backward, before the ranks could agree. Or this newcomer has another
-            communication hook, model or kind of optimizer than the other ranks.
+            communication hook, model, kind of optimizer, or other objects in `stateful` than the other ranks.
     """
 
     # Note [Applied on all or on none]
@@ -207,6 +207,7 @@ class Elastic:
         self._admit_every = admit_every if group.missing_for_admit() is None else None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._stateful = _checked(stateful)
+        self._state = TrainingState(model, self._optimizers, sampler, self._stateful)
         self._check_no_fused_optimizer()
         if group.is_waiting:
             self._join()
@@ -529,7 +530,7 @@ class Elastic:
             MisuseError: on a newcomer that differs.
             RankLostError: on the other ranks.
         """
-        outline = {"communication hook": _describe_hook(*self._model.communication_hook), **self._state().outline()}
+        outline = {"communication hook": _describe_hook(*self._model.communication_hook), **self._state.outline()}
         expected = broadcast_object(outline if self._group.rank == root else None, root, group=self._group)
         different = [what for what in {**expected, **outline} if outline.get(what) != expected.get(what)]
         refused = exchange_objects(self._is_new and bool(different), group=self._group)
@@ -548,18 +549,16 @@ class Elastic:
             others,
         )
 
-    def _state(self) -> TrainingState:
-        return TrainingState(self._model, self._optimizers, self._sampler, self._stateful)
-
     def _share_state(self, root: int) -> None:
         """A collective. Ranks that are no newcomers keep their states, because some may still have to apply the step."""
         if self._group.rank == root:
             self._undo_step()
-        models = self._state()
-        mine = (models.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
+        mine = (
+            (self._state.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
+        )
         state, agreements, applied = broadcast_object(mine, root, group=self._group)
         if self._is_new:
-            self._accumulated = models.load(state)
+            self._accumulated = self._state.load(state)
             self._agreements, self.applied_steps = agreements, applied
             self._phase = _Phase.BETWEEN_STEPS  # no longer a newcomer
 

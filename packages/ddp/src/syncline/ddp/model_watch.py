@@ -168,7 +168,7 @@ class ModelWatch:
             return True
         if self._allows_unused or all(map(_requires_grad_of, self._averaged)):
             return False
-        return any(map(_requires_grad_of, self._averaged))
+        return self.needs_gradients()
 
     def needs_gradients(self) -> bool:
         """Whether any of the module's parameters needs a gradient. Call this method if there is no change to follow."""
