@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -24,16 +25,19 @@ from syncline.collectives import (
     MisuseError,
     NotInitializedError,
     TorchGroup,
+    TransportError,
     as_process_group,
     destroy_process_group,
     get_default_group,
     init_process_group,
 )
+from syncline.collectives.internal import replace_default_group
 from syncline.collectives.startup.backend import ConnectRequest
 from syncline.collectives.startup.launch import detect_launch
 from syncline.collectives.testing.processes import run_processes
 from syncline.collectives.torch_backend import TorchProcessGroup, monitored_barrier, register, share_default_group
 from syncline.collectives.torch_bridge import call_issuer, group_factory, registration, rendezvous
+from syncline.collectives.transports.threads import create_groups
 
 pytestmark = pytest.mark.skipif(detect_launch(os.environ) is not None, reason="about processes that nothing launched")
 
@@ -178,6 +182,65 @@ def test_our_default_group_cannot_be_torchs_before_there_is_one_or_beside_anothe
         assert as_process_group(dist.group.WORLD) is get_default_group()
     finally:
         destroy_process_group()
+
+
+def test_torch_gets_our_new_default_group_after_a_loss_and_with_a_newcomer(tmp_path: Path) -> None:
+    run_processes(Path(__file__).with_name("renewing_job.py"), 4, tmp_path, killed=frozenset({2}))
+
+
+@pytest.mark.parametrize("moment", ["before torch's group is destroyed", "after it is destroyed"])
+def test_torch_gets_the_next_default_group_if_a_rank_is_lost_before_torch_has_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def loses(*_: object, **__: object) -> None:
+        raise TransportError("rank 1 is lost")
+
+    (failed,), (last,) = create_groups(1), create_groups(1)
+    first = init_process_group()
+    try:
+        share_default_group()
+        with monkeypatch.context() as patch:
+            if moment == "after it is destroyed":
+                patch.setattr(dist, "init_process_group", loses)
+            else:
+                patch.setattr(group_factory, "store_over", loses)
+            with pytest.raises(TransportError):
+                replace_default_group(first, failed)
+        assert replace_default_group(failed, last)
+        assert as_process_group(dist.group.WORLD) is get_default_group() is last
+    finally:
+        destroy_process_group()
+        first.close()
+
+
+def test_a_script_that_destroys_torchs_group_or_makes_its_own_keeps_that_after_a_change() -> None:
+    (second,), (third,) = create_groups(1), create_groups(1)
+    first = init_process_group()
+    try:
+        share_default_group()
+        dist.destroy_process_group()
+        replace_default_group(first, second)
+        assert not dist.is_initialized()
+        own = init()
+        replace_default_group(second, third)
+        assert dist.group.WORLD is own
+    finally:
+        destroy_process_group()
+        first.close()
+
+
+def test_an_error_after_changes_of_the_group_has_the_rank_only_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda *_: print("failed", file=sys.stderr))
+    (second,) = create_groups(1)
+    first = init_process_group()
+    try:
+        share_default_group()
+        replace_default_group(first, second)
+        sys.excepthook(ValueError, ValueError(), None)
+        assert capsys.readouterr().err.strip() == "[rank0]: failed"
+    finally:
+        destroy_process_group()
+        first.close()
 
 
 def test_the_wrong_device() -> None:

@@ -116,9 +116,9 @@ def _recover(error: TransportError) -> None:
 
 
 def _go_on(group: ProcessGroup) -> None:
-    replace_default_group(world().group, group)
-    # `replace_world` communicates. If a rank is lost meanwhile, `_recover` must shrink the new group, not the old one.
-    world().group = group
+    # The calls below communicate. If a rank is lost meanwhile, `_recover` must shrink the new group, not the old one.
+    old, world().group = world().group, group
+    replace_default_group(old, group)
     replace_world(group)
 
 

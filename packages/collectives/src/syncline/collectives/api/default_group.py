@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
@@ -41,6 +41,7 @@ _ALONE_AMONG_SIBLINGS = (
 
 _lock = threading.Lock()
 _default: ProcessGroup | None = None
+_followers: list[Callable[[ProcessGroup], None]] = []
 
 
 class NonMember:
@@ -255,13 +256,27 @@ def destroy_process_group() -> None:
 
 
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
-    """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group."""
+    """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group.
+
+    All ranks of `new` call this function, because it calls the functions of `follow_default_group`, which may communicate.
+
+    Raises:
+        TransportError: a rank was lost during such a function. `new` is the default group nevertheless, and is to be replaced.
+    """
     global _default
     with _lock:
         if _default is not old:
             return False
         _default = new
+    for follower in _followers:
+        follower(new)
     return True
+
+
+def follow_default_group(follower: Callable[[ProcessGroup], None]) -> None:
+    """Let `replace_default_group` call a function with each new group. A second call for the same function does nothing."""
+    if follower not in _followers:
+        _followers.append(follower)
 
 
 def is_initialized() -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..api.default_group import get_default_group
+from ..api.default_group import follow_default_group, get_default_group
 from ..errors import BackendUnavailableError, InvalidArgumentError, LaunchError, MisuseError, UnknownBackendError
 from ..group import ProcessGroup
 from ..startup.backend import ConnectRequest, apply_to_process
@@ -28,6 +29,10 @@ logger = logging.getLogger("syncline.collectives")
 _everybody: dict[str, ProcessGroup] = {}
 # The group for torch while `share_default_group` runs.
 _shared: ProcessGroup | None = None
+# Whether torch is to get our newest default group, but a rank was lost before torch had it.
+_is_unfinished = False
+# The hooks for uncaught errors: ours or Python's, and torch's, which calls the first one.
+_excepthooks = (sys.excepthook, sys.excepthook)
 
 
 def share_default_group() -> None:
@@ -37,6 +42,9 @@ def share_default_group() -> None:
     and collectives use our group, and new groups of torch are made from our group. `torch.distributed.destroy_process_group()`
     does not close our group.
 
+    If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. All other groups of
+    torch.distributed are destroyed then, so make them again. A newcomer also calls this function.
+
     All ranks must call this function, because it makes a store for torch. If the ranks of our group met in a store, torch uses
     the same store with a prefix for its keys. Otherwise torch gets a `GroupStore` over a new group of the same ranks (or
     a HashStore if there is only one rank).
@@ -45,14 +53,38 @@ def share_default_group() -> None:
         NotInitializedError: we have no default group.
         MisuseError: torch.distributed has a default group already.
     """
-    global _shared
     ours = get_default_group()
     if dist.is_initialized():
         raise MisuseError(
             "share_default_group: torch.distributed is initialised already; call it before, or leave it out: our "
             "DistributedDataParallel takes torch's group if there is no default group of ours"
         )
+    _give_to_torch(ours, store_over(ours))
+    follow_default_group(_renew)
+
+
+def _renew(ours: ProcessGroup) -> None:
+    """Give torch.distributed our new default group if it has the old one. All ranks call this function."""
+    global _is_unfinished
+    world = dist.group.WORLD
+    if not _is_unfinished and not (isinstance(world, TorchProcessGroup) and world.is_shared):
+        return  # the script has destroyed torch's group meanwhile, and perhaps made another one
+    _is_unfinished = True
     store = store_over(ours)
+    # torch cannot change the size of a group.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # torch's hook prints "[rank1]:" before each line of an error. A second hook would add the new rank to the old one.
+    before, of_torch = _excepthooks
+    if sys.excepthook is of_torch:
+        sys.excepthook = before
+    _give_to_torch(ours, store)
+    _is_unfinished = False
+
+
+def _give_to_torch(ours: ProcessGroup, store: dist.Store) -> None:
+    global _shared, _excepthooks
+    before = sys.excepthook
     _shared = ours
     try:
         dist.init_process_group(
@@ -61,6 +93,7 @@ def share_default_group() -> None:
     finally:
         # Only the call of `create` inside `init_process_group` may take our group.
         _shared = None
+    _excepthooks = (before, sys.excepthook)
 
 
 def create(torch_name: str, backend: str | None, devices: list[str], options: Any, pg_options: Any) -> TorchProcessGroup:

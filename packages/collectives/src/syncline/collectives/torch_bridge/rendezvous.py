@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -24,7 +25,9 @@ from ..stores.over_group import GroupStore
 
 _open: list[GroupStore] = []
 in_forks(_open.clear)
-_numbers = itertools.count()  # all ranks call `store_over` in the same order, so they use the same numbers
+# Count the stores of each group separately: all ranks of a group call `store_over` in the same order, but a newcomer has been
+# in fewer groups than the other ranks.
+_numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -89,7 +92,8 @@ def store_over(group: ProcessGroup) -> dist.Store:
     met_in = group.meeting_store()
     # If the ranks met in a store, take a part of that store. Otherwise make a `GroupStore`, which needs a separate group.
     if met_in is not None:
-        return dist.PrefixStore(f"torch/{next(_numbers)}", met_in)
+        number = next(_numbers.setdefault(group, itertools.count()))
+        return dist.PrefixStore(f"torch/{number}", met_in)
     part = group.split(0)
     assert part is not None
     return _store_of(part, group.timeout_s)

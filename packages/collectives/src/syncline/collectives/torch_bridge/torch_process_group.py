@@ -127,7 +127,7 @@ class TorchProcessGroup(TorchCollectives):
         self._asked_as = backend_name
         self._store = store
         self._on_close = on_close
-        self._is_shared = is_shared  # the script owns the group, and closes it
+        self.is_shared = is_shared  # the script owns the group, and closes it
         self._group_name = ""
         self._group_description = "undefined"
 
@@ -237,7 +237,7 @@ class TorchProcessGroup(TorchCollectives):
             self.abort()
             return
         try:
-            if not self._is_shared:
+            if not self.is_shared:
                 self.syncline_group.close()
         finally:
             self._closed()
