@@ -74,6 +74,28 @@ def test_all_end_with_the_state_of_a_rank_that_was_last(last_rank: int) -> None:
     assert run_ranks(3, body) == [[last_rank + 0.5] * 2 + [3]] * 3
 
 
+def test_ranks_without_inputs_take_part_in_no_backward_of_a_frozen_model() -> None:
+    """Rank r has 1 + r inputs. The model is frozen in the second iteration."""
+
+    def body(group: ProcessGroup) -> torch.Tensor:
+        module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), linear()).double()
+        model = DistributedDataParallel(module, process_group=group)
+        inputs = (torch.arange(8.0).double().view(4, 2) * (group.rank + 1)).requires_grad_()
+        with model.join():
+            for step in range(1 + group.rank):
+                model.requires_grad_(step != 1)
+                model(inputs).sum().backward()
+        # Afterwards all ranks synchronise buffers again, and average.
+        model.requires_grad_(True)
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        return module[1].weight.grad.clone()
+
+    first, *others = run_ranks(3, body)
+    assert first.count_nonzero() > 0
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_early_termination_names_the_ranks_on_every_rank() -> None:
     def body(group: ProcessGroup) -> str:
         model = DistributedDataParallel(linear(), process_group=group)

@@ -261,23 +261,24 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
-        if will_reduce:
-            self._runtime.forward_begins(self._reducer.statistics)
-        inputs, kwargs, pending = self._before_forward(inputs, kwargs, has_backward, will_reduce)
+        inputs, kwargs, pending, trains = self._before_forward(inputs, kwargs, has_backward, will_reduce)
         try:
             outputs = self.module(*inputs, **kwargs) if self._low_precision is None else self._low_precision(inputs, kwargs)
         # Catch Ctrl-C, too. Otherwise the reducer would take the next backward for the backward of the failed forward.
         except BaseException:
-            self._cancel_forward(has_backward, will_reduce)
+            self._cancel_forward(trains, will_reduce)
             raise
-        self._after_forward(pending, will_reduce)
+        self._after_forward(pending, trains, will_reduce)
         return outputs
 
     @disable_dynamo
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]]]:
-        """Return the inputs on the module's device, and the futures for which the end of backward waits."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]], bool]:
+        """Return the inputs on the module's device, the futures for which the end of backward waits, and whether a backward comes.
+
+        No backward comes if the whole model is frozen.
+        """
         # The script may have assigned another module to `self.module`.
         self._state.module = self.module
         trains = has_backward and self._watch.needs_gradients()
@@ -290,21 +291,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 self._low_precision = lower_precision(self.mixed_precision, self._state)
         try:
             # This is the first collective of a forward, because ranks without inputs wait for it.
-            root = self._sync_with_joined_ranks(will_reduce)
+            root = self._sync_with_joined_ranks(will_reduce and trains)
             pending = self._buffer_sync.before_forward(self._group, root)
-            if has_backward:
+            if trains:
+                if will_reduce:
+                    self._runtime.forward_begins(self._reducer.statistics)
                 self._adopt_optimizers()
                 self._reducer.prepare_for_backward(synchronizes=will_reduce)
-                # The whole model is frozen. No backward comes, as after a forward that has failed.
-                if not trains:
-                    self._reducer.cancel_forward()
                 if self._reducer.has_users_hooks and not self._has_warned_of_hooks:
                     self._warn_of_users_hooks()
         except DisagreementError as error:
             raise self._reducer.explained(error, "a forward of the wrapped module") from error.__cause__
         if self._input_device is not None:
             inputs, kwargs = torch_internals.moved_to(self._input_device, inputs, kwargs)
-        return inputs, kwargs, pending
+        return inputs, kwargs, pending, trains
 
     def _warn_of_users_hooks(self) -> None:
         self._has_warned_of_hooks = True
@@ -389,19 +389,19 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self
 
     @disable_dynamo
-    def _cancel_forward(self, has_backward: bool, will_reduce: bool) -> None:
-        if has_backward:
+    def _cancel_forward(self, trains: bool, will_reduce: bool) -> None:
+        if trains:
             self._reducer.cancel_forward()
         self._buffer_sync.forward_failed(will_reduce)
 
     @disable_dynamo
-    def _after_forward(self, pending: list[torch.futures.Future[Any]], will_reduce: bool) -> None:
+    def _after_forward(self, pending: list[torch.futures.Future[Any]], trains: bool, will_reduce: bool) -> None:
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.forward_ended(will_reduce)
-        if will_reduce:
+        if trains and will_reduce:
             self._reducer.statistics.forward_ended = time.perf_counter()
             self._reducer.wait_at_end(pending)
-        # The backward of this forward does not wait for the futures of the buffer hook, so wait here.
+        # No backward of this forward waits for the futures of the buffer hook, so wait here.
         elif pending:
             torch.futures.wait_all(pending)
 

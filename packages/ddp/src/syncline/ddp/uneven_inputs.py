@@ -97,18 +97,18 @@ class UnevenInputs(JoinHook):
     def main_hook(self, present: Sequence[int]) -> None:
         """Take part in one forward and backward of the other ranks. A rank without inputs calls this method."""
         will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
-        buffers = self._replica.buffers
         if sends_buffers:
-            buffers.broadcast(self._replica.process_group, present[-1])
-        # On the ranks with inputs, the forward sets this flag, too.
-        buffers.are_stale = will_reduce
+            self._replica.buffers.broadcast(self._replica.process_group, present[-1])
         if will_reduce:
             self._adjust(present)
             self._replica.reducer.shadow_backward()
 
     def post_hook(self, last_rank: int) -> None:
         """Give all ranks the parameters of `last_rank`. If forwards broadcast buffers, give the buffers of `last_rank`, too."""
-        self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=self._replica.buffers.enabled)
+        buffers = self._replica.buffers
+        self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=buffers.enabled)
+        # Ranks without inputs ran no forward, so they do not know whether the next forward synchronises buffers elsewhere.
+        buffers.are_stale = True
 
     def leave(self) -> None:
         """Divide gradients by the number of all ranks again."""

@@ -464,7 +464,7 @@ class Reducer(Inherited):
             self._hooks.register(self._pending)
 
     def cancel_forward(self) -> None:
-        """Undo the latest `prepare_for_backward`, because no backward follows: the forward failed, or the model is frozen."""
+        """Undo the latest `prepare_for_backward`, because the forward failed, so no backward follows."""
         self._count_unsynchronized()
         self._sync_policy.cancel_forward()
 
