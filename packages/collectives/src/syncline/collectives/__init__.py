@@ -15,26 +15,28 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), runs the call in its turn (`engine.queue`), and finds the
    plan of the call's signature: the object that carries out all calls with this signature.
 4. The plan runs. Over MPI on one node this is a `NodePlan` (`transports.mpi.node.plan`). The tensor's size has decided the
-   algorithm. The algorithm for small tensors is `transports.mpi.node.eager`, also for those in shared memory: each rank
-   writes its tensor into a slot, and reduces the slots of all ranks. The algorithm for large tensors in shared memory is
-   `transports.mpi.node.window`: each rank reduces a slice directly in the tensors of all ranks.
+   algorithm. The algorithm for small tensors, in any memory, is `transports.mpi.node.eager`: each rank copies its tensor into
+   a slot of shared memory, and reduces the slots of all ranks. The algorithm for large tensors in shared memory is
+   `transports.mpi.node.window`: each rank reduces one part of the tensor, directly in the tensors of all ranks.
 
-Only the first call of a signature makes a plan, by the group's `Transport` (`engine.transport`). `transports.threads` is the
-shortest transport; on one node over MPI it is `transports.mpi.node.node_transport`. Over NCCL, read the two drawings in
-`transports.nccl.group`, then `plan`, `communicator` and `work` beside it.
+The group's `Transport` (`engine.transport`) makes the plan in the first call with a signature. Later calls with this signature
+use the same plan. The shortest transport is `transports.threads`. The transport for one node over MPI is
+`transports.mpi.node.node_transport`. Over NCCL, read the two drawings in `transports.nccl.group`, then the modules `plan`,
+`communicator` and `work` in the same folder.
 
 Or follow an error, if a rank is killed during a collective:
 
 1. Another rank waits, for example in `transports.mpi.node.shared_sync`. While this rank waits, it calls `CancelScope.check`
    (`engine.cancel_scope`) now and then. If a library blocks the rank, the monitor thread checks instead (`health.monitor`).
 2. `check` asks `HostGroup._why_call_cannot_end`, which asks `health.liveness`. The answer is an error that names the lost rank.
-3. `HostGroup._fail` (`engine.host_group`) lets `FailureWords.of` (`engine.failure`) add the call and the group to the error's
-   text, and `EngineGroup._reported` (`engine.engine_group`) write a report (`health.report`) and add the report's folder. Then
-   `_fail` remembers the error, and tells the other ranks.
+3. `HostGroup._fail` (`engine.host_group`) completes the error. First it calls `FailureWords.of` (`engine.failure`), which adds
+   the call and the group to the error's text. Then it calls `EngineGroup._reported` (`engine.engine_group`), which writes a
+   report (`health.report`) and adds the report's folder to the text. Finally, `_fail` remembers the error, and tells the other
+   ranks.
 4. If the script does not catch the error, `startup.uncaught_errors` prints it. Over MPI, `transports.mpi.job_abort` then ends
    the job.
 
-Ranks find each other, and groups meet, through stores: `stores.tcp` draws how a client reaches the server.
+Ranks find each other through stores. A drawing in `stores.tcp` shows how a client reaches the server.
 """
 
 from importlib import import_module
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public names, and with them torch, when a program first uses one of them.
+    """Load the public names when a program uses one of these names for the first time. This also loads torch.
 
     The command `syncline run` imports this package before it runs the user's script. This import must not load torch, because
     the script may set variables that torch reads when torch is imported, such as OMP_NUM_THREADS.

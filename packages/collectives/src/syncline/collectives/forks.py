@@ -6,7 +6,8 @@ A forked child (a worker of torch's DataLoader, a pool, `os.fork`) inherits all 
 thread that forked. The other ranks do not know about the child. So in a child:
 
 - *Groups* raise `GroupClosedError` at every call; `close` and `abort` do nothing. `rank` and `size` still work, because workers
-  read them. Calls in flight belong to the parent, and waiting for them raises the same error. A child may make its own groups.
+  read them. Calls in flight belong to the parent. A child that waits for them gets a `GroupClosedError`, too. A child may make
+  its own groups.
 - *Windows* (memory that the ranks of a node share) become private memory. The tensors that the program allocated there on this
   rank keep the values that they had at the fork. All other bytes are zeros.
 - *Hooks of reducers* are removed from the parameters, so a backward in a child sends nothing.

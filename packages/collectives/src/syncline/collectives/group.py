@@ -1,4 +1,4 @@
-"""ProcessGroup: the base class of all groups of ranks that communicate. It says what every group promises."""
+"""ProcessGroup: the base class of all groups of ranks that communicate. Its docstrings say what every group promises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProcessGroup(ABC):
 
     **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. But `send` and
     `recv` concern only two ranks. Any thread may call. If two threads of one rank call without a lock, the order of their calls
-    is by chance, and may differ between ranks. If a future's callback issues a collective, the collective runs inside the
+    is random, and may differ between ranks. If a future's callback issues a collective, the collective runs inside the
     callback, before all queued calls of the group.
 
     **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the
@@ -48,8 +48,8 @@ class ProcessGroup(ABC):
 
     **Errors of all methods**, besides the errors that each method lists: `InvalidArgumentError` (a tensor on a device that the
     group does not serve, a sparse tensor, an output that overlaps itself or another output), `GroupClosedError`,
-    `CollectiveTimeout`, `TransportError` and `DisagreementError`. With `async_op=True` the last three come from the method or
-    from `wait()`.
+    `CollectiveTimeout`, `TransportError` and `DisagreementError`. With `async_op=True` either the method or the work's
+    `wait()` raises the last three errors.
 
     A backend implements `_issue`, `_send`, `_recv`, `_split`, `close`, `abort`, `describe`, and the abstract properties.
 
@@ -59,9 +59,9 @@ class ProcessGroup(ABC):
         ranks: the rank in the default group, for each rank of this group.
         name: the group's name in error messages.
         timeout_s: how long one collective may take, in seconds.
-        torch_group: the group of torch.distributed that this group stands for; None if there is no such torch group. Each time
-            a program passes a torch group to Syncline, Syncline makes a new object of this class. To see whether two objects
-            stand for one torch group, compare their `torch_group`.
+        torch_group: the group of torch.distributed that carries out this group's calls; None if Syncline itself carries out
+            the calls. Each time a program passes such a torch group to Syncline, Syncline makes a new object of this class. To
+            see whether two objects use the same torch group, compare their `torch_group`.
         hosts: the host of each rank of the default group, in the format of `startup.nodes.in_words`; None if the ranks did not
             exchange the names of their hosts when they connected.
     """
@@ -102,7 +102,10 @@ class ProcessGroup(ABC):
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the collectives' names in torch's profiler. None if torch or the groups inside this group show them."""
+        """The prefix of the collectives' names in torch's profiler. None if this group itself shows no names there.
+
+        This group shows no names if torch, or a group that this group consists of, shows the collectives already.
+        """
         return f"syncline-{self.backend_name}"
 
     def place(self) -> str:
@@ -338,7 +341,7 @@ class ProcessGroup(ABC):
         """Send a part of the rows of `tensor` to each rank, and receive rows from each rank into `output`.
 
         Args:
-            output: a tensor with the dtype of `tensor`, whose rows have the shape of the rows of `tensor`. Overwritten.
+            output: a tensor with the dtype of `tensor`, and with rows of the same shape as in `tensor`. Overwritten.
             tensor: a tensor with at least one dimension. Its first dimension counts the rows. It is not changed.
             output_split_sizes: how many rows come from each rank; None: the same number from each rank.
             input_split_sizes: how many rows go to each rank; None: the same number to each rank.
@@ -399,7 +402,7 @@ class ProcessGroup(ABC):
         return self._issue(Signature("barrier"), (), (), async_op)
 
     def split(self, color: int | None, key: int | None = None, *, timeout_s: float | None = None) -> ProcessGroup | None:
-        """Make a new group for each color, of the ranks that pass this color. Every rank of this group calls this method.
+        """For each color, make a new group of the ranks that pass this color. Every rank of this group calls this method.
 
         Args:
             color: a number that stands for one of the new groups, 0 or above; None: this rank joins no new group.
@@ -421,7 +424,7 @@ class ProcessGroup(ABC):
         return made
 
     def subset(self, members: Sequence[int], name: str, *, timeout_s: float | None = None) -> ProcessGroup:
-        """Make a new group of some ranks of this group. Only its members call this, with the same arguments.
+        """Make a new group of some ranks of this group. Only the new group's members call this, all with the same arguments.
 
         Args:
             members: ranks of this group, this rank among them; the new group has them in the order given.
@@ -462,13 +465,13 @@ class ProcessGroup(ABC):
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
 
-    # ---- what a group can do: callers ask this instead of its type ----
+    # ---- what a group can do: callers ask these methods, and do not look at the group's type ----
 
     @property
     def has_total_order(self) -> bool:
-        """Whether all ranks run a collective that a future's callback issues at the same position among the group's calls.
+        """Whether a collective from a future's callback has the same position among the group's calls on all ranks.
 
-        If not, do not issue collectives in callbacks: issue them on the thread that issues all other collectives.
+        If not, do not issue collectives in callbacks. Issue them on the thread that issues all other collectives.
         """
         return True
 
@@ -478,7 +481,7 @@ class ProcessGroup(ABC):
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """The store by which the ranks of this group found each other; None if there is none. Other groups can share it."""
+        """The store in which the ranks of this group found each other; None if there is no store. Other groups can share it."""
         return None
 
     # ---- marks, and the comparison of calls ----
@@ -505,8 +508,8 @@ class ProcessGroup(ABC):
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:  # noqa: ARG002
         """The algorithm that this rank uses for a collective on a tensor of this dtype and shape.
 
-        Calls with different reductions or roots may use different algorithms. If this rank has used several, the answer is for
-        the reduction and the root whose first use came last.
+        Calls with different reductions or roots may use different algorithms. If this rank has used several reductions or
+        roots for this tensor, the answer is for the one that it began to use last.
 
         Args:
             name: the method's name, such as "all_reduce".
@@ -595,14 +598,14 @@ class ProcessGroup(ABC):
     def beside(self, host: ProcessGroup) -> ProcessGroup:
         """Make a group like this one, from the ranks of the new group `host`. The ranks find each other through `host`.
 
-        The caller aborts this group before. Called only if `meets_in` is true for the earlier host group.
+        The caller aborts this group before this call. Called only if `meets_in` is true for the group that `host` replaces.
         """
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
 
     def missing_for_admit(self) -> str | None:
-        """Why processes that start later cannot join this group, and what the user can do, in a sentence; None if they can."""
+        """Why `admit` cannot work for this group, and what the user can do, in one sentence; None if `admit` can work."""
         return (
             f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
             "init_method='file:///shared/folder'"
@@ -665,7 +668,10 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End the group without waiting for calls in flight. Waiters get a `TransportError`. One rank may call this alone."""
+        """End the group without waiting for calls in flight. Any rank may call this alone.
+
+        A thread that waits for a call of this group gets a `TransportError`.
+        """
 
     # ---- what a backend implements ----
 

@@ -28,8 +28,8 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
         tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten; all ranks get the same bits.
         group: the default group if None.
 
-    Cost: log2(p) exchanges of all tensors between two ranks if p is a power of two, else log2(q) + 2 exchanges; and a copy of
-    all tensors. Products are added up in float64.
+    Cost: log2(p) exchanges of all tensors between two ranks if p is a power of two, else log2(q) + 2 exchanges. Extra memory:
+    two copies of all tensors. Products are added up in float64.
 
     Raises:
         InvalidArgumentError: tensors are not floating point, or differ in dtype or device.
@@ -53,7 +53,7 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
 
 
 def _combine_all(flat: torch.Tensor, sizes: list[int], group: ProcessGroup) -> None:
-    """Every rank takes part in every exchange, because an exchange is a collective."""
+    """Combine the buffers `flat` of all ranks, in place. An exchange is a collective, so every rank calls every exchange."""
     rank, power = group.rank, 1
     while power * 2 <= group.size:
         power *= 2

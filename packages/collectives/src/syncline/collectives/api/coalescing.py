@@ -65,7 +65,7 @@ def broadcast_coalesced(
         tensors: the same number, shapes and dtypes on every rank, in the same order. The root only reads them.
             The other ranks overwrite them.
         group: the group; None means the default group. Every rank of the group calls this function.
-        root: the rank, by its number in the group, whose tensors are copied.
+        root: the rank whose tensors are copied: a rank in the group, from 0.
         buffer_size_bytes: the largest flat buffer for several tensors, in bytes. A larger tensor has a buffer of its own.
 
     Extra memory: two buffers. Bytes on the wire: as many as for a `broadcast` of all tensors.
@@ -245,7 +245,7 @@ def _joined(
 def _checked(
     name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup, *, are_written: bool
 ) -> tuple[list[torch.Tensor], bool]:
-    """Return the `resolved` tensors, and whether one of them is a FakeTensor.
+    """Check the tensors. Return them after `checks.resolved`, and return whether one of them is a FakeTensor.
 
     See Note [Tensors that are no memory] in `tensors.checks`.
     """

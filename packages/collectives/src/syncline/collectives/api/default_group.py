@@ -258,10 +258,12 @@ def destroy_process_group() -> None:
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
     """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group.
 
-    All ranks of `new` call this function, because it calls the functions of `follow_default_group`, which may communicate.
+    All ranks of `new` call this function. It calls each function that was given to `follow_default_group`, and such a function
+    may communicate.
 
     Raises:
-        TransportError: a rank was lost during such a function. `new` is the default group nevertheless, and is to be replaced.
+        TransportError: a rank was lost while one of these functions ran. `new` is the default group nevertheless. The caller
+            must make a group without the lost rank, and call this function again.
     """
     global _default
     with _lock:
@@ -318,7 +320,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """Turn a pair of arguments such as `src` and `group_src`, of which a caller gave one, into a rank of `group`.
+    """Return a rank of `group`, from two arguments such as `src` and `group_src`. The caller gives one of the two.
 
     Args:
         group: the group.

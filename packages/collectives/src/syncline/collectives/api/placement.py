@@ -1,7 +1,7 @@
 """Find out which ranks of a group share a node, and choose the device on which each rank should compute.
 
 The ranks tell each other their hosts in `init_process_group`. Variables such as LOCAL_RANK are not read: they count all ranks
-that a launcher started, and a group may have other ranks.
+that a launcher started, and a group may consist of only some of these ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def get_local_size(group: ProcessGroup | None = None) -> int:
 
 
 def get_node_rank(group: ProcessGroup | None = None) -> int:
-    """The number of this process's node among the nodes of the group, from 0, in the order of their lowest ranks.
+    """The number of this process's node among the nodes of the group, from 0. Nodes are ordered by their lowest rank.
 
     May communicate; see `placement_of`.
 

@@ -1,6 +1,7 @@
 """Collectives that return new tensors. Inputs stay unchanged, and autograd works.
 
-In `all_gather_rows` and `all_to_all_rows` the numbers of rows may differ between ranks. The ranks exchange these numbers first.
+In `all_gather_rows` and `all_to_all_rows` the numbers of rows may differ between ranks. The ranks exchange these numbers before
+the rows.
 
 =============================  ================================  ==============================================
 function                       what every rank gets              gradient (of the sum of all ranks' losses)
@@ -124,7 +125,7 @@ def all_reduce_copy_coalesced(
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """A contiguous copy times a factor, in the tensor's dtype. Integers are rounded towards zero."""
+    """Return the tensor times a factor, as a contiguous copy with the tensor's dtype. Integers are rounded towards zero."""
     if factor == 1.0:
         return tensor.clone(memory_format=torch.contiguous_format)
     if tensor.dtype in _HALVES:
@@ -382,7 +383,7 @@ class _Broadcast(torch.autograd.Function):
 def all_to_all_rows(
     tensor: torch.Tensor, splits: Sequence[int] | None = None, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Send rows to each rank, and return the rows that this rank gets. A rank need not know their number before the call.
+    """Send rows to each rank, and return the rows that this rank gets. A rank need not know how many rows it will get.
 
     Args:
         tensor: has at least one dimension, and is not changed. The dtype and all dimensions but the first are the same on every
@@ -475,7 +476,7 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
 
 
 def _first(results: Any, *, async_op: bool) -> Any:
-    """If `async_op` is True, `results` is a `PendingResult` of a list."""
+    """Return the first entry of the list `results`. If `async_op` is True, `results` is a `PendingResult` of a list."""
     return _FirstOf(results) if async_op else results[0]
 
 

@@ -54,8 +54,8 @@ class UnevenCalls:
         """Add a kind of step: several collectives that are announced together. All ranks add the same steps in the same order.
 
         Args:
-            shadow: a method that takes part in a step of other ranks with zeros. `join` calls this method on a rank that has
-                joined. The method's object is not kept alive.
+            shadow: a method that calls the collectives of the step, with zeros. On a rank that has joined, `join` calls this
+                method when other ranks announce the step. The method's object is not kept alive.
 
         Returns:
             The step's number, for `announce_step`.
@@ -67,7 +67,7 @@ class UnevenCalls:
         """Announce an `all_reduce_copy_coalesced` of these tensors. Joined ranks take part with zeros.
 
         Raises:
-            MisuseError: a rank has joined, and zeros would change the result of `op`. All ranks that have not joined raise it.
+            MisuseError: a rank has joined, and `op` is neither SUM nor AVG. All ranks that have not joined raise it.
             DisagreementError: another rank announced a step.
         """
         op = from_torch(op) or op

@@ -152,8 +152,8 @@ class DetachedCall(Generic[T]):
     """Calls a function once, on a thread of its own. If the function never returns, the thread stays blocked.
 
     Use this class for a library function that blocks in C code and cannot be stopped. `wait` ends when the scope that it gets
-    ends, even if the function does not return. When the process ends, all these threads together get 5 seconds to return. If a
-    thread were inside torch when the interpreter shuts down, the process would crash.
+    ends, even if the function does not return. When the process ends, it waits at most 5 seconds for the threads of all such
+    calls, because a thread that is inside torch when the interpreter shuts down crashes the process.
 
     Args:
         function: the function to call. After the call, this object keeps no reference to the function.

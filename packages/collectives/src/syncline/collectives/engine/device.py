@@ -19,7 +19,7 @@ class Event(ABC):
 
     @abstractmethod
     def order_current_stream(self) -> None:
-        """Make the calling thread's current stream wait for this event. This does not block the CPU."""
+        """Make the calling thread's current stream wait for this event. The call does not block the CPU."""
 
     @abstractmethod
     def is_over(self) -> bool:
@@ -43,7 +43,7 @@ class Stream(ABC):
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Make all later operations of this stream wait for an event of another stream. This does not block the CPU."""
+        """Make all later operations of this stream wait for an event of another stream. The call does not block the CPU."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
@@ -151,9 +151,8 @@ class DeviceRuntime(ABC):
     def background(self, device: torch.device) -> AbstractContextManager[object]:
         """A context for a group's own thread.
 
-        It makes `device` the current device, and does not break captures of other threads.
-
-        Without a current device, the thread's calls of the driver would take memory on device 0.
+        Inside the context, `device` is the current device, and calls of this thread do not break the graph capture of another
+        thread. Without a current device, the thread's calls of the driver would take memory on device 0.
         """
 
     @abstractmethod

@@ -40,11 +40,12 @@ _ERROR_S = 10.0
 
 
 class EngineGroup(ProcessGroup, Inherited):
-    """The common base of groups.
+    """The common base of the groups that carry out calls themselves.
 
-    It keeps a `Plan` for each signature of calls, the record of calls, the history that ranks compare, and the first failure.
+    A group keeps a `Plan` for each signature, a record of the last calls, and the first failure. It also keeps a history of all
+    calls, which the ranks compare (see `health.agreement`).
 
-    `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts them on a stream of a GPU.
+    `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts calls on a stream of a GPU.
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
@@ -156,7 +157,7 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @abstractmethod
     def _new_plan(self, signature: Signature) -> Plan:
-        """Make the plan for calls of this signature. This does not communicate."""
+        """Make the plan for calls of this signature. The method does not communicate."""
 
     def _make_plan(self, signature: Signature) -> Plan:
         plan = self._new_plan(signature)
@@ -168,7 +169,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return plan
 
     def _take_mark(self) -> str | None:
-        """See `marked`."""
+        """Return the mark that this thread has set, and forget the mark. None without a mark. See `ProcessGroup.marked`."""
         return self._marks.pop(get_ident(), None) if self._marks and not self._queue.is_in_callback() else None
 
     @property
@@ -229,12 +230,13 @@ class EngineGroup(ProcessGroup, Inherited):
         - All ranks must close the library's objects together, as with MPI. The ranks wait for at most 5 seconds.
 
         If a rank does not come in time, that is no error, but communicators of MPI stay open until the process ends. If another
-        thread is closing the group already, this call waits for that thread and then does nothing. (A callback does not wait.)
+        thread is closing the group already, this call waits for that thread and then does nothing. (In a callback of another
+        group, this call does not wait.)
 
         Raises:
             DisagreementError: the ranks have made different calls, or another rank still uses the group.
             SynclineError: a call that was in flight has failed.
-            MisuseError: a future's callback calls this method. The method would wait for this callback for ever.
+            MisuseError: a callback of this group calls this method. The method would wait for this callback for ever.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
@@ -274,7 +276,7 @@ class EngineGroup(ProcessGroup, Inherited):
         """Set `_closed`, finish all calls, set `_is_over`, and release everything the group holds."""
 
     def _end(self, companion: ProcessGroup) -> None:
-        """See `end_together`."""
+        """Close the companion, or abort it if this group has failed. See `ProcessGroup.end_together`."""
         if self.first_failure is None:
             companion.close()
         else:

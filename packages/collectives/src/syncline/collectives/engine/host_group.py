@@ -84,8 +84,8 @@ class HostGroup(EngineGroup):
 
     Args:
         transport: moves the tensors.
-        device: the runtime of a device, such as CUDA, whose tensors the group takes besides tensors in host memory. None: the
-            group takes only tensors in host memory. See Note [Order on the device] in `device`.
+        device: the runtime of a type of device, such as CUDA. The group then takes tensors on these devices, and tensors in
+            host memory. None: the group takes only tensors in host memory. See Note [Order on the device] in `device`.
         check_calls: whether the ranks compare each call, with its shapes, before the call runs.
         leavers: knows which ranks have left the job; None if nothing knows this. See Note [Who will not come] in
             `health.leaving`.
@@ -299,7 +299,7 @@ class HostGroup(EngineGroup):
             raise self._first_failure
 
     def _move(self, call: Call) -> None:
-        """See [3] in `HostGroup`, and `pack` for `part` and `whole`."""
+        """Run the plan of a call: see [3] in `HostGroup`. For `part` and `whole`, see `tensors.layout.pack`."""
         signature = call.signature
         # Not `setdefault`: it would make a plan at every call.
         plan = self._plans.get(signature) or self._make_plan(signature)
@@ -322,7 +322,7 @@ class HostGroup(EngineGroup):
             raise different_calls(said)
 
     def _check_same_splits(self, call: Call) -> None:
-        """Cost: two numbers for each pair of ranks."""
+        """Check that the splits of all ranks match. Cost: an all-gather of two numbers for each pair of ranks."""
         expected, sent = call.signature.splits or ((), ())
         # Every rank sends the same number of numbers, so this all-gather works even if the splits disagree.
         mine = torch.tensor([*expected, *sent], dtype=torch.int64, device="cpu")
@@ -479,7 +479,10 @@ class HostGroup(EngineGroup):
             self._start(Signature("close"), (), (), self._meet_at_close, is_numbered=False)
 
     def _meet_at_close(self, call: Call) -> None:
-        """It is no error if a rank does not come: the rank may still compute, or may have ended without closing."""
+        """Compare all calls with the other ranks, and find out whether all ranks close the group.
+
+        It is no error if a rank does not come: the rank may still compute, or may have ended without closing.
+        """
         longest_s = _CLOSE_S if self._compares_later else _FREE_S
         scope = call.scope.within(longest_s, self._why_sender_will_not_send)
         try:
@@ -538,7 +541,7 @@ class HostGroup(EngineGroup):
     # ---- failures ----
 
     def _fail(self, error: BaseException, call: Call) -> NoReturn:
-        """See [4] in `HostGroup`. `engine.failure` has the text of the error."""
+        """Let the group fail, and raise the call's error: see [4] in `HostGroup`. `engine.failure` makes the error's text."""
         call.is_over(FAILED)
         if error is self._first_failure:  # from `abort`, which has already told the other ranks
             _given_up.append(error)
@@ -574,14 +577,17 @@ class HostGroup(EngineGroup):
         return next(filter(None, (self._leavers.transfer_reason_to_give_up([peer]) for peer in others)), None)
 
     def _why_call_cannot_end(self) -> TransportError | None:
-        """The thread that runs the call calls this."""
+        """Return an error if the running call cannot end, because another rank is lost, has left the job or has failed.
+
+        The thread that runs the call calls this method.
+        """
         # A notice of a rank that left in order says more than the end of its process, so notices come first.
         reason = None if self._leavers is None else self._leavers.reason_to_give_up()
         # This rank's own knowledge comes before an alarm, because an alarm costs a request to the store.
         return reason or self.reason_to_give_up() or self._alarm()
 
     def _alarm(self) -> TransportError | None:
-        """`membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank."""
+        """Return None. `membership.ShrinkableGroup` returns an error if the group's store has an alarm of another rank."""
         return None
 
     # ---- for the monitor; see Note [Who ends a call] in `health.monitor` ----
@@ -631,8 +637,8 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        Inside a callback of the group, this thread itself runs the queued calls, up to the call of this work. A thread that
-        waits without `timeout` does so, too, if no other thread runs a call of the group.
+        In two cases this thread itself runs the queued calls, up to the call of this work: inside a callback of the group; and
+        without `timeout`, if no other thread runs a call of the group.
         """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.
@@ -655,7 +661,7 @@ class GroupWork(PendingWork):
         return future
 
     def _settle(self, future: TensorsFuture) -> None:
-        """This runs the future's callbacks. See point 5 of Note [One total order] in `queue`."""
+        """Complete the future, which runs its callbacks. See point 5 of Note [One total order] in `queue`."""
         # If `help` does not run this call, or the queue has stopped, run the callbacks on this thread.
         if not self._queue.hand_over(lambda: self._settle_here(future)):
             self._settle_here(future)

@@ -20,7 +20,7 @@ Method = TypeVar("Method", bound=Callable[..., Work])
 # The future of a send or receive costs a thread, so observers do not learn when such a transfer is over.
 _TRANSFERS = ("send", "recv")
 
-# torch's own backends use these names for the ranges of these methods.
+# For each of these methods, the name that torch's own backends give to its range in the profile.
 _TITLES = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",

@@ -48,9 +48,9 @@ class Queue:
     3. A task issued *from a callback of a running task* runs at once, on the thread of the callback, inside the callback. On
        every rank such a task comes before all queued tasks. So the callback may wait for the new task.
     4. If a callback waits for the work of a queued task, or for a future that depends on this task, the callback's thread runs
-       the queue up to this task (`run_until`). A wait for a future that torch makes, such as that of
-       `torch.futures.collect_all`, does not run the queue.
-    5. A thread may wait for a work outside of a callback while the turn is free. Then this thread takes the turn, and runs the
+       the queue up to this task (`run_until`). A wait for a future that torch makes, such as the
+       future of `torch.futures.collect_all`, does not run the queue.
+    5. A thread that runs no callback may wait for a work while the turn is free. Then this thread takes the turn, and runs the
        queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
        The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. Instead,
        the thread hands the callbacks over to the queue's thread (`hand_over`), and stops. The queue's thread runs the callbacks
@@ -261,10 +261,9 @@ class Queue:
     def drop(self) -> None:
         """Stop the queue from a finalizer.
 
-        This waits for no lock, because a finalizer may run on a thread that already holds the lock.
-
-        If another thread has the lock, this method does not wake the queue's thread. In the worst case the queue's thread
-        sleeps until the process ends.
+        The method does not wait for the queue's lock, because a finalizer may run on a thread that already holds this lock. If
+        another thread holds the lock, the method does not wake the queue's thread. In the worst case the queue's thread sleeps
+        until the process ends.
         """
         self._stopping = True
         if self._changed.acquire(blocking=False):
@@ -351,7 +350,10 @@ class Queue:
                 self._run_first()
 
     def _run_first(self) -> None:
-        """The caller has the turn. If the caller is `help`, no callbacks are handed over."""
+        """Run the first callbacks that were handed over, or else the first queued task. The caller has the turn.
+
+        `help` calls this method only if no callbacks are handed over.
+        """
         tasks = self._handed_over or self._tasks
         if not tasks:
             return  # another thread has run the task while this one waited for the turn
@@ -430,7 +432,10 @@ def finish_all() -> None:
 
 
 def _run_queues_here(is_done: Callable[[], bool]) -> None:
-    """A future calls this before it blocks: point 4 of Note [One total order]."""
+    """If this thread runs a callback, run the queued tasks of the callback's group until `is_done()` is true.
+
+    A future calls this function before it blocks. See point 4 of Note [One total order].
+    """
     # The future may belong to another group, so ask all queues.
     for queue in _started:
         if queue.is_running_here():

@@ -34,7 +34,7 @@ class Request(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether the request is over. This never blocks.
+        """Whether the request is over. The method never blocks.
 
         If the library cannot tell without waiting, the result is False until `wait` has returned.
         """
@@ -107,10 +107,10 @@ class Transport(ABC):
 
     @abstractmethod
     def plan(self, signature: Signature) -> Plan:
-        """Make the plan for calls of this signature. This does not communicate.
+        """Make the plan for calls of this signature. The method does not communicate.
 
-        One rank may use an old plan of a signature while another rank uses a new one. So all plans of a signature must send and
-        receive the same messages.
+        One rank may use an old plan of a signature while another rank uses a new plan. So all plans of a signature must send
+        and receive the same messages.
         """
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Begin to send a flat, contiguous tensor. This must not wait for the receiver."""
+        """Begin to send a flat, contiguous tensor. The method must not wait for the receiver."""
 
     @abstractmethod
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
@@ -250,7 +250,7 @@ class LibraryTransport(Transport):
 
 
 class LibraryPlan(Plan):
-    """Carries out a collective by the method of a `LibraryTransport` for this collective, with flat tensors."""
+    """Carries out a collective: calls the `LibraryTransport`'s method for this collective, with flat tensors."""
 
     def __init__(self, transport: LibraryTransport, signature: Signature) -> None:
         self._transport = transport

@@ -67,7 +67,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
-        """Return the text of each rank, for error messages. This raises the errors of `maximum`.
+        """Return the text of each rank, for error messages. The method raises the errors of `maximum`.
 
         With many ranks the messages would be long. So each message has at most `most_told` different texts; None: all texts.
         With such a limit, the result may lack some texts (see `Statements.untold`).

@@ -154,7 +154,7 @@ def _check_device(kind: str) -> None:
 
 
 def _device(kind: str, control: ProcessGroup) -> torch.device:
-    """For kind "cuda" each rank gets its own GPU, and the call is a collective."""
+    """Return the device of the tensors. For kind "cuda" each rank gets its own GPU, and the call is a collective."""
     if kind == "cpu":
         return CPU
     device = default_device(control)

@@ -1,4 +1,4 @@
-"""Tell a cluster user before a job what is installed, what is wrong, and how to repair it."""
+"""Before a job, tell the user of a cluster what is installed, what is wrong, and how to repair it."""
 
 from .diagnosis import diagnose
 from .finding import Finding, Status

@@ -116,7 +116,10 @@ def _choice(argument: str | None) -> BackendChoice:
 
 
 def _cuda_awareness() -> str | None:
-    """Call this before the ranks connect. Otherwise a transfer that hangs would look like missing ranks."""
+    """Try whether MPI can send the memory of a GPU, and return the result in words; None if this cannot be tried here.
+
+    Call this before the ranks connect. Otherwise a transfer that hangs would look like missing ranks.
+    """
     if not torch.cuda.is_available() or what_is_missing("mpi") is not None:
         return None
     return try_cuda_awareness(timeout_s=_CUDA_TIMEOUT_S).in_words

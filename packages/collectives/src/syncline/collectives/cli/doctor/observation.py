@@ -103,7 +103,7 @@ class Observation:
 def observe(
     environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
 ) -> Observation:
-    """Observe this process's machine. This is no collective, and does not start MPI."""
+    """Observe this process's machine. The function is no collective, and does not start MPI."""
     launch, problem = _launch(environ)
     shm_total, shm_free = _shared_memory()
     cupy, nccl = _cupy()

@@ -100,7 +100,11 @@ class Answers:
     # ---- where the ranks meet ----
 
     def _meeting(self, torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """If all ranks of the job meet, meet through MPI. Otherwise, for example in a forked child, call torch's rendezvous."""
+        """Return the function that replaces torch's rendezvous `torchs`.
+
+        If all ranks of the job meet, they meet through MPI. Otherwise, for example in a forked child, the function calls
+        `torchs`.
+        """
 
         def meet(url: str, timeout: timedelta | None = None, **kwargs: Any) -> Iterator[Any]:
             asked = dict(parse_qsl(urlsplit(url).query))
@@ -113,7 +117,7 @@ class Answers:
         return meet
 
     def _store_of_all(self, timeout: timedelta | None) -> Any:
-        """The first call is a collective."""
+        """Return the store in which the ranks of a default group meet. The first call is a collective."""
         import torch.distributed as dist
 
         from ...torch_bridge.rendezvous import rendezvous
@@ -160,7 +164,7 @@ class Answers:
             c10d._MPI_AVAILABLE = True
 
     def _choose(self, named: Mapping[str, str], size: int, rank: int, members: list[int]) -> str | None:
-        """None: the group stays torch's own. For `named`, see `carrier_for`."""
+        """Return our backend for a group. None: the group stays torch's own. For `named`, see `carrier_for`."""
         carrier = carrier_for(named, self._backend)
         if carrier is None:
             return None
@@ -175,7 +179,7 @@ class Answers:
         return carrier if carrier == self._carrier_of_all or is_of_all else None
 
     def _are_the_jobs_ranks(self, size: int, rank: int) -> bool:
-        """If the script's world size equals MPI's, this is a collective."""
+        """Whether a new default group has the ranks of the job. A collective if `size` equals the number of MPI's ranks."""
         # -1 means MPI's world size.
         if size == -1:
             return True

@@ -150,7 +150,7 @@ def _load_ddp(name: str) -> type:
 
 
 def _find(arguments: argparse.Namespace, job: Job, ending: Ending) -> Script:
-    """If any rank cannot find the script, all ranks end."""
+    """Find the script. All ranks call this: if any rank cannot find the script, all ranks end."""
     problem: tuple[str, int] | None = None
     script = None
     if arguments.is_module:  # the module's packages run before the module is found, as with `python -m`
@@ -197,7 +197,10 @@ def _run(script: Script, words: Sequence[str], ending: Ending) -> None:
 
 
 def _refuse(message: str, status: int = 2) -> NoReturn:
-    """One rank of a node prints each message. The ranks choose by a file, because MPI may not have started."""
+    """End this process. Of the ranks of a node that refuse with the same message, only one prints the message.
+
+    The ranks choose this rank through a file, because MPI may not have started.
+    """
     # The file's name has the parent's process id. Each run of a launcher has its own parent, so no run silences another run.
     if is_first(f"refused-{os.getppid()}-{crc32(message.encode()):08x}", run_began_s()):
         _say(message)

@@ -45,7 +45,7 @@ _PATIENCE_S = 10.0
 
 
 class Ending:
-    """What happens when this process ends. The constructor replaces `os._exit` and registers an exit handler.
+    """What happens when this process ends. With MPI, the constructor replaces `os._exit` and registers an exit handler.
 
     Make this object right after MPI has started. Exit handlers run in reverse order, so the handler of this object runs last.
     """
@@ -105,7 +105,10 @@ class Ending:
         return None if first == job.rank else f"rank {first} failed first, and its traceback says why"
 
     def _note_ours(self, function: Callable[..., object], *arguments: object, **named: object) -> Callable[..., object]:
-        """Called in place of `atexit.register`. `_exit_at_once` runs Syncline's handlers, which close objects that use MPI."""
+        """Called in place of `atexit.register`. Register the handler, and keep Syncline's handlers for `_exit_at_once`.
+
+        Syncline's handlers close objects that use MPI.
+        """
         if (getattr(function, "__module__", None) or "").startswith("syncline."):  # C functions may have no module
             self._ours.append(lambda: function(*arguments, **named))
         return self._register(function, *arguments, **named)

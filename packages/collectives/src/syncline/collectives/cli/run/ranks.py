@@ -411,8 +411,8 @@ def _agree_on_address(
 ) -> tuple[str, int]:
     """Agree on an address of rank 0's host, and on a free port of this host. A collective.
 
-    With several nodes, the ranks use an address that a process of each other node has reached, or else the address that most
-    of these processes have reached.
+    With several nodes, one rank of each other node tries the addresses of rank 0. The ranks use an address that all these ranks
+    have reached, or else the address that most of them have reached.
     """
     is_host = world.Get_rank() == 0
     port = world.bcast(_free_port(environ) if is_host else None)
