@@ -613,7 +613,7 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """For each rank the number of its process. A process keeps its number in all groups that `shrink` or `admit` makes."""
+        """The number of each rank's process. A process keeps its number in all groups that `shrink` or `admit` makes."""
         return tuple(range(self.size))
 
     @property

@@ -175,5 +175,8 @@ def _report(group: ProcessGroup, messages: _Messages, scope: CancelScope) -> Non
 
 
 def _send(group: ProcessGroup, peer: int, call: int, question: int) -> Work:
-    """The caller keeps the work until the barrier is over, because Gloo may never send if the work is freed."""
+    """Start to send a message to a rank, and return the work.
+
+    The caller keeps the work until the barrier is over, because Gloo may never send if the work is freed.
+    """
     return group.send(torch.tensor([call, question], device="cpu"), peer, MONITORED_BARRIER, async_op=True)

@@ -52,7 +52,7 @@ def broadcast_object(payload: Any, root: int, *, group: ProcessGroup) -> Any:
 
 
 def _gathered(payload: bytes, group: ProcessGroup) -> list[tuple[torch.Tensor, int]]:
-    """A collective. Returns each rank's padded bytes on the CPU, and the number of bytes without the padding."""
+    """Gather the bytes of all ranks. Returns each rank's padded bytes on the CPU, and their number without the padding."""
     device = message_device(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size)]

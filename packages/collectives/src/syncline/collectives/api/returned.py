@@ -505,7 +505,7 @@ def _width(tensor: torch.Tensor) -> int:
 
 
 def _rows_of_all(name: str, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[list[int]]:
-    """A collective. For each rank, returns how many rows each of its tensors has."""
+    """Gather the numbers of rows. Returns one list for each rank: how many rows each of the rank's tensors has."""
     for tensor in tensors:
         _check_has_rows(name, tensor, group)
     device = object_exchange.message_device(group, tensors[0].device)

@@ -122,7 +122,7 @@ class _RefusedError(Exception):
 
 
 def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
-    """A collective. If the action fails on any rank, every rank raises `_RefusedError`."""
+    """Run the action on all ranks, and return its result. If the action fails on any rank, all ranks raise `_RefusedError`."""
     refusal, result = "", None
     try:
         result = action()

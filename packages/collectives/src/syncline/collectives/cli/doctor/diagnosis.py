@@ -348,7 +348,10 @@ def memory(ranks: Sequence[Observation]) -> list[Finding]:
 
 
 def _sharing(result: str | None, has_fences: bool) -> Finding:
-    """`result` is what `probe_shared_memory` returned on every rank, or None if the ranks did not call it."""
+    """Judge whether ranks can share memory.
+
+    `result` is what `probe_shared_memory` returned on every rank; None if no rank called `probe_shared_memory`.
+    """
     name = "shared memory"
     if result is None:
         return ok(name, "not tried: the ranks are not connected by MPI")
