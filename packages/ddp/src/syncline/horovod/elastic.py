@@ -8,8 +8,9 @@
 
 `sync`, `restore` and `commit` are methods of `State`. `shrink` and `admit` are methods of `ProcessGroup`. After a loss, the
 remaining ranks make a new group, in the same processes. A new process is started with SYNCLINE_JOIN=1, and runs the same
-script. It has the state of the training only after its first `sync`. As in Horovod, steps after the last commit are lost. In
-contrast, `syncline.ddp.Elastic` applies each step on all ranks or on none, and never repeats a batch that was applied.
+script. The new process has the state of the training only after its first `sync`. As in Horovod, steps after the last commit
+are lost. In contrast, `syncline.ddp.Elastic` applies each step on all ranks or on none, and never repeats a batch that was
+applied.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     Raises:
         RankLostError: only new processes are left, which do not have the state of the training yet.
         TransportError: a rank is lost, and the group cannot go on without it (`ProcessGroup.missing_for_shrink`), or the
-            remaining ranks do not form a new group in time.
+            remaining ranks do not form a new group in time. Or this process is new, and the other ranks do not let it in.
     """
 
     @functools.wraps(func)
@@ -190,7 +191,7 @@ class ObjectState(State):
     """A state of Python objects. Each object is an attribute of the state.
 
     Args:
-        kwargs: the objects, by the names of their attributes. The objects must support pickle.
+        kwargs: the objects. Each keyword becomes the name of an attribute. The objects must support pickle.
     """
 
     def __init__(self, **kwargs: Any) -> None:

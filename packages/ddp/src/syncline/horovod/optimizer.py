@@ -61,7 +61,7 @@ _NEVER = 255
 
 
 class _Rest(IntEnum):
-    """What a rank has left to reduce of a parameter. The ranks agree on the largest value."""
+    """Whether and how a rank's gradient of a parameter must still be reduced. The ranks agree on the largest value."""
 
     NOTHING = 0
     DENSE = 1
@@ -202,7 +202,7 @@ class _Distributed:
         try:
             return self._combining.step(super().step, closure)  # type: ignore[misc]  # the optimizer's
         finally:
-            # This rank may run no backward before the next step.
+            # A backward would reset this flag, too. But possibly this rank runs no backward before the next step.
             self._combining.is_synchronized = False
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -421,7 +421,7 @@ class _GradientCombining:
         self._announce(self._reduction_step)
 
     def _ended(self, _: object = None) -> None:
-        """The reducer calls this when it has reduced a backward, and `_reduce` calls this when it has reduced what was left."""
+        """The reducer calls this after each reduced backward. `_reduce` calls this after its own reduction."""
         self._hear()
         self._is_reduced = True
         self._late.difference_update(self._members)
@@ -443,7 +443,7 @@ class _GradientCombining:
             roll.wait()
 
     def shadow_reduction(self) -> None:
-        """Take part in reduction 1 of the other ranks, on a rank that has joined."""
+        """Take part in reduction 1 of the other ranks. This rank has called `join`. See Note [The reductions of a step]."""
         if self._reducer is None:
             raise MisuseError(
                 "this rank has joined, and the others step an optimizer that has not stepped here in this world; create the "
@@ -452,7 +452,7 @@ class _GradientCombining:
         self._reducer.shadow_backward(has_forward=False)
 
     def shadow_end(self) -> None:
-        """Take part in the end of the other ranks' step, on a rank that has joined."""
+        """Take part in the end of the other ranks' step: agreement 2 and reduction 3. This rank has called `join`."""
         self._end(None, 0)
 
     # ---- the end of a step ----
@@ -474,7 +474,7 @@ class _GradientCombining:
             # An average may be averaged again without harm. Any other reduction would count its result twice.
             if self._op is not Average:
                 return _Rest.TWICE
-        # If no backward of this step has made these zeros, `zero_grad` has made them, or `_fill` in an earlier step.
+        # No backward of this step has made these zeros. `zero_grad` has made them, or `_fill` in an earlier step.
         elif number not in self._late and not (gradient.coalesce().values() if gradient.is_sparse else gradient).any():
             return _Rest.NOTHING
         if number in self._densified:
@@ -482,7 +482,7 @@ class _GradientCombining:
         return _Rest.SPARSE if gradient.is_sparse else _Rest.DENSE
 
     def _end(self, rest: Sequence[int] | None, backwards: int) -> None:
-        """A collective. `rest` is None on a rank that has joined. For `backwards`, see `_backwards_seen`.
+        """A collective. `rest` is None on a rank that has called `join`. For `backwards`, see `_backwards_seen`.
 
         Raises:
             MisuseError: on all ranks, if a gradient would be combined twice.

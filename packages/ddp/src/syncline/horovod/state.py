@@ -75,7 +75,7 @@ def broadcast_optimizer_state(
 
 @dataclass(frozen=True)
 class _Hole:
-    """The place of a tensor in an object that is sent without its tensors."""
+    """Stands for a tensor in an object that is sent without its tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

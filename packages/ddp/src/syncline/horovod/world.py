@@ -59,7 +59,7 @@ _callbacks: list[Callable[[], None]] = []
 def call_with_each_world(callback: Callable[[], None]) -> Callable[[], None]:
     """A decorator: call the function after each change of `world()` (in `init`, `replace_world` and `shutdown`).
 
-    In `shutdown` there is no world any more, and the old group is still open.
+    When `shutdown` calls the function, there is no world any more, but the old group is still open.
     """
     _callbacks.append(callback)
     return callback
