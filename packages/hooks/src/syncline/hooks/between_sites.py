@@ -15,9 +15,9 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
     A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
-    `bf16_compress_hook`, in contrast, rounds the gradients of each rank, and then only the sum of all ranks. So float32 sums
-    travel between nodes. `bf16_between_sites_hook` rounds twice: first each site's sum, divided by the number of all ranks, and
-    then the sum over the sites. Sums of 16-bit numbers are accumulated in float32.
+    This hook rounds to bfloat16 twice: first the sum of each site (after the division by the number of all ranks), and then the
+    sum over the sites. Sums of 16-bit numbers are accumulated in float32. With `bf16_compress_hook`, in contrast, each rank
+    rounds its own gradients, but the sums that travel between nodes are float32.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.

@@ -110,11 +110,13 @@ class CompressionState:
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     """Send compressed gradients, and average them over the ranks. Add the part that was left out to the next step's gradients.
 
-    All ranks get the same bits. What NaN and infinity become depends on the compressor. The error feedback contains neither.
+    All ranks get the same bits. The result for NaN and infinity depends on the compressor. The error feedback (the parts that
+    were left out) contains neither.
 
-    With `find_unused_parameters`, DDP (ours and torch's) drops the result for a parameter that no rank used. The hook cannot
-    know this, so the part of the parameter's error that was sent in this step is lost. In Syncline's DDP,
-    `skip_all_reduce_unused_params=True` keeps the errors of buckets of which no rank used any parameter.
+    With `find_unused_parameters`, DDP (ours and torch's) drops the result for a parameter that no rank used in this step. The
+    hook cannot know this. The hook sends a part of this parameter's error feedback, and this part is lost. In Syncline's DDP,
+    `skip_all_reduce_unused_params=True` avoids this loss for a bucket if no rank uses any of its parameters: the hook is not
+    called for this bucket.
 
     Args:
         state: the compressor, and the error feedback.

@@ -22,7 +22,7 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The compressor's name, in saved states and in the texts of errors. It contains all settings that change a message."""
+        """The compressor's name for saved states and errors. This name contains all settings that change a message."""
 
     @abstractmethod
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Compressor(ABC):
         """Start the collective that carries the messages of all ranks. By default every rank gets every message.
 
         Returns:
-            The work, and a tensor of one row for each message, which is filled when the work has finished.
+            The work, and a tensor with one row for each message. The tensor is filled when the work has finished.
         """
         messages = message.new_empty(group.size, message.numel())
         return group.all_gather_into_tensor(messages, message, async_op=True), messages

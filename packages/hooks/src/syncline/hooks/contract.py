@@ -2,8 +2,8 @@
 
 A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. Syncline's reducer or
 torch's reducer calls the hook during backward, on every rank, for the same buckets in the same order. The bucket holds this
-rank's own gradients, which are not yet divided by the number of ranks. The future's value is the flat tensor that every rank
-gets. So a hook that averages must itself divide by the number of ranks.
+rank's own gradients. Nobody else divides by the number of ranks, so a hook that averages must divide. The future's value is the
+flat tensor of the reduced gradients.
 """
 
 from __future__ import annotations

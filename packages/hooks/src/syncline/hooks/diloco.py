@@ -223,7 +223,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
 
 class _OuterSGD:
-    """SGD with Nesterov momentum, as in torch. Its state is in the fragments."""
+    """SGD with Nesterov momentum, as in torch. The parameters' velocities are in the fragments (see `_Fragment`)."""
 
     def __init__(self, lr: float, momentum: float, mixing: float) -> None:
         self.lr = lr

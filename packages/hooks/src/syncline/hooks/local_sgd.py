@@ -18,7 +18,7 @@ _KIND = "post-local SGD"
 class PostLocalSGDState:
     """The settings of `post_localSGD_hook`, and a count of steps.
 
-    The arguments are those of torch's class. They are the same on every rank, except that each rank passes its own subgroup.
+    The arguments are those of torch's class. Every rank passes the same arguments, except for its own subgroup.
 
     Args:
         process_group: the group that averages gradients in the first `start_localSGD_iter` steps. None means the group of the

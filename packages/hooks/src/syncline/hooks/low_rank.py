@@ -32,8 +32,9 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
     Args:
         shape: the gradient's shape. The first dimension becomes the rows, and all other dimensions together become the columns.
         rank: the largest number of columns of the factors.
-        min_compression_rate: the gradient is compressed if `(rows + columns) * rank * min_compression_rate < rows * columns`.
-            With a rate below 1, a gradient may be compressed although its factors have more elements than the gradient.
+        min_compression_rate: the gradient is compressed if `(rows + columns) * r * min_compression_rate < rows * columns`. Here
+            r is the smallest of `rank`, rows and columns. With a rate below 1, a gradient may be compressed although its
+            factors have more elements than the gradient.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])

@@ -97,7 +97,7 @@ class HierarchicalModelAverager(ModelAverager):
         process_group: a group of Syncline or of torch; None means torch's default group. The constructor splits the group, so
             all ranks of the group must call the constructor.
 
-    Source: the hierarchy of torch's averager of this name.
+    Source: torch's class of the same name.
 
     Raises:
         InvalidArgumentError: there is no period, a period is below 1, periods do not rise, sizes fall or do not fit the group,

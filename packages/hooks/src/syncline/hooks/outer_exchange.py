@@ -54,7 +54,7 @@ class OuterExchange:
     Args:
         group: the group over which parameters are averaged. With sites (see `Sites`), the group contains only the first rank of
             each site, and `group` is None on all other ranks.
-        inside: the group of all ranks of this rank's site, which have the same parameters. The first rank of the site
+        inside: the group of all ranks of this rank's site. These ranks have the same parameters. The first rank of the site
             broadcasts the average in this group. None if there are no sites.
         compressor: compresses the differences, with error feedback. If None, whole parameters are averaged.
         seed: the compressor's seed, the same on every rank.

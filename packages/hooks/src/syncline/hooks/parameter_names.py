@@ -90,7 +90,7 @@ class ParameterNames:
         return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "numberings": self._numberings}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved state may be of this run's parameters, as far as they are known. Changes nothing.
+        """Check that a saved state does not contradict the parameters that are known in this run so far. Changes nothing.
 
         Raises:
             MisuseError: the numbers in the saved state may mean other parameters in this run, or a parameter has another shape.
@@ -121,7 +121,7 @@ class ParameterNames:
             self._met = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the parameters. A copy names the parameters of its first buckets, and checks that these names fit."""
+        """Pickle names and shapes, but no parameters. A copy compares the names and shapes with the buckets of its first step."""
         return _copy_that_expects, (self.state_dict(),)
 
     # ---- new parameters ----

@@ -30,7 +30,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
 
-    1. Each gradient becomes a matrix M [first dimension, all other dimensions]. The error of the previous step is added to M.
+    1. Each gradient becomes a matrix M [first dimension, all other dimensions]. The error of the previous step (see 5) is added
+       to M.
     2. P = M Q. Here Q is the previous step's Q or a random Q, after its columns were made orthonormal.
     3. One all_reduce averages the Ps together with the gradients that are not worth compressing.
     4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages the Qs.
@@ -39,7 +40,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
     The first `start_powerSGD_iter` steps average without compression. A gradient with NaN or infinity becomes NaN on every
     rank. Then the state drops the errors and factors of this gradient's bucket, so that NaN does not reach the next step.
 
-    With `find_unused_parameters`, a part of the error of a parameter that no rank used is lost. See `compression_hook`.
+    With `find_unused_parameters`, if no rank uses a parameter in a step, a part of this parameter's error is lost. See
+    `compression_hook`.
 
     Args:
         state: the settings, and the errors and factors of earlier steps.
@@ -86,10 +88,10 @@ def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFut
 
 
 class _Batch:
-    """Gradients of one matrix shape. One batched call multiplies them, but each gradient has its own factors.
+    """Gradients of one matrix shape. Each gradient has its own factors, but one batched call multiplies all of them.
 
-    `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` later becomes the next error, so it
-    does not share memory with the gradients.
+    `matrices` has the shape [gradients, rows, columns]. With error feedback, `matrices` later becomes the next error, so
+    `matrices` does not share memory with the gradients.
     """
 
     def __init__(

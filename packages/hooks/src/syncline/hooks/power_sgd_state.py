@@ -223,7 +223,7 @@ class PowerSGDState:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle. `process_group` becomes None, which means the DDP's group. Set it to use another group.
+        """Restore a pickle. `process_group` becomes None: the DDP's group. To use another group, set `process_group`.
 
         In the first step, the hook raises a MisuseError if the buckets have other parameters than the pickled state.
         """
@@ -236,7 +236,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """The key, made of parameter names, under which `batched_powerSGD_hook` keeps a bucket's factor and its padding's error."""
+    """The key under which `batched_powerSGD_hook` keeps the factor of a bucket, and the error of the bucket's padding."""
     return f"[{', '.join(names)}]"
 
 

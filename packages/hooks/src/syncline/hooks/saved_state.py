@@ -1,9 +1,10 @@
 """Saved states: plain dictionaries of numbers, texts and tensors, which `torch.load(..., weights_only=True)` can load.
 
-The errors of error feedback differ between ranks. Everything else in a state is the same on all ranks. So a state with
-errors also contains the rank that saved it and the number of ranks, and fits only a job with this number of ranks. For a job
-with another number of ranks, `merge_states` makes one state that fits all ranks. The merged state has the mean of all ranks'
-errors, which is enough: training depends only on this mean.
+The errors of error feedback (the parts of gradients that compression left out) differ between ranks. So a state contains the
+rank that saved the state, and the number of ranks. The other parts of a state are the same on all ranks. If a state has errors,
+only a job with the same number of ranks can use the state. For a job with another number of ranks, `merge_states` makes one
+state that fits all ranks. The merged state has the mean of all ranks' errors. This is enough, because training depends only on
+this mean.
 """
 
 from __future__ import annotations

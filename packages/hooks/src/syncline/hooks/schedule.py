@@ -116,8 +116,8 @@ class ScheduleState:
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """If `load_state_dict` would raise an error, raise this error. Change nothing.
 
-        For a phase, this method calls the `check_state_dict` of the phase's state, if the state has one. All states of this
-        package that can be saved have this method.
+        For each phase, this method calls `phase.state.check_state_dict`, if there is such a method. All states of this package
+        that can be saved have a `check_state_dict`.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
@@ -135,8 +135,8 @@ class ScheduleState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. If the state is refused, nothing changes.
 
-        For a phase with a state of your own, give its class a method `check_state_dict`. Without this method, the state can
-        refuse only when the states of earlier phases are already loaded.
+        If you write a class for the state of a phase, give the class a method `check_state_dict`. Without this method, the
+        object can refuse a saved state only when the states of earlier phases are already loaded.
 
         Raises:
             MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.

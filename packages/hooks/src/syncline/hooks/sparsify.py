@@ -14,7 +14,7 @@ from .compressor import Compressor, LinearCompressor, Unpacker, in_math_dtype, p
 
 
 class TopK(Compressor):
-    """Sends the numbers with the largest magnitude in each tensor, with their indices.
+    """Sends the numbers of largest magnitude in each tensor, together with their indices.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified SGD with
     memory", 2018. This compressor needs error feedback. A NaN counts as the largest number, so it is sent.
