@@ -22,8 +22,8 @@ class BackwardReduction:
 
     Args:
         buckets: the reducer's buckets, in the order in which they are reduced.
-        usage: the usage model, which knows the parameters that this backward uses. The caller has already called the
-            model's `begin` or `shadow_backward`.
+        usage: the usage model, which knows the parameters that this backward uses. The caller calls the model's `begin` or
+            `shadow_backward` before it calls `start` or `start_empty`.
         reduction: starts the reduction of a bucket.
         group: the group whose ranks average their gradients. After the last bucket, these ranks compare which collectives they
             have called.

@@ -31,15 +31,17 @@ class Bucket:
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
-    A view has the shape of its parameter. If the parameter's strides are dense, the view has the same strides (the view of a
-    channels-last parameter is channels-last). So a gradient fits into its view without a change of layout.
+    A view has the shape of its parameter. If the parameter's elements fill their memory without gaps, the view also has the
+    parameter's strides (the view of a channels-last parameter is channels-last). So a gradient fits into its view without a
+    change of layout.
 
     Attributes:
         indices: the parameters' indices in the reducer.
         parameters: the parameters, all of one dtype and device.
         names: the parameters' names, for errors.
         buffer: the flat buffer, on the parameters' device, from `group.allocate`.
-        views: one view for each parameter. With `as_view` the views are the gradients, so nothing is copied back.
+        views: one view for each parameter. With `as_view` (the user's `gradient_as_bucket_view`) the views are the gradients,
+            so nothing is copied back.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class Bucket:
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of a flat buffer for each parameter.
 
-        Each view has the shape of its parameter. If the parameter's strides are dense, the view has the same strides.
+        Each view has the shape of its parameter. If the parameter's elements fill their memory without gaps, the view also has
+        the parameter's strides.
         """
         views, start = [], 0
         for parameter in self.parameters:
@@ -148,7 +151,10 @@ class Bucket:
         return self.buffer is self._own_memory[0]
 
     def _positions_in_place(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """If a gradient is at a wrong offset in the buffer, replace it in the list `gradients` by a copy."""
+        """Return the positions of the gradients that are in the buffer already, each at its own offset.
+
+        If a gradient is at a wrong offset in the buffer, replace it in the list `gradients` by a copy.
+        """
         if self._aliasing is not None:
             return self._aliasing.in_place(gradients) if self._is_in_own_memory else []
         in_place = []

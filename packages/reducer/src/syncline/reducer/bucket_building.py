@@ -44,7 +44,7 @@ class BucketBuilder:
 
         With one size limit, the buckets are filled from the front of the model, as in torch. So each bucket has the same
         parameters as in torch, and `skip_all_reduce_unused_params` leaves out the same buckets. With several limits, the
-        buckets are filled from the model's end, because the first limit is for the first bucket.
+        buckets are filled from the model's end, because the first limit is for the bucket that is reduced first.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)

@@ -77,13 +77,13 @@ class BucketReduction:
 
 
 class PendingReduction(ABC):
-    """A bucket whose reduction was issued. When the reduction ends, the time goes into `times`.
+    """A bucket whose reduction was issued. The time at which the reduction ends is written into `times`.
 
     Callbacks at the end of the reduction hold no reference to the group. A callback may run on the group's own thread. If the
     callback dropped the last reference to a group of torch there, the group would wait for its own thread for ever.
 
     Attributes:
-        shows_bucket: whether a hook has seen the bucket's memory, and may keep it.
+        shows_bucket: whether a hook has seen the bucket's memory, and may use this memory later.
     """
 
     shows_bucket = False

@@ -37,11 +37,10 @@ class DelayedUsage(UsageModel):
         return [index for index in self._usage.begin() if index not in self._delayed]
 
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return None if a bucket of these parameters contains a delayed one, or the one for which the delayed ones wait.
+        """Return None for a bucket with a delayed parameter or with the parameter `until`.
 
-        For other buckets, ask the wrapped usage model.
-
-        None means that the reducer must look at each gradient of the bucket.
+        None means that the reducer must look at each gradient of the bucket. For all other buckets, return the answer of the
+        wrapped usage model.
         """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
 
@@ -51,7 +50,7 @@ class DelayedUsage(UsageModel):
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Return the parameters whose gradients are final. A delayed gradient is final when the gradient of `until` has come.
 
-        If a delayed gradient comes after that, `Readiness` raises an error.
+        If a delayed gradient comes later than the gradient of `until`, `Readiness` raises an error.
         """
         return [final for index in indices for final in self._arrived(index, undefined)]
 

@@ -140,7 +140,7 @@ class DynamicUsage(UsageModel):
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Return all given parameters: each gets only one gradient in a backward, so this gradient is final.
 
-        An undefined gradient does not count as a use.
+        An undefined gradient (None) does not count as a use.
         """
         self.accumulated(indices, undefined)
         return indices

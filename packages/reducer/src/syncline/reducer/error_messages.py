@@ -199,9 +199,9 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 
 
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
-    """Return a copy of the error whose text also says where the ranks disagree.
+    """Return a copy of the error. The copy's text also says where the ranks disagree.
 
-    If only some ranks ran a backward, the text also says how to repair this.
+    If only some ranks ran a backward, this text also says how to repair this.
     """
     remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
     return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")

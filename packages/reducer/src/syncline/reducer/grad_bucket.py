@@ -29,7 +29,7 @@ class GradBucket:
     def buffer(self) -> torch.Tensor:
         """Return all gradients of the bucket, as one flat, contiguous tensor.
 
-        The values are this rank's own gradients, not divided.
+        The values are this rank's own gradients. They are not divided by the number of ranks.
 
         The bucket of a sparse gradient holds one parameter. The buffer of this bucket is the gradient itself: COO, coalesced,
         in the parameter's shape.

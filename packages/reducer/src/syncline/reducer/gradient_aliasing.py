@@ -19,8 +19,8 @@ class GradientAliasing:
     ~~~~~~~~~~~~~~~~~~~~~~~~
     Copying the reduced gradients back takes about as long as reducing them. The bucket needs its memory again only when the
     next backward fills it. By then most gradients are gone (`zero_grad`). So at the end of backward `gradient.data = alias`
-    moves a gradient into the bucket's memory. The tensor object stays, with its version and its hooks. The memory that autograd
-    had allocated for the gradient is freed. These rules hold:
+    moves a gradient into the bucket's memory. (The alias is a tensor in this memory.) The tensor object `gradient` stays, with
+    its version and its hooks. The memory that autograd had allocated for the gradient is freed. These rules hold:
 
     - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All other gradients are
       copied.
@@ -49,8 +49,8 @@ class GradientAliasing:
     def is_memory_free(self) -> bool:
         """Whether the bucket may fill its memory.
 
-        True if each moved gradient is gone, or has other memory by now, or is still the `grad` of its parameter. (Then it is in
-        the bucket already, and is not copied.)
+        True if each moved gradient is gone, or has other memory by now, or is still the `grad` of its parameter. (A gradient
+        that is still the `grad` is in the bucket already, and is not copied.)
         """
         return all(
             storage_users(alias) == self._alone[position]

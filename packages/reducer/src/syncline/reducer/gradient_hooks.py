@@ -17,7 +17,7 @@ from .torch_internals import GraphNode, accumulation_node, hookable
 
 
 class GradientHooks:
-    """The hooks by which one reducer notes its gradients.
+    """The hooks by which one reducer learns that gradients have come.
 
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -111,13 +111,17 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take off the hooks of all other reducers of the same parameters. Return whether all that would disturb have agreed.
+        """Take off the hooks of other reducers of the same parameters. Return False if a disturbing reducer keeps its hooks.
 
-        Only the reducer that has prepared the latest forward averages gradients. The other reducer, for example of another
-        wrapper of this module, agrees if it has no open forward and no open backward. If it has, both average gradients, as in
-        a loss that adds the outputs of two wrappers. They then disturb each other in three cases: one of them averages
-        gradients in place; they use one group, so one reducer's bucket could meet the other reducer's bucket, because gradients
-        may come in a different order on each rank; or their groups have other ranks, so their averages differ.
+        Usually only the reducer that has prepared the latest forward averages gradients. Another reducer, for example of a
+        second wrapper of the same module, keeps its hooks only while one of its forwards waits for its backward, or one of its
+        backwards is under way. Then both reducers average the gradients (for example, a loss adds the outputs of two wrappers).
+        Two such reducers disturb each other in three cases:
+
+        - At least one of them averages gradients in place.
+        - Both use one group. Gradients may come in a different order on each rank, so a bucket of one reducer could meet a
+          bucket of the other reducer.
+        - Their groups have different ranks, so their averages differ.
         """
         # The usual case: no parameter has a second reducer.
         if not self._others:

@@ -127,7 +127,7 @@ class PendingGradients:
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Return each bucket with its gradients that were not taken before, if there are any.
+        """Return all buckets that have gradients which were not taken yet, each with these gradients.
 
         Call this method when backward has ended, or is not reduced.
         """

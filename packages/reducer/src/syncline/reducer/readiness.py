@@ -73,7 +73,7 @@ class Readiness:
         return self._next == len(self._missing)
 
     def missing(self) -> list[int]:
-        """Return the gradients that are not marked yet, ascending."""
+        """Return the indices of the gradients that are not marked yet, ascending."""
         return sorted(set(self._bucket_of).difference(self._ready))
 
 

@@ -60,7 +60,7 @@ def _noting_errors(method: Method) -> Method:
 
 
 class _BackwardEnd:
-    """Autograd holds this object until its callbacks have run, or drops it without a call if the backward fails."""
+    """Autograd calls `end` when a backward ends. If the backward fails, autograd drops this object without a call."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -97,7 +97,7 @@ class Reducer(Inherited):
             errors.
         group: the group whose ranks average their gradients. The first forward outside of `no_sync` allocates the buckets, by a
             collective of this group. If there is no such forward, the first reduced backward allocates the buckets.
-        bucket_cap_bytes: the reducer closes a bucket when the bucket reaches this size. A list has the sizes of the first,
+        bucket_cap_bytes: a bucket gets no more parameters when it has reached this size. A list has the sizes of the first,
             second, ... bucket. The last size holds for all further buckets.
         first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If
             `bucket_cap_bytes` is a list, this argument is ignored.
@@ -120,10 +120,11 @@ class Reducer(Inherited):
 
     Attributes:
         statistics: the times of the latest iteration.
-        first_bucket_sizes: the bytes of each bucket, until the buckets are built again in the order in which gradients arrive.
+        first_bucket_sizes: the bytes of each bucket in the first assignment, before the buckets are built again in the order in
+            which gradients arrive.
         seems_static: whether all reduced backwards so far have left out the same parameters on this rank.
-        is_in_fork: whether this process is a fork of the rank. If so, a backward only adds to this process's gradients, as
-            without a reducer.
+        is_in_fork: whether this process is a forked child of the rank's process. If so, a backward only adds to this process's
+            gradients, as without a reducer.
         reductions: the number of reduced backwards. It is the same on all ranks.
 
     Extra memory: the buckets, which together are as large as all gradients. On CPUs, most large gradients stay in the buckets
@@ -235,7 +236,7 @@ class Reducer(Inherited):
 
     @property
     def absent(self) -> Sequence[int]:
-        """Indices of parameters that the latest backward did not reach on this rank.
+        """Indices of parameters that the latest reduced backward did not reach on this rank.
 
         The list is empty if the usage model does not look for such parameters.
         """
@@ -328,18 +329,18 @@ class Reducer(Inherited):
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
         """Set a function that the reducer calls with the iteration's times, after it has delivered all reduced gradients.
 
-        The callback runs on the thread of backward. All ranks run it after the same backward, so it may issue collectives. On a
-        rank that takes part by `shadow_backward` the callback does not run, so the caller must issue these collectives there.
-        None removes the callback. The change takes effect at once, also within a backward.
+        The callback runs on the thread of backward. All ranks run the callback after the same backward, so the callback may
+        issue collectives. On a rank that takes part by `shadow_backward` the callback does not run, so the caller must issue
+        these collectives there. None removes the callback. The change takes effect at once, also within a backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
         """Set a function to call when a reduced backward begins, before any gradient of this backward is communicated.
 
-        The callback runs on the thread of backward. Ranks run it at the same point of their order of collectives, so it may
-        issue collectives. On a rank that takes part by `shadow_backward` the callback does not run, so the caller must issue
-        these collectives there. None removes the callback.
+        The callback runs on the thread of backward. On every rank the callback runs between the same two collectives of the
+        group, so the callback may issue collectives. On a rank that takes part by `shadow_backward` the callback does not run,
+        so the caller must issue these collectives there. None removes the callback.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -354,17 +355,17 @@ class Reducer(Inherited):
         the next call with `synchronizes=True` builds the buckets again. With `find_unused_parameters` the buckets are built
         only once.
 
-        Building buckets is a collective. In a fork of the rank, a call with `synchronizes=False` does nothing.
+        Building buckets is a collective. In a forked child of the rank, a call with `synchronizes=False` does nothing.
 
         Args:
             synchronizes: whether the backward of this forward is reduced. If not, the backward adds to this rank's own
                 gradients, and a later backward reduces the sum. See `GradSyncPolicy` for several forwards before a backward.
 
         Raises:
-            GroupClosedError: `synchronizes` is True, and this process is a fork of the rank.
+            GroupClosedError: `synchronizes` is True, and this process is a forked child of the rank.
             MisuseError: the previous backward began to reduce and never ended. Or another reducer that disturbs this reducer
-                has an open forward or backward. Two reducers on some of the same parameters disturb each other in two cases:
-                both use one group, or at least one of them has `gradient_as_bucket_view`.
+                has an open forward or backward. Two reducers on some of the same parameters disturb each other in three cases:
+                both use one group, their groups have different ranks, or at least one reducer has `gradient_as_bucket_view`.
         """
         # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
@@ -445,7 +446,10 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def unreduced(self) -> set[str]:
-        """Return the names of parameters whose gradients have come since the last reduced backward, so are not averaged."""
+        """Return the names of parameters that got gradients since the last reduced backward.
+
+        These gradients are not averaged yet.
+        """
         self._count_unsynchronized()
         return set(self._unreduced)
 
@@ -455,7 +459,10 @@ class Reducer(Inherited):
         return bool(self.unreduced())
 
     def find_nodes_again(self) -> None:
-        """Look for the parameters' nodes in autograd's graph again, after a conversion to another dtype or device and back."""
+        """Look for the parameters' nodes in autograd's graph again.
+
+        Call this after parameters were converted to another dtype or device and back, because autograd has made new nodes.
+        """
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
         self._usage.find_nodes_again()
@@ -469,7 +476,11 @@ class Reducer(Inherited):
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """Set whether a backward without a forward is not reduced from now on, and only adds to this rank's gradients."""
+        """If `is_local`, backwards without a forward only add to this rank's gradients, until the next call of `keep_local`.
+
+        If not, such backwards are reduced, unless the latest forward was within `no_sync`. See Note [Which backward is reduced]
+        in `sync_policy`.
+        """
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
@@ -581,7 +592,7 @@ class Reducer(Inherited):
 
         See Note [What one gradient costs] in `pending_gradients`, and Note [After all users' hooks] in `gradient_hooks`.
         """
-        # Another reducer has taken over at this very gradient, but torch runs all hooks that it had found before.
+        # Another reducer has just taken over, in another hook on this gradient. torch still runs the hooks that were taken off.
         if self._hooks.are_off:
             return
         self._has_accumulated = True
@@ -604,7 +615,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _on_node_done(self, index: int, bucket: PendingBucket) -> None:
-        """A hook on the node of the parameter that was expected to complete the bucket calls this, on backward's thread."""
+        """The hook that `GradientHooks.hook_node` has registered calls this, on the thread of backward."""
         with self._lock:
             taken = self._pending.node_done(bucket, index)
             if taken:
@@ -711,7 +722,7 @@ class Reducer(Inherited):
 
     @_noting_errors
     def _finish(self) -> None:
-        """Runs after `_BackwardEnd.end` of all reducers, because it overwrites gradients that other reducers collect."""
+        """Autograd runs this after `end` of all reducers, which still collect gradients. `_finish` overwrites gradients."""
         assert self._running is not None, "a backward that ends has begun"
         self._running.finish(self._on_delivery, self._extra_futures)
         if self._learns_order:
@@ -739,7 +750,7 @@ class Reducer(Inherited):
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """A collective, if it builds buckets."""
+        """A collective, if this call builds buckets."""
         # The constructor builds no buckets, because it must not wait for other ranks: a single rank may copy a wrapped module,
         # for example to average the weights over time.
         if self._buckets is None:

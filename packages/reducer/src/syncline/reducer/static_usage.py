@@ -16,14 +16,15 @@ from .usage import UnexpectedGradientError, UsageModel
 class StaticUsage(UsageModel):
     """Every backward gives each parameter as many gradients as the first backward did (`static_graph=True`).
 
-    A parameter may get no gradient in a backward, or several gradients (from re-entrant checkpoints). In the first backward no
-    rank knows which gradient is the last, so all gradients are reduced at the end of this backward. Then the ranks also agree
-    which parameters are used by at least one rank. From the second backward on, a parameter is ready when its last gradient has
-    come, and the reduction of a bucket overlaps with backward.
+    "The first backward" is the first backward that is reduced. A parameter may get no gradient in a backward, or several
+    gradients (from re-entrant checkpoints). In the first backward no rank knows which gradient is the last, so all gradients
+    are reduced at the end of this backward. Then the ranks also agree which parameters are used by at least one rank. From the
+    second backward on, a parameter is ready when its last gradient has come, and the reduction of a bucket overlaps with
+    backward.
 
-    A backward inside `no_sync` may leave out parameters, but must not use additional parameters. Before the first reduced
-    backward it may use any parameter, and the first reduction includes its gradients. Later reductions leave a gradient
-    unchanged if the first reduced backward itself has not used the parameter on any rank.
+    A backward inside `no_sync` may leave out parameters, but must not use additional parameters. Exception: if such a backward
+    comes before the first backward, it may use any parameter, and the first reduction includes its gradients. Later reductions
+    leave a gradient unchanged if the first backward itself has not used the parameter on any rank.
     """
 
     hint_missing = (

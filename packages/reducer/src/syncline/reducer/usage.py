@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 
 class UnexpectedGradientError(ValueError):
-    """A gradient came, but the usage model says that it does not come. `index` is the index of the parameter."""
+    """A gradient came that the usage model does not expect. `index` is the index of the parameter."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was not expected")
