@@ -19,7 +19,9 @@ from .world import ProcessSet, global_process_set
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's tensors, in place. The tensors are sent in buffers of up to 250 MiB, two at a time.
+    """Give every rank the root's tensors, in place.
+
+    The tensors are sent in buffers of up to 250 MiB, two at a time. A larger tensor has a buffer of its own.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank.

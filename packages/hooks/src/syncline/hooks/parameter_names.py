@@ -121,7 +121,7 @@ class ParameterNames:
             self._met = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle names and shapes, but no parameters. A copy compares the names and shapes with the buckets of its first step."""
+        """Pickle names and shapes, but no parameters. A copy compares the names and shapes with its first step's buckets."""
         return _copy_that_expects, (self.state_dict(),)
 
     # ---- new parameters ----

@@ -2,8 +2,8 @@
 
 These files handle one gradient, in this order:
 
-1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index. If the bucket may have
-   enough gradients, the hook also calls the reducer.
+1. `gradient_hooks`: autograd calls the hook on the parameter. The hook notes the parameter's index. At the bucket's first
+   gradient, and when the bucket may have enough gradients, the hook also calls the reducer.
 2. `pending_gradients`: says when a bucket has as many gradients as it needs, and when all users' hooks on the latest gradient
    have run. Then `reducer` asks `usage` which of these gradients are final: their parameters get no more gradients.
 3. `readiness`: decides which buckets may start. Buckets start strictly in order, and the order is the same on every rank.
@@ -12,7 +12,7 @@ These files handle one gradient, in this order:
 5. `bucket_reduction`: starts `all_reduce(AVG)` or a communication hook. The reduction runs while backward goes on.
 6. `finalize`: at the end of backward, waits for each bucket, and lets `bucket` write the averages into `.grad`.
 
-All steps run on the thread of backward, steps 2 to 5 under the reducer's lock.
+All steps run on the thread of backward. The reducer holds its lock during steps 2 to 5.
 
 More files: `sync_policy` says which backwards are reduced. `gradient_aliasing` avoids copies. `bucket_building` makes the
 buckets. When a backward has shown in which order gradients come (`arrival_order`), `bucket_building` makes the buckets again,

@@ -15,7 +15,7 @@ class ArrivalOrder:
         count: how many parameters there are.
 
     Attributes:
-        learned: the order; None until `learn` was called.
+        learned: the order; None before the order is known.
         is_used: whether the buckets are in this order.
     """
 

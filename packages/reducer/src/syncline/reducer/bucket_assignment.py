@@ -42,9 +42,9 @@ def assign_buckets(
 ) -> list[BucketAssignment]:
     """Fill buckets with the gradients in the order given, as torch.distributed does.
 
-    A cap is a size limit. A bucket is closed as soon as it reaches its cap, so a bucket may become larger than its cap. The
-    buckets of each kind are counted separately: for every kind the first bucket has the first cap, the second bucket has the
-    second cap, and so on. The last cap holds for all further buckets.
+    A cap is a size limit. As soon as a bucket reaches its cap, the bucket is closed: it gets no more gradients. So a bucket may
+    become larger than its cap. The buckets of each kind are counted separately: for every kind the first bucket has the first
+    cap, the second bucket has the second cap, and so on. The last cap holds for all further buckets.
 
     Args:
         specs: one spec for each gradient. The result contains the gradients' positions in this list.
@@ -53,8 +53,8 @@ def assign_buckets(
 
     Returns:
         The buckets. Every index is in exactly one bucket. Without `order` the buckets are sorted by their smallest index. With
-        `order` they are in the order in which they were closed. Buckets that never reached their cap come last, ordered by the
-        arrival of their last gradient. (In torch, a hash table decides the order of these buckets.)
+        `order` the buckets are in the order in which they were closed. Buckets that never reached their cap come last, ordered
+        by the arrival of their last gradient. (In torch, a hash table decides the order of these buckets.)
 
     Raises:
         InvalidArgumentError: there is no cap, a cap is below 0, or the order is not a permutation.

@@ -38,7 +38,7 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """Return the members of the buckets that are used until the order of gradients is known.
+        """Return the members (parameters' indices) of the buckets that are used until the order of gradients is known.
 
         The buckets, and the parameters in each bucket, are in reverse order of definition.
 

@@ -299,7 +299,8 @@ class Reducer(Inherited):
         """Let `hook(state, bucket)` reduce each bucket, instead of `all_reduce(AVG)`. None brings `all_reduce(AVG)` back.
 
         The reducer calls the hook on the thread that runs backward, on every rank in the same order. The hook gets this rank's
-        undivided gradients, and returns a future of the reduced bucket, one flat tensor. The hook must not call this reducer.
+        undivided gradients. The hook returns a future, whose value is the reduced bucket as one flat tensor. The hook must not
+        call this reducer.
         """
         self._check_idle("set_hook")
         # A hook may keep the bucket's memory, so no gradient may stay there.
@@ -363,9 +364,10 @@ class Reducer(Inherited):
 
         Raises:
             GroupClosedError: `synchronizes` is True, and this process is a forked child of the rank.
-            MisuseError: the previous backward began to reduce and never ended. Or another reducer that disturbs this reducer
-                has an open forward or backward. Two reducers on some of the same parameters disturb each other in three cases:
-                both use one group, their groups have different ranks, or at least one reducer has `gradient_as_bucket_view`.
+            MisuseError: the previous backward began to reduce and never ended. Or another reducer of some of the same
+                parameters has a backward under way, or a forward that waits for its backward, and the two reducers disturb each
+                other. They do so in three cases: both use one group, their groups have different ranks, or at least one of the
+                reducers has `gradient_as_bucket_view`.
         """
         # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
