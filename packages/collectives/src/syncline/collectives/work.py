@@ -39,7 +39,8 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 class GroupFuture(AnyFuture):
     """The future of a collective of a group. A callback of this group can wait for the future without a deadlock.
 
-    `then` keeps the errors of callbacks as they are. (torch's `then` makes a RuntimeError of their text.)
+    If a callback given to `then` raises an error, the future that `then` returned fails with this error. (With torch's `then`,
+    that future fails with a RuntimeError that has only the error's text.)
 
     Args:
         devices: the CUDA devices of the tensors that the future will hold; see `devices_of`.
@@ -110,7 +111,7 @@ def _can_be_pickled(error: Exception) -> bool:
 
 
 def _wait_as_torch_does(future: Any) -> None:
-    # The `wait` of our classes would note that the program has waited.
+    # The `wait` of our classes would record that the program itself has waited.
     (AnyFuture.wait if isinstance(future, GroupFuture) else type(future).wait)(future)
 
 
@@ -155,19 +156,19 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
     Note [Futures that fail]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    torch's `Future.set_exception` stores the exception as the value; only the Python object raises it. C++ code (the reducer of
-    torch's DDP, its communication hooks) sees just the value: it takes the exception for a list of tensors, reads the first
-    tensor, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises. Then C++ gets a
-    RuntimeError with the text of the exception, which names the call, the rank and the group.
+    torch's `Future.set_exception` stores the exception as the future's value. In Python, `wait` raises the exception. C++ code
+    (the reducer of torch's DDP, its communication hooks) sees just the value: it takes the exception for a list of tensors,
+    reads the first tensor, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises.
+    Then C++ gets a RuntimeError with the text of the exception, which names the call, the rank and the group.
 
-    Our own futures keep the exception itself, because our callers catch it by its class. So torch never gets these futures.
-    If torch asks a work of our groups for its future, torch gets a new future from this function. Our hooks under torch's DDP
-    return new futures of this function, too.
+    Our own futures keep the exception itself, because our callers catch it by its class. So torch's C++ code must not get these
+    futures. If torch asks a work of our groups for its future, torch gets a new future from this function. Our hooks under
+    torch's DDP also return futures from this function.
 
     One case is different: if torch asks a work for its future *inside a callback* of our groups, torch gets our own future,
     because only this future can be waited for in a callback (see `GroupFuture.wait`). This is safe: if the callback raises the
-    future's error, torch's `then` lets C++ see this error. In a callback, never wait for a new future of this function; wait
-    for the work instead.
+    future's error, torch's `then` lets C++ see this error. In a callback, never wait for a future that this function has made;
+    wait for the work instead.
 
     This function attaches a callback to `future`, and this callback completes the new future. So callbacks that are attached
     to the new future before it is done run inside this callback, and the group knows that they are callbacks of its

@@ -23,7 +23,7 @@ def check_module(module: object) -> None:
     """Check that the argument is a module.
 
     Raises:
-        InvalidArgumentError: the argument is a class, a function, or something else.
+        InvalidArgumentError: the argument is no module, for example a class or a function.
     """
     if isinstance(module, torch.nn.Module):
         return

@@ -60,9 +60,9 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
     """Return the statistics of all ranks' batches together. Every rank gets the same bits. A collective.
 
-    The ranks combine means and squares, not sums. So the result loses no digits if the mean is large compared with the
-    standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1982).
+    The ranks combine means and squared distances from the means, not sums of the values and of their squares. So the result
+    loses no digits if the mean is large compared with the standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating
+    formulae and a pairwise algorithm for computing sample variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.
     """

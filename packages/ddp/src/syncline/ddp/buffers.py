@@ -108,16 +108,16 @@ class Buffers:
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 
     def forward_ended(self, will_reduce: bool) -> None:
-        """Note that a forward has run, whose backward averages gradients if `will_reduce`."""
+        """Record that a forward has run. Its backward averages gradients if `will_reduce`."""
         # As in torch, only a forward whose backward averages gradients counts as a change of the buffers.
         # Buffers that were out of reach in this forward may still differ.
         self.are_stale = will_reduce or self.are_out_of_reach
 
     def forward_failed(self, will_reduce: bool) -> None:
-        """Note that the module's forward raised an error. The forwards of all ranks must have failed.
+        """Record that the module's forward raised an error, on all ranks.
 
-        One rank may have run a forward in `no_sync` before, which synchronised the buffers, while another rank synchronised
-        them in the failed forward. Afterwards the buffers must be due on both ranks, or on neither.
+        After this call, the buffers are due on all ranks or on none. Without this call, ranks could differ: one rank may have
+        synchronised its buffers in an earlier forward inside `no_sync`, and another rank in the failed forward.
         """
         if self.hook is None or not self.hook.follows_forward:  # the failed forward has not run a hook that follows it
             self.forward_ended(will_reduce)

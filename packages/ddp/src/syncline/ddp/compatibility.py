@@ -68,7 +68,11 @@ class ReducerNames:
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
-        """A collective, if it builds buckets. Returns whether it has built them in the order in which gradients arrived."""
+        """Build the buckets now, if the next forward would build them. If this call builds buckets, it is a collective.
+
+        Returns:
+            Whether this call has built the buckets in the order in which gradients arrived.
+        """
         return self._reducer.rebuild_buckets()
 
     def _set_static_graph(self) -> None:

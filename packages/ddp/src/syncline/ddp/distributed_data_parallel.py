@@ -65,9 +65,9 @@ _OF_THIS_PROCESS = frozenset(
 class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """Wraps a module so that each backward averages the gradients over all ranks.
 
-    Every rank builds the same module and wraps it. From then on all ranks have rank 0's parameters and buffers. Each rank
-    computes with its own part of the batch. After `loss.backward()` every rank has bitwise the same gradients: the gradients of
-    the mean of the ranks' losses. If the optimizers are equal, the replicas stay equal.
+    Every rank builds the same module and wraps it. The constructor gives all ranks the parameters and buffers of rank 0. Each
+    rank computes with its own part of the batch. After `loss.backward()` every rank has bitwise the same gradients: the
+    gradients of the mean of the ranks' losses. If the optimizers are equal, the replicas stay equal.
 
     The arguments are torch's, in torch's order. The page "Differences from torch" lists where their meaning differs.
 
@@ -78,10 +78,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             device. None: inputs stay on their devices.
         output_device: deprecated; None, or the device in `device_ids`.
         dim: deprecated; must be 0.
-        broadcast_buffers: deprecated; whether to give all ranks rank 0's buffers (such as running statistics) at construction
+        broadcast_buffers: deprecated; whether all ranks get the buffers of rank 0 (such as running statistics) at construction
             and at the start of each forward. None means True. If `forward_sync_buffers` is given, this argument is ignored.
-        init_sync: compare the ranks' modules at construction, and give all ranks rank 0's state. Pass False only if you know
-            that the modules are equal.
+        init_sync: compare the ranks' modules at construction, and give all ranks the state of rank 0. Pass False only if you
+            know that the modules are equal.
         process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or torch's default group if
             Syncline has none. If there is no default group at all, the constructor calls Syncline's `init_process_group()`.
         bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
@@ -109,9 +109,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning, because Syncline always keeps its buckets
             between backwards.
 
-    The constructor is a collective: two all-gathers of 32 bytes and one broadcast of the module's state, in buffers of 250 MiB.
-    The first forward whose backward averages gradients is a collective, too, because it allocates the buckets. Making a copy
-    (`copy.deepcopy`, `pickle`) is no collective.
+    The constructor is a collective if `init_sync` is True: two all_reduces of 16 bytes, and broadcasts of the module's state in
+    buffers of at most 250 MiB. (A larger tensor has a buffer of its own.) The first forward whose backward averages gradients
+    is a collective, too, because it allocates the buckets. Making a copy (`copy.deepcopy`, `pickle`) is no collective.
 
     Raises:
         MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group does not serve, or has
@@ -275,9 +275,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool, will_reduce: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]], bool]:
-        """Return the inputs on the module's device, the futures for which the end of backward waits, and whether a backward comes.
+        """Prepare a forward, and move its inputs to the module's device.
 
-        No backward comes if the whole model is frozen.
+        Return the inputs, the futures for which the end of backward waits, and whether a backward can follow. No backward can
+        follow if gradients are disabled, or if the whole model is frozen.
         """
         # The script may have assigned another module to `self.module`.
         self._state.module = self.module
@@ -422,7 +423,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether a backward that did not average gradients has added to them since the latest backward that did."""
+        """Whether a backward without averaging has added to gradients since the latest backward with averaging."""
         return self._reducer.has_local_gradients
 
     def join(
@@ -550,10 +551,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
         """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
-        Use this hook where a post-accumulate-grad hook would be too early: to step, clip, log, or drop a gradient. The hook
-        runs on the thread of backward. While the hook runs for one bucket's parameters, later buckets are in flight. The hook
-        does not run in `no_sync` or for parameters that no rank used. It may set `parameter.grad` to None. It must not
-        communicate.
+        Use this hook where a post-accumulate-grad hook would be too early, for example to step an optimizer, or to clip or log
+        the gradient. The hook runs on the thread of backward. While the hook runs for one bucket's parameters, later buckets
+        are in flight. The hook does not run in `no_sync` or for parameters that no rank used. The hook may set `parameter.grad`
+        to None. The hook must not communicate.
 
         Returns:
             A handle. Its `remove()` takes the hook off.
@@ -600,7 +601,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Let rank 0 log, once in a number of steps, which rank most often finished its gradients last, and how much later.
+        """Let rank 0 log, once in a number of steps, for which rank the other ranks most often waited, and how long.
 
         Every rank must call this method with the same number. The environment variable `SYNCLINE_STRAGGLERS` has the effect of
         this method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group

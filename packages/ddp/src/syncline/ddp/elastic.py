@@ -61,13 +61,14 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` inside `with elastic.step():` ends the body at the line that raised the error. Then `batches` gives the
-    failed batch again, divided among the remaining ranks. Before the first `optimizer.step()` the ranks agree that all apply
-    the step. After this agreement the body must not communicate: if a collective failed then, the code after the collective
-    would run on some ranks only. So a collective that fails after the agreement raises a `MisuseError`.
+    A `TransportError` inside `with elastic.step():` ends the body at the line that raised the error. Then the remaining ranks
+    form a new group (a *recovery*), and `batches` gives the failed batch again, divided among these ranks. Before the first
+    `optimizer.step()` the ranks agree that all apply the step. After this agreement the body must not communicate: if a
+    collective failed then, the code after the collective would run on some ranks only. So a collective that fails after the
+    agreement raises a `MisuseError`.
 
-    Outside of `with elastic.step():`, for example in an evaluation, the loss of a rank raises an error as usual, and a report
-    is written. If a step recovers from the loss of a rank, no report is written. After the loss of a rank the model has a new
+    If a rank is lost outside of `with elastic.step():`, for example in an evaluation, the other ranks raise an error as usual,
+    and a report is written. If a step recovers from a lost rank, no report is written. After a recovery the model has a new
     group: read `model.join_process_group`. If the old group was the default group, the new group becomes the default.
 
     **Gradient accumulation.** Several `with elastic.step():` blocks may add to the gradients that one `optimizer.step()` uses,
@@ -96,8 +97,9 @@ class Elastic:
         optimizer: one or several optimizers of the model's parameters. No optimizer may step within backward
             (`model.fused_optimizer`).
         sampler: the sampler that divides the batches.
-        stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get
-            their state, and a repeated step begins with their state of before the step. All ranks pass them in the same order.
+        stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get the
+            state of these objects. Before a step is repeated, these objects get back the state that they had before the step.
+            All ranks pass the objects in the same order.
         min_ranks: the training ends if fewer ranks are left.
         max_failures: how many ranks may be lost in the whole training; None: any number.
         silence_timeout_s: how many seconds a recovery waits for a rank that is silent and is not known to have ended; see
@@ -111,7 +113,7 @@ class Elastic:
         lost_ranks: the lost ranks, as numbers in the first group (see `ProcessGroup.members`).
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, a copy of the model's parameters and buffers, of the random state (5 KB),
+    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the random state (5 KB),
     and of the states of the objects in `stateful`.
     Every `admit_every` steps rank 0 reads the store. While newcomers are let in, all ranks hold a second copy of the state that
     the newcomers get.
@@ -133,8 +135,9 @@ class Elastic:
     # 2. The sum needs every rank. So if one rank has the sum, every rank has begun the `all_reduce`, and every rank that still
     #    runs can apply the step.
     # 3. If a rank dies, the `all_reduce` may succeed on some ranks and fail on others. So after `shrink` the survivors tell
-    #    each other how often they have agreed. A rank that has agreed once less than another was in this `all_reduce`, has
-    #    the gradients, and applies the step. If all have agreed equally often, no rank has applied the step, and all repeat it.
+    #    each other how often they have agreed. If a rank has agreed once less than another rank, it was in this `all_reduce`,
+    #    has the gradients, and applies the step. If all ranks have agreed equally often, no rank has applied the step, and all
+    #    ranks repeat it.
     #
     # The ranks agree once more at the end of an epoch. Otherwise a rank whose last agreement failed would repeat the last step
     # alone, while the other ranks already run an evaluation or have ended.
@@ -225,8 +228,8 @@ class Elastic:
         """Yield the batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
 
         Args:
-            loader: gives this rank's share of each batch, in the order of the sampler. After the loss of a rank, `batches`
-                iterates over the loader again.
+            loader: gives this rank's share of each batch, in the order of the sampler. If the group changes, `batches` iterates
+                over the loader again.
 
         Raises:
             MisuseError: the loop took a batch and did not use it in `with elastic.step():`.
@@ -252,7 +255,8 @@ class Elastic:
         Code after `optimizer.step()` runs only if the step was applied.
 
         Raises:
-            RankLostError: on all survivors, if fewer than `min_ranks` are left, or more than `max_failures` were lost.
+            RankLostError: on all remaining ranks, if fewer than `min_ranks` ranks are left, or more than `max_failures` ranks
+                were lost.
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
             MisuseError: this step begins within another step. Or a collective failed after the ranks had agreed. Or the step
@@ -287,7 +291,7 @@ class Elastic:
         try:
             yield
         except TransportError as error:
-            # Before the agreement the loss of a rank is no error: `step` recovers from this loss.
+            # Before the agreement, a lost rank is no error: `step` recovers.
             if self._phase is not _Phase.APPLYING:
                 raise
             raise MisuseError(
@@ -385,7 +389,7 @@ class Elastic:
     # ---- the recovery ----
 
     def _recover(self, error: TransportError) -> bool:
-        """Return whether the latest agreement of this rank holds for all ranks."""
+        """Continue with the remaining ranks. Return whether this rank's latest agreement holds for all ranks."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
@@ -498,16 +502,16 @@ class Elastic:
     def _let_newcomers_in(self) -> None:
         """Let newcomers in, if the ranks have agreed in the latest step that some wait. If so, this is a collective.
 
-        A newcomer begins with a batch. So the other ranks let it in when they ask for the next batch, and not earlier: what
-        stands behind the step in the loop may communicate.
+        A newcomer begins with a batch. So the other ranks let the newcomer in when they ask for the next batch, and not
+        earlier: the code after the step in the loop may communicate.
         """
         if not self._waiting:
             return
         self._waiting = 0
         self._group.expect_losses(True)
         try:
-            # What stands behind the step may take long on one rank, such as writing a checkpoint. `admit` would give this rank
-            # up after `silence_timeout_s`.
+            # The code after the step may take long on one rank, such as writing a checkpoint. `admit` would give this rank up
+            # after `silence_timeout_s`.
             self._group.barrier()
             # Ranks on which the agreement failed call `shrink`. Both calls take part in one vote.
             present = self._meet(lambda: self._group.admit(silence_timeout_s=self._silence_timeout_s, limit=self._vacancies))
@@ -521,7 +525,7 @@ class Elastic:
             self._group.expect_losses(False)
 
     def _refuse_other_scripts(self, root: int) -> None:
-        """Raise an error if a newcomer has another hook, model, optimizer or other objects than `root`. A collective.
+        """A collective. Raise an error if a newcomer's hook, model, optimizers or `stateful` differ from those of `root`.
 
         Otherwise the newcomer could not load the state of `root`, or would issue other collectives. So the newcomer ends, and
         the other ranks meet again without it.
@@ -550,7 +554,7 @@ class Elastic:
         )
 
     def _share_state(self, root: int) -> None:
-        """A collective. Ranks that are no newcomers keep their states, because some may still have to apply the step."""
+        """Give newcomers the state of `root`. Other ranks keep theirs: some may still have to apply the step. A collective."""
         if self._group.rank == root:
             self._undo_step()
         mine = (

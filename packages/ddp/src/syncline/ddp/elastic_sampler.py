@@ -63,7 +63,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's share of each batch of the epoch that is not applied yet. A share is a list of indices."""
+        """Yield this rank's share of each batch that is not yet applied in this epoch. A share is a list of indices."""
         order = self._order()
         for number in range(self.applied, self._batches):
             begin, end = self._share(number)

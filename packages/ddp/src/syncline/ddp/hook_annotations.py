@@ -42,7 +42,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def _contradicts(annotation: Any, *expected: type) -> bool:
-    """Only a class that is no protocol can contradict."""
+    """Whether the annotation is a class other than a protocol, and none of the expected types is a subclass of this class."""
     kind = get_origin(annotation) or annotation
     if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return False

@@ -74,8 +74,8 @@ class LowPrecision:
     A forward may write to a parameter, for example in a momentum encoder, in an initialisation from the first batch, or in
     an embedding with `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are
     copied to its parameter. The other elements are not copied, because a copy from the cast would round them. Most casts
-    need no check. A cast is checked only if its version has changed, or if code has read `cast.data`, a tensor with another
-    version counter.
+    need no check. A cast is checked only if its version has changed, or if code has read `cast.data`: writes to `cast.data` do
+    not change the version of the cast.
 
     Args:
         state: the state of the module to run. All floating point parameters are cast, except ignored ones.
@@ -210,7 +210,7 @@ def _cast(parameter: torch.Tensor, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Copy elements that differ from a new cast of the parameter. Returns whether any bit differs."""
+    """Copy the elements of `cast` that the forward has changed to `parameter`. Returns whether any bit has changed."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False

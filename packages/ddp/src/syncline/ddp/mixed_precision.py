@@ -19,8 +19,8 @@ class MixedPrecision:
     """The lower precisions for `DistributedDataParallel(mixed_precision=...)`. Parameters keep their own dtype.
 
     Args:
-        param_dtype: the module computes with casts of its parameters and inputs to this dtype. Gradients arrive and are added
-            up in the parameters' own dtype. None: no casts.
+        param_dtype: the module computes with its parameters and inputs converted to this dtype. Gradients arrive and are added
+            up in the parameters' own dtype. None: no conversion.
         reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`. If both are None, gradients keep their
             dtype.
         buffer_dtype: buffers are converted to this dtype permanently. None: buffers are not converted.

@@ -133,7 +133,7 @@ class ModelWatch:
         return self.has_sign
 
     def _has_other_layers(self, container: torch.nn.Module, count: int) -> bool:
-        """`count` is the number of layers when the structure was noted."""
+        """Whether the container has other layers than at the last `take_note_of_structure`, when it had `count` layers."""
         layers = own_children(container)
         if len(layers) != count and not self._allows_unused:
             return True
@@ -163,7 +163,7 @@ class ModelWatch:
         return kinds != self._kinds
 
     def _others_need_gradients(self) -> bool:
-        """Whether other parameters need gradients than at the last `take_note`, and at least one does."""
+        """Whether the set of parameters that need gradients has changed since the last `take_note`, and is not empty."""
         if any(map(_requires_grad_of, self._frozen)):
             return True
         if self._allows_unused or all(map(_requires_grad_of, self._averaged)):
@@ -171,20 +171,20 @@ class ModelWatch:
         return self.needs_gradients()
 
     def needs_gradients(self) -> bool:
-        """Whether any of the module's parameters needs a gradient. Call this method if there is no change to follow."""
+        """Whether a parameter needs a gradient. Parameters that are new since the last `take_note` may be left out."""
         # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may hold its parameters.
         return self._state.needs_gradients() if self._allows_unused else any(map(_requires_grad_of, self._averaged))
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are new since the last `take_note`.
 
-        A parameter that was frozen at that `take_note` and needs a gradient now counts as new, too.
+        A parameter also counts as new if it was frozen at that `take_note` and needs a gradient now.
         """
         thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
     def new_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return each buffer whose module or whose name in this module is new since the last `take_note`."""
+        """Return each buffer that belongs to a new module, or has a new name in its module, since the last `take_note`."""
         new = {
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self._state.module.named_modules()

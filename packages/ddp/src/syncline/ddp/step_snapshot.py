@@ -14,9 +14,10 @@ from .training_state import Stateful
 class StepSnapshot:
     """The parameters and buffers of a module, the random state of the CPU, and other states at the beginning of a step.
 
-    Parameters are copied, because a script may change them before `optimizer.step()`: a momentum encoder in its forward,
-    sharpness-aware minimisation between two backwards. The states of optimizers need no copy, because they change only in
-    `optimizer.step()`. The options of their groups, such as the learning rate, need a copy: a scheduler may change them.
+    Parameters are copied, because a script may change them before `optimizer.step()`. For example, a momentum encoder changes
+    them in its forward, and sharpness-aware minimisation changes them between two backwards. The states of optimizers need no
+    copy, because they change only in `optimizer.step()`. The options of the parameter groups, such as the learning rate, need a
+    copy, because a scheduler may change them.
 
     Args:
         module: the module with the parameters and buffers.
@@ -24,8 +25,8 @@ class StepSnapshot:
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         accumulated: the parameters whose present gradients, if there are any, belong to an optimizer's step that is still to
             come.
-        earlier: the snapshot of the step before, which is no longer needed. The new snapshot takes over its memory, because new
-            memory for the parameters would cost several times as much as the copy.
+        earlier: the snapshot of the previous step. It must not be used any more. The new snapshot takes over its memory,
+            because new memory for the parameters would cost several times as much as the copy.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give everything that the snapshot holds its earlier value. All other gradients become zeros, or None as before."""
+        """Restore all values that the snapshot has saved. All other gradients become zeros, or None if they were None."""
         for parameter, value in self._values:
             writable([parameter])[0].copy_(value[first_of_each(parameter)])
         for holder, name, buffer, value in self._buffers:
@@ -86,8 +87,9 @@ class StepSnapshot:
             group.update(options)
         for parameter in self._module.parameters():
             parameter.grad = None
-        # The step begins with gradients that an optimizer has used already, so it clears them. If it clears them to zeros, an
-        # optimizer with momentum moves their parameters, too. It leaves a parameter without a gradient as it is.
+        # An optimizer has used these gradients already, so the step begins by clearing them. If the step clears them to zeros,
+        # an optimizer with momentum still moves the parameters. If a gradient is None, an optimizer does not move its
+        # parameter.
         for parameter, layout in self._layouts:
             parameter.grad = torch.zeros_like(parameter, layout=layout)
         for parameter, gradient in self._gradients:

@@ -27,8 +27,8 @@ class Straggler:
         rank: the straggler's rank in the group.
         times_last: in how many steps this rank was last.
         steps: the number of steps in all.
-        late_s: this rank's delay in seconds, as the median of the steps in which this rank was last. The delay in a step is
-            the time from the median of the other ranks to this rank.
+        late_s: this rank's delay in seconds, as the median of the steps in which this rank was last. The delay in a step is the
+            time from the median of the other ranks' last gradients to this rank's last gradient.
     """
 
     rank: int

@@ -55,10 +55,11 @@ def rank_with_state(progress: Sequence[int | None]) -> int:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a `state_dict` of an optimizer, bit by bit.
+    """Load a `state_dict` of an optimizer, without a change of any dtype.
 
     torch's `load_state_dict` converts most floating-point states to the dtype of their parameter, for example the `mu_product`
-    of NAdam. The rank that gives its state keeps its dtypes, so after a few steps the replicas would differ.
+    of NAdam. Then this rank would compute in other dtypes than the rank whose state it loads, and after a few steps the
+    replicas would differ.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -147,7 +148,7 @@ class TrainingState:
             parameter.requires_grad_(state["requires_grad"][name])
             parameter.grad = state["gradients"].get(name)
             # An optimizer has used this gradient already, so the script clears it, perhaps to zeros. An optimizer with momentum
-            # treats zeros otherwise than None.
+            # treats zeros differently from None.
             if parameter.grad is None and name in state["layouts"]:
                 parameter.grad = torch.zeros_like(parameter, layout=state["layouts"][name])
         return [each for name, each in self._model.module.named_parameters() if name in state["gradients"]]

@@ -4,9 +4,9 @@ Every function has Horovod's arguments. `name` is accepted and ignored. `root_ra
 collective of a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
 Blocking functions that return a new tensor are differentiable. Backward computes the same gradients as in Horovod, which are
-not the true derivatives. The gradients of `allgather` and `broadcast` are averages over the ranks, where the derivative is a
-sum. The gradient of `reducescatter` is the derivative times the number of ranks. (The functions of
-`syncline.collectives` that return tensors follow the derivative.)
+not the true derivatives. The gradients of `allgather` and `broadcast` are averages over the ranks; the true derivatives are
+sums. The gradient of `reducescatter` is the true derivative times the number of ranks. (The functions of `syncline.collectives`
+that return tensors compute the true derivatives.)
 """
 
 from __future__ import annotations
@@ -627,7 +627,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Call this before the collective is announced."""
+    """Refuse arguments that are no tensors. Call this before `_announce`, which makes joined ranks take part."""
     if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:
@@ -686,7 +686,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Backward multiplies the gradients of `tensors` by `factor`. See the module's docstring."""
+    """Return the same tensors. Backward multiplies their gradients by `factor`; see the module's docstring."""
     return [
         _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
         for tensor in tensors

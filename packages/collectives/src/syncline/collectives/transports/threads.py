@@ -289,7 +289,7 @@ class InProcessTransport(LibraryTransport):
 
 
 class _Sent(Request):
-    """The receiver already has its copy, so the send is over."""
+    """A send that is over at once, because `SharedState.send` got a copy of the tensor."""
 
     def wait(self, scope: CancelScope) -> None:
         pass

@@ -64,7 +64,7 @@ def _halves(bucket: ReadyBucket) -> list[float]:
 
 
 def _factors(bucket: ReadyBucket) -> list[float]:
-    """Return the bytes of PowerSGD's two messages: uncompressed gradients with left factors, and right factors."""
+    """Return the bytes of PowerSGD's messages: first the uncompressed gradients and left factors, then the right factors."""
     plain, left, right = 0.0, 0, 0
     for gradient in bucket.gradients:
         rows = gradient.shape[0] if gradient.shape else 1

@@ -99,7 +99,7 @@ class TraceRecording:
     def finish(self) -> None:
         """End the trace and merge the ranks' files. A second call does nothing.
 
-        This is a collective, unless `ranks_may_differ` is True. Then this rank only closes its file.
+        If `ranks_may_differ` is True, this rank only closes its file. Otherwise, this is a collective.
         """
         if self._is_over:
             return

@@ -40,7 +40,7 @@ class Batch:
 
 
 class Failure:
-    """The error that ended the group. All later calls on the group raise it.
+    """The error that ended the group. All later calls on the group raise this error.
 
     Attributes:
         error: the error.
@@ -79,9 +79,9 @@ class Launch:
 
     Args:
         calls: the calls of this launch.
-        describe: returns the call or the batch, with the group and the rank, in words for messages.
+        describe: returns a text for messages, which names the call or the batch, the group and the rank.
         timeout_s: the time limit from now on, in seconds.
-        work: the work of these calls, which is told of a failure. The launch holds only a weak reference to it.
+        work: the work of these calls. `fail` also makes this work fail. The launch holds only a weak reference to the work.
 
     Attributes:
         captured: whether the launch is part of a CUDA graph. If so, its event has no meaning outside the graph.
@@ -146,7 +146,9 @@ class Launch:
 
 
 class StreamWork(Work):
-    """The work of one call or of a batch. The object exists before the calls are issued, so its time limit covers the issuing.
+    """The work of one call or of a batch.
+
+    The object is made before the calls are issued. So the time limit also covers the time until the calls are issued.
 
     Note [Memory in flight] says which object holds the tensors, and how long.
 
@@ -217,7 +219,7 @@ class StreamWork(Work):
         self.settle()
 
     def settle(self) -> None:
-        """Wake threads that wait until the call is issued, and complete the future, if there is one. Callbacks run here."""
+        """Wake threads that wait until the call is issued. Complete the future, if there is one, and run its callbacks."""
         with self._changed:
             self._is_settled = True
             self._changed.notify_all()
@@ -228,7 +230,7 @@ class StreamWork(Work):
     # ---- Work ----
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Make the current stream wait for the collective. With a timeout, or for a barrier, block the CPU until it is over."""
+        """Make the current stream wait for the collective. With a timeout, or for a barrier, also block the CPU until then."""
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
