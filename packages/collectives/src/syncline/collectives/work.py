@@ -116,7 +116,7 @@ def _wait_as_torch_does(future: Any) -> None:
 
 
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
-    """A future of `tensors` that is done when all `futures` are done.
+    """Make a future whose value is `tensors`, and which is done when all `futures` are done.
 
     If some of `futures` fail, the new future gets the error of the first failed one in the list. The error keeps its class.
     (`torch.futures.collect_all(...).then(...)` would make a RuntimeError of the error's text.)
@@ -158,8 +158,9 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     ~~~~~~~~~~~~~~~~~~~~~~~~
     torch's `Future.set_exception` stores the exception as the future's value. In Python, `wait` raises the exception. C++ code
     (the reducer of torch's DDP, its communication hooks) sees just the value: it takes the exception for a list of tensors,
-    reads the first tensor, and dies by SIGSEGV. A future fails for C++ only if a function given to torch's own `then` raises.
-    Then C++ gets a RuntimeError with the text of the exception, which names the call, the rank and the group.
+    reads the first tensor, and dies by SIGSEGV. C++ sees a failure only if torch's own `then` has made the future, and the
+    function given to `then` has raised an error. Then C++ gets a RuntimeError with the text of the exception, which names the
+    call, the rank and the group.
 
     Our own futures keep the exception itself, because our callers catch it by its class. So torch's C++ code must not get these
     futures. If torch asks a work of our groups for its future, torch gets a new future from this function. Our hooks under
@@ -170,8 +171,8 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     future's error, torch's `then` lets C++ see this error. In a callback, never wait for a future that this function has made;
     wait for the work instead.
 
-    This function attaches a callback to `future`, and this callback completes the new future. So callbacks that are attached
-    to the new future before it is done run inside this callback, and the group knows that they are callbacks of its
+    This function attaches a callback to `future`, and this callback completes the new future. If the program attaches further
+    callbacks to the new future early enough, they run inside this callback, and the group knows that they are callbacks of its
     collective (see Note [Late callbacks] in `engine.queue`).
 
     Args:
@@ -219,7 +220,7 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether the collective has finished, well or badly. Never blocks."""
+        """Whether the collective has finished, with or without an error. Never blocks."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
@@ -239,7 +240,7 @@ class Work(ABC):
 
         A callback that is attached before the collective has finished runs on the thread that finishes the collective. A
         callback that is attached later runs at once, on the caller's thread. If a callback issues a collective, the collective
-        runs inside the callback, before the calls that were queued.
+        runs inside the callback, before the calls that wait in the group's queue.
         """
 
     def before_end(self, action: Callable[[], None]) -> None:
@@ -400,7 +401,7 @@ class PendingWork(Work):
 
 
 class FutureWork(Work):
-    """A work that is over when a future is done. It stands for several collectives, or for a collective and a step after it.
+    """A work that is over when a future is done. It stands for several collectives, or for a collective and a computation after it.
 
     Args:
         future: its value is the list of output tensors.

@@ -118,8 +118,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             elements that share memory. Or no parameter needs a gradient. Or a SyncBatchNorm of torch would see only this rank's
             batch.
         DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the first parameter,
-            buffer or argument that differs, and what two ranks have. Also raised if another rank has raised a `MisuseError`:
-            then the text names that rank and its error.
+            buffer or argument that differs, and describes it on two ranks. Also raised if another rank has raised a
+            `MisuseError`: then the text names that rank and its error.
         InvalidArgumentError: Syncline refuses an argument, or an argument contradicts another one. The text says what to pass
             instead.
     """
@@ -312,7 +312,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         warnings.warn(self._reducer.users_hooks_in_words(), stacklevel=7)  # the script's call of the model
 
     def _follow_module(self, *, within_join: bool = False) -> bool:
-        """If the module has changed and `init_sync` is True, this is a collective. Return whether a parameter is trained."""
+        """If the module has changed, average the gradients of its present parameters. Return whether a parameter is trained.
+
+        If the module has changed and `init_sync` is True, this is a collective.
+        """
         watch = self._watch
         if not watch.has_changed():
             if watch.has_sign:  # a conversion may have been undone; autograd still has new nodes
@@ -442,7 +445,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """Make the hook that communicates for this module on a rank without inputs.
 
-        `kwargs` may have `divide_by_initial_world_size`.
+        `kwargs` may have `divide_by_initial_world_size`; see `join`.
         """
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         # All ranks enter the context, so here all can follow a change of the module. Later, ranks without inputs cannot.
@@ -608,7 +611,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         changes.
 
         Args:
-            every: the number of steps from one line of the log to the next.
+            every: the number of steps from one line of the log to the next. A step is a backward whose gradients are averaged.
 
         Raises:
             InvalidArgumentError: the number is below 1.
@@ -649,7 +652,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen: of the first bucket, and of the others.
+        """The two sizes in MiB that `bucket_cap_mb="auto"` has chosen: one for the first bucket, and one for all other buckets.
 
         The sizes are equal on all ranks.
 
@@ -697,7 +700,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
-        """Return the constructor's arguments, sizes in bytes and times in nanoseconds, under the names that torch's DDP uses.
+        """Return arguments of the constructor, and also sizes in bytes and times in nanoseconds, under the names of torch's DDP.
 
         Times belong to the latest iteration. Values whose names begin with "avg" are means over the iterations that torch would
         sample: the first ten, then one in a hundred. `_set_ddp_runtime_logging_sample_rate` changes this rate.
@@ -756,7 +759,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         stragglers_every: int | None,
         check_every: int | None,
     ) -> None:
-        """A collective. These options decide which collectives are issued."""
+        """A collective. Check that all ranks have equal options, because these decide which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
             "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,

@@ -89,8 +89,9 @@ class Elastic:
     agreements. The state is the parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
     gradients that no optimizer has used yet, and the state of the communication hook. The newcomer continues at the step of the
     other ranks. From this step on, its script must issue exactly the same collectives as the other ranks. So the script must
-    loop over `epochs`. A newcomer with another communication hook, other parameters (names, shapes, dtypes), or other
-    kinds of optimizers or objects in `stateful`, raises an error, and the other ranks go on without it.
+    loop over `epochs`. If a newcomer's communication hook, parameters (names, shapes, dtypes), or types of optimizers or of
+    objects in `stateful` differ from those of the other ranks, the newcomer raises an error, and the other ranks go on without
+    it.
 
     Args:
         model: the model, on a group that can shrink.
@@ -113,10 +114,9 @@ class Elastic:
         lost_ranks: the lost ranks, as numbers in the first group (see `ProcessGroup.members`).
         recovery_s: for each recovery the seconds from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the random state (5 KB),
-    and of the states of the objects in `stateful`.
-    Every `admit_every` steps rank 0 reads the store. While newcomers are let in, all ranks hold a second copy of the state that
-    the newcomers get.
+    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the random state
+    (5 KB), and of the states of the objects in `stateful`. Every `admit_every` steps rank 0 reads the store. While newcomers
+    are let in, all ranks hold a second copy of the state that the newcomers get.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU. The text says why.
@@ -252,7 +252,7 @@ class Elastic:
     def step(self) -> Iterator[None]:
         """A context for one step, from the forward to `optimizer.step()`.
 
-        Code after `optimizer.step()` runs only if the step was applied.
+        Code after `optimizer.step()` in this context runs only if the step was applied.
 
         Raises:
             RankLostError: on all remaining ranks, if fewer than `min_ranks` ranks are left, or more than `max_failures` ranks
