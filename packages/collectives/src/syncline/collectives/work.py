@@ -401,7 +401,7 @@ class PendingWork(Work):
 
 
 class FutureWork(Work):
-    """A work that is over when a future is done. It stands for several collectives, or for a collective and a computation after it.
+    """A work that is over when a future is done. Made for several collectives, or for a collective and a computation after it.
 
     Args:
         future: its value is the list of output tensors.

@@ -700,7 +700,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
-        """Return arguments of the constructor, and also sizes in bytes and times in nanoseconds, under the names of torch's DDP.
+        """Return the constructor's arguments, sizes in bytes, and times in nanoseconds, under the names of torch's DDP.
 
         Times belong to the latest iteration. Values whose names begin with "avg" are means over the iterations that torch would
         sample: the first ten, then one in a hundred. `_set_ddp_runtime_logging_sample_rate` changes this rate.
