@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -249,6 +250,8 @@ class Program:
         hook: whether a communication hook reduces the buckets.
         steps: the steps.
         uneven: for each rank, the number of its inputs in a loop in `join` after the steps; None: there is no such loop.
+        uneven_ways: what each iteration of this loop does: "trains", "local" (a backward in `no_sync` whose gradients are
+            dropped), "frozen" (a forward while all parameters are frozen) or "no_grad" (a forward without gradients).
         used_last: the blocks that the forwards in this loop use.
     """
 
@@ -259,6 +262,7 @@ class Program:
     hook: bool
     steps: list[Step] = field(default_factory=list)
     uneven: list[int] | None = None
+    uneven_ways: list[str] = field(default_factory=list)
     used_last: list[str] = field(default_factory=list)
 
 
@@ -324,6 +328,7 @@ def draw(seed: int, world_size: int) -> Program:
         )
     if pick.random() < 0.3:
         program.uneven = [pick.randint(0, 3) for _ in range(world_size)]
+        program.uneven_ways = [pick.choice(["trains", "trains", "trains", "local", "frozen", "no_grad"]) for _ in range(3)]
     program.used_last = fixed if graph == "static" else list(present)
     return program
 
@@ -418,6 +423,17 @@ class Player:
         elif how == "zero":
             self.optimizer.zero_grad(set_to_none=False)
 
+    @contextmanager
+    def _with_way(self, way: str) -> Iterator[None]:
+        """Freeze all parameters, or compute without gradients, if this is the way of the iteration."""
+        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        if way == "frozen":
+            self.net.requires_grad_(False)
+        with torch.set_grad_enabled(way != "no_grad"):
+            yield
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return dense_gradients(self.net)
 
@@ -470,11 +486,8 @@ class Rank(Player):
         """Compute the gradients of a step."""
         rank = self.group.rank
         if step.runs_frozen:
-            trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
-            self.net.requires_grad_(False)
-            self.ddp(inputs_of(number, rank, "frozen"), step.used[rank])
-            for parameter in trained:
-                parameter.requires_grad_(True)
+            with self._with_way("frozen"):
+                self.ddp(inputs_of(number, rank, "frozen"), step.used[rank])
         if step.is_looked_at:
             kept = {id(parameter): parameter.grad for parameter in self.net.parameters()}
             for parameter in self.net.parameters():
@@ -519,13 +532,21 @@ class Rank(Player):
         return None
 
     def train_unevenly(self, counts: Sequence[int]) -> None:
-        """Train in `join` on as many inputs as each rank has."""
+        """Train in `join` on as many inputs as each rank has. Then compute the gradients of one more input of each rank."""
         with self.ddp.join():
             for number in range(counts[self.group.rank]):
-                self.optimizer.zero_grad()
-                x = inputs_of(number, self.group.rank, "uneven")
-                loss_of(self.ddp(x, self.program.used_last), self.group.rank).backward()  # type: ignore[no-untyped-call]
-                self.optimizer.step()
+                self._iterate(number, self.program.uneven_ways[number])
+        # The optimizers of ranks that left early have taken fewer steps, so do not step here.
+        self._iterate(len(self.program.uneven_ways), "only gradients")
+
+    def _iterate(self, number: int, way: str) -> None:
+        self.optimizer.zero_grad()
+        with self._with_way(way), self.ddp.no_sync() if way == "local" else nullcontext():
+            outputs = self.ddp(inputs_of(number, self.group.rank, "uneven"), self.program.used_last)
+            if way in ("trains", "local", "only gradients"):
+                loss_of(outputs, self.group.rank).backward()  # type: ignore[no-untyped-call]
+        if way == "trains":
+            self.optimizer.step()
 
     def validate(self, number: int) -> torch.Tensor:
         self.ddp.eval()
@@ -561,10 +582,10 @@ class Alone(Player):
             path, _, key = name.rpartition(".")
             self.net.get_submodule(path)._buffers[key] = buffer.clone()
 
-    def share_buffers(self, *, reduces: bool) -> None:
+    def share_buffers(self, *, reduces: bool, root: int = 0) -> None:
         """As at the start of a forward on all ranks."""
         if self.stale and self.program.options["forward_sync_buffers"]:
-            self.buffers = [dict(self.buffers[0]) for _ in self.buffers]
+            self.buffers = [dict(self.buffers[root]) for _ in self.buffers]
         self.stale = reduces
 
     def forward(self, rank: int, x: torch.Tensor, used: Sequence[str]) -> torch.Tensor:
@@ -615,21 +636,24 @@ class Alone(Player):
                 (loss / self.world_size).backward()  # type: ignore[no-untyped-call]
 
     def train_unevenly(self, counts: Sequence[int]) -> None:
-        """Divide gradients by the number of all ranks. All ranks end with the state of the last rank that had inputs."""
-        syncs = self.program.options["forward_sync_buffers"]
+        """Divide gradients by the number of all ranks. After the loop all ranks have the state of the last rank with inputs."""
         for number in range(max(counts)):
             present = [rank for rank, count in enumerate(counts) if count > number]
-            if self.stale and syncs:
-                self.buffers = [dict(self.buffers[present[-1]]) for _ in self.buffers]
-            self.stale = True
-            self.optimizer.zero_grad()
-            for rank in present:
-                loss = loss_of(self.forward(rank, inputs_of(number, rank, "uneven"), self.program.used_last), rank)
-                (loss / self.world_size).backward()  # type: ignore[no-untyped-call]
+            self._iterate(number, self.program.uneven_ways[number], present, root=present[-1])
+        self.stale = True
+        self.share_buffers(reduces=True, root=max(rank for rank, count in enumerate(counts) if count == max(counts)))
+        self._iterate(len(self.program.uneven_ways), "only gradients", range(self.world_size), root=0)
+
+    def _iterate(self, number: int, way: str, present: Sequence[int], *, root: int) -> None:
+        self.share_buffers(reduces=way not in ("local", "no_grad"), root=root)
+        self.optimizer.zero_grad()
+        for rank in present:
+            with self._with_way(way):
+                outputs = self.forward(rank, inputs_of(number, rank, "uneven"), self.program.used_last)
+            if way in ("trains", "only gradients"):
+                (loss_of(outputs, rank) / self.world_size).backward()  # type: ignore[no-untyped-call]
+        if way == "trains":
             self.optimizer.step()
-        if syncs:
-            last = max(rank for rank, count in enumerate(counts) if count == max(counts))
-            self.buffers = [dict(self.buffers[last]) for _ in self.buffers]
 
     def validate(self, number: int, rank: int) -> torch.Tensor:
         self.net.eval()
@@ -671,6 +695,7 @@ def play(group: ProcessGroup, program: Program) -> None:
         for player in (mine, alone):
             player.train_unevenly(program.uneven)
         where = f"uneven inputs, rank {group.rank}: {program}\n"
+        compare(where + "gradients", mine.gradients(), alone.gradients())
         compare(where + "parameters", dict(mine.net.named_parameters()), dict(alone.net.named_parameters()))
         compare(where + "buffers", dict(mine.net.named_buffers()), alone.buffers[group.rank])
         assert_equal_on_all_ranks(where, group, mine.net.parameters())
