@@ -41,6 +41,7 @@ KINDS = [
     "weight norm",
     "count",
     "teacher",
+    "mode",
 ]
 MOMENTS = ["forward", "backward", "agreement", "agreed", "applied", "between"]
 
@@ -78,6 +79,17 @@ class Teacher(torch.nn.Module):
         return self.online(x) + self.target(x)  # type: ignore[no-any-return]
 
 
+class Mode(torch.nn.Module):
+    """Computes other outputs in evaluation than in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(FEATURES, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x * (1.0 if self.training else 0.5)
+
+
 _ONCE_IN_A_STEP = ("count", "teacher")  # the outputs depend on the number of forwards so far
 
 
@@ -109,12 +121,13 @@ class Program:
         seldom: the same for a second optimizer, which has the parameters of the last block; None: there is no second one.
         clears: when gradients are cleared: "before" the elastic step, at the start of its "body", or "after" the optimizer.
         to_none: gradients are cleared to None, and not to zeros.
-        splits: each step has two backwards, the first in `no_sync`.
+        splits: each step has two backwards, the first in `no_sync`. Each has half of the samples. If there are blocks of kind
+            "mode", each has all samples, and these blocks change their mode for the second.
         clips: gradients are clipped.
         schedules: a scheduler changes the learning rate.
         scales: a GradScaler scales the loss.
         overflows: the steps whose loss is infinite.
-        changes: for each step, what the script freezes, unfreezes or adds (a verb, a block's name and kind).
+        changes: for each step, what the script freezes, unfreezes, adds or sets to evaluation (verb, name and kind of a block).
         changes_in_body: these changes happen in the body of the elastic step.
         lost: for each member that is lost, the step and the moment.
         broken: members, steps and moments at which a connection breaks although nobody is lost.
@@ -203,7 +216,7 @@ def draw(seed: int) -> Program:
     if graph != "static" and chance(0.4):
         program.changes_in_body = chance(0.3)
         for _ in range(pick.randint(1, 3)):
-            step, verb = pick.randrange(1, STEPS), pick.choice(["freeze", "unfreeze", "add"])
+            step, verb = pick.randrange(1, STEPS), pick.choice(["freeze", "unfreeze", "eval", "add"])
             # A newcomer's script does not know blocks that the others have added, and a scheduler no new group of parameters.
             # A step that is repeated does not take out what its body has added.
             if verb == "add" and (program.newcomers or program.schedules or program.changes_in_body):
@@ -224,8 +237,8 @@ def make_rows_net(program: Program) -> RowsNet:
 
 
 def _block(kind: str, name: str) -> torch.nn.Module:
-    if kind == "count":
-        return Count()
+    if kind in ("count", "mode"):
+        return Count() if kind == "count" else Mode()
     if kind == "teacher":
         block = Teacher()
         set_values(list(block.parameters()), name)
@@ -270,13 +283,20 @@ class Script:
         return [each for each in (self.scheduler, self.scaler) if each is not None]
 
     def change(self, step: int) -> None:
-        """Freeze, unfreeze or add blocks. A repeated step calls this again."""
+        """Freeze, unfreeze or add blocks, or set them to evaluation. A repeated step calls this again."""
         for verb, name, kind in self.program.changes.get(step, []):
-            if verb != "add":
+            if verb == "eval":
+                self.net.blocks[name].eval()
+            elif verb != "add":
                 self.net.blocks[name].requires_grad_(verb == "unfreeze")
             elif name not in self.net.blocks:
                 self.net.blocks[name] = _block(kind, name)
                 self.optimizers[self.program.every].add_param_group({"params": list(self.net.blocks[name].parameters())})
+
+    def flip_modes(self) -> None:
+        for block in self.net.blocks.values():
+            if isinstance(block, Mode):
+                block.train(not block.training)
 
     def clear(self, step: int, when: str) -> None:
         """Clear the gradients if the program does it at this time."""
@@ -347,8 +367,12 @@ def train_alone(program: Program) -> list[dict[str, torch.Tensor | None]]:
             script.clear(step, "before")
             script.change(step)
             script.clear(step, "body")
-            for part in _parts(program, indices):
+            for number, part in enumerate(_parts(program, indices)):
+                if number:
+                    script.flip_modes()
                 script.loss(step, part, len(indices)).backward()  # type: ignore[no-untyped-call]
+                if number:
+                    script.flip_modes()
             script.update(step)
             states.append(script.state(step))
     return states
@@ -358,6 +382,8 @@ def _parts(program: Program, indices: Sequence[int]) -> list[Sequence[int]]:
     """Return the samples of each backward of a step."""
     if not program.splits:
         return [indices]
+    if "mode" in program.blocks.values():
+        return [indices, indices]
     return [indices[: len(indices) // 2], indices[len(indices) // 2 :]]
 
 
@@ -521,11 +547,15 @@ class Member:
         parts = _parts(program, indices)
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
+            if number:
+                script.flip_modes()
             with nullcontext() if is_last else self.ddp.no_sync():
                 loss = script.loss(step, part, len(indices)) * sampler.weight
                 if is_last:
                     loss.register_hook(lambda _: self.at(step, "backward"))  # type: ignore[no-untyped-call]
                 loss.backward()  # type: ignore[no-untyped-call]
+            if number:
+                script.flip_modes()
         self.at(step, "agreement")
         script.update(step)
         self.at(step, "applied", "agreed")

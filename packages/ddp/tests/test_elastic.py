@@ -689,6 +689,14 @@ def test_a_newcomer_gets_what_is_stateful_and_one_for_whom_there_is_no_sample_wa
     assert first[1:] == (8, 8, 8)  # type: ignore[index]
 
 
+def test_a_newcomer_whose_optimizer_has_parameters_of_another_model_is_refused_before_it_waits() -> None:
+    (member,) = create_groups(1)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=member.newcomer())
+    optimizer = torch.optim.SGD([*model.parameters(), *torch.nn.Linear(1, 1).parameters()])
+    with pytest.raises(MisuseError, match="has parameters that are not in the model"):
+        Elastic(model, optimizer, ElasticSampler(4, 2))
+
+
 def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() -> None:
     (member,) = create_groups(1, timeout_s=60)
     newcomer = member.newcomer()
@@ -715,7 +723,7 @@ def test_a_newcomer_alone_without_the_state_ends_without_further_recoveries() ->
         ("plain", "wide", r"'weight': torch.float32\[2, 1\], and the other ranks torch.float32\[1, 1\]"),
         ("plain", "bias", r"'bias': torch.float32\[1\], and the other ranks none"),
         ("plain", "adam", r"optimizers \(parameters in groups\): Adam \[1\], and the other ranks SGD \[1\]"),
-        ("plain", "groups", r"optimizers \(parameters in groups\): SGD \[1, 1\], and the other ranks SGD \[1\]"),
+        ("plain", "groups", r"optimizers \(parameters in groups\): SGD \[1, 0\], and the other ranks SGD \[1\]"),
     ],
 )
 def test_a_newcomer_with_another_script_is_refused_and_the_others_go_on(theirs: str, own: str, difference: str) -> None:
@@ -748,7 +756,7 @@ def test_a_newcomer_with_another_script_is_refused_and_the_others_go_on(theirs: 
             use_hook(model, 2)
         optimizer = (torch.optim.Adam if own == "adam" else torch.optim.SGD)(model.parameters(), lr=1.0)
         if own == "groups":
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+            optimizer.add_param_group({"params": []})
         with pytest.raises(MisuseError, match=difference) as caught:
             Elastic(model, optimizer, ElasticSampler(12 * STEPS, 12), give_up_s=60)
         joined[0].lose()  # the newcomer's process ends
@@ -760,15 +768,60 @@ def test_a_newcomer_with_another_script_is_refused_and_the_others_go_on(theirs: 
         assert len(refusal.result()) <= 200
 
 
+def test_a_step_that_ends_while_the_model_is_frozen_and_in_evaluation_is_repeated_as_it_began() -> None:
+    groups = create_groups(2, timeout_s=60)
+
+    def train(group: ProcessGroup, rank: int = 0) -> list[float]:
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(1, 1), Halved()), process_group=group)
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = ElasticSampler(24, 4)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60)
+        for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+            with elastic.step():
+                optimizer.zero_grad()
+                (model(batch).mean() * sampler.weight).backward()
+                model.requires_grad_(False)
+                model.eval()
+                if rank == 1 and elastic.applied_steps == 2:
+                    groups[1].lose()
+                    raise Lost
+                group = model.join_process_group
+                group.all_reduce(torch.ones(1))  # fails on rank 0
+                model.requires_grad_(True)
+                model.train()
+                optimizer.step()
+        return [float(parameter.detach()) for parameter in model.parameters()]
+
+    def rank_body(rank: int) -> list[float] | None:
+        try:
+            return train(groups[rank], rank)
+        except Lost:
+            return None
+
+    expected = run_ranks(1, train)[0]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
+
+
+class Halved(torch.nn.Module):
+    """Halves its input, but only in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x / 2
+
+
 @pytest.mark.parametrize("thaws", [True, False])
-def test_a_newcomer_freezes_what_the_others_have_frozen_during_the_training(thaws: bool) -> None:
+def test_a_newcomer_has_the_modes_that_the_others_have_set_during_the_training(thaws: bool) -> None:
     groups = create_groups(2, timeout_s=60)
     present = [*groups, groups[0].newcomer()]
 
     def rank_body(number: int) -> tuple[bool, object, object]:
         module = torch.nn.Linear(1, 1)
         module.bias.requires_grad_(not thaws)
-        model = DistributedDataParallel(module, process_group=present[number])
+        halved = Halved()
+        model = DistributedDataParallel(torch.nn.Sequential(module, halved), process_group=present[number])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sampler = ElasticSampler(24, 4)
         elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=2)
@@ -776,6 +829,7 @@ def test_a_newcomer_freezes_what_the_others_have_frozen_during_the_training(thaw
             step = elastic.applied_steps
             if step == 1:  # the newcomer begins with a later step
                 module.bias.requires_grad_(thaws)
+                halved.eval()
                 if number == 0:
                     until(lambda: groups[0].newcomers() == 1)
             with elastic.step():
@@ -783,6 +837,7 @@ def test_a_newcomer_freezes_what_the_others_have_frozen_during_the_training(thaw
                 (model(batch).mean() * sampler.weight).backward()
                 optimizer.step()
         assert model.join_process_group.size == 3
+        assert not halved.training
         return module.bias.requires_grad, module.weight.tolist(), module.bias.tolist()
 
     with ThreadPoolExecutor(3) as threads:
@@ -896,6 +951,14 @@ def test_misuse_is_named() -> None:
         with (
             pytest.raises(MisuseError, match="a step was begun within a step"),
             training.elastic.step(),
+            training.elastic.step(),
+        ):
+            pass
+        next(training.elastic.batches(training.loader))
+        with training.elastic.step():
+            pass
+        with (
+            pytest.raises(MisuseError, match=r"a second step was begun for one batch of elastic\.batches on rank 0 of 1"),
             training.elastic.step(),
         ):
             pass

@@ -69,6 +69,20 @@ def test_buffers_of_a_part_that_is_new_are_put_back() -> None:
     assert module[1].num_batches_tracked == 0
 
 
+def test_modes_that_a_step_has_changed_are_put_back() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
+    module[1].eval()
+    other = torch.nn.Linear(1, 1)
+    other.bias.requires_grad_(False)
+    snapshot = StepSnapshot(module, [torch.optim.SGD([*module.parameters(), *other.parameters()])])
+    module.requires_grad_(False).eval()
+    other.requires_grad_(True)
+    snapshot.restore()
+    assert [part.training for part in module.modules()] == [True, True, False]
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    assert [parameter.requires_grad for parameter in other.parameters()] == [True, False]
+
+
 def test_a_buffer_that_was_replaced_is_the_one_before() -> None:
     module = torch.nn.Module()
     module.register_buffer("count", torch.zeros(1))

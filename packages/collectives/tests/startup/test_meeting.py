@@ -104,6 +104,13 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         meet(InMemoryStore(), 0, 3, CancelScope(0.3))
 
 
+def test_a_wait_that_was_cancelled_raises_the_reason() -> None:
+    scope = CancelScope(60)
+    scope.cancel(StoreError("rank 1 is lost"))
+    with pytest.raises(StoreError, match="rank 1 is lost"):
+        meet(InMemoryStore(), 0, 2, scope)
+
+
 def test_a_rank_that_was_told_another_size_is_named_to_all() -> None:
     store, sizes = InMemoryStore(), (3, 3, 2)
     store.compare_set("told", "", json.dumps([0, 3, meeting.__version__]))  # rank 0 came first

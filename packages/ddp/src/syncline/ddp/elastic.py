@@ -123,7 +123,8 @@ class Elastic:
         InvalidArgumentError: a number among the arguments is out of range, a batch has fewer samples than there are ranks, or
             an object in `stateful` has no `state_dict` and `load_state_dict`.
         MisuseError: an optimizer steps within backward, before the ranks could agree. Or this newcomer has another
-            communication hook, model, kind of optimizer, or other objects in `stateful` than the other ranks.
+            communication hook, model, kind of optimizer, or other objects in `stateful` than the other ranks, or has an
+            optimizer with parameters that are not in the model.
     """
 
     # Note [Applied on all or on none]
@@ -203,6 +204,7 @@ class Elastic:
         self._accumulated: list[torch.nn.Parameter] = []
         self._agreements = 0
         self.applied_steps = 0
+        self._offered: tuple[ProcessGroup, int] | None = None  # the group and the batch when `batches` gave the latest batch
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
         self._members = set(group.members)  # all past and present members that this rank knows
@@ -239,6 +241,7 @@ class Elastic:
             group = self._group
             for batch in loader:
                 applied = self._sampler.applied
+                self._offered = group, applied
                 yield batch
                 self._let_newcomers_in()
                 # The group has changed, so the loader's shares are no longer right: iterate over the loader again.
@@ -259,11 +262,17 @@ class Elastic:
                 were lost.
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
-            MisuseError: this step begins within another step. Or a collective failed after the ranks had agreed. Or the step
-                ends with gradients that no optimizer has used and that are not averaged.
+            MisuseError: this step begins within another step, or is the second step for one batch. Or a collective failed after
+                the ranks had agreed. Or the step ends with gradients that no optimizer has used and that are not averaged.
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
+        # The sampler has gone on to the next batch, or divides the batch among other ranks.
+        if self._offered not in (None, (self._group, self._sampler.applied)):
+            raise MisuseError(
+                f"a second step was begun for one batch of elastic.batches on {self._group.place()}: use each batch in one "
+                "`with elastic.step():`"
+            )
         self._snapshot = StepSnapshot(
             self._model.module, self._optimizers, self._stateful, self._accumulated, earlier=self._snapshot
         )
@@ -392,6 +401,10 @@ class Elastic:
         """Continue with the remaining ranks. Return whether this rank's latest agreement holds for all ranks."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
+        # This rank has not agreed, so no rank has: the step is repeated in any case. Undo it now, because the model cannot use
+        # another group while the step has frozen all its parameters.
+        if self._phase is _Phase.COMPUTING:
+            self._undo_step()
         present: dict[int, int] = {}
         # If another rank is lost during the recovery, the recovery begins again.
         while not present:
@@ -486,6 +499,12 @@ class Elastic:
 
     def _join(self) -> None:
         self._phase = _Phase.JOINING
+        known = set(self._model.module.parameters())
+        if any(not known.issuperset(group["params"]) for each in self._optimizers for group in each.param_groups):
+            raise MisuseError(
+                f"an optimizer of this newcomer ({self._group.place()}) has parameters that are not in the model, and a "
+                "newcomer gets only the parameters of the model. Put all networks into one module, and wrap that module"
+            )
         logger.info("waiting to be let in")
         try:
             present = self._meet(lambda: self._group.admit(silence_timeout_s=self._give_up_s))

@@ -57,6 +57,7 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
         DisagreementError: the ranks were given different sizes, or run different versions; all ranks raise it. Or `size` ranks
             have met here before this rank came; then only this rank raises it.
         StoreError: the store failed.
+        BaseException: the reason with which `scope` was cancelled.
     """
     mine = own_identity()
     node = None if mine is None else f"node/{mine.node}"
@@ -77,6 +78,9 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
         )
     while not _have_come(store, scope):
         if scope.is_over():
+            # Another thread has cancelled the call, for example because it saw that a rank was lost.
+            if scope.reason is not None:
+                raise scope.reason
             absent = _absent(store, range(size))
             raise TimeoutError(f"rank(s) {', '.join(map(str, absent)) or 'that came late'} did not come to the rendezvous")
     said = store.get(_ALL, _SLICE_S).decode()
