@@ -781,6 +781,7 @@ def test_a_step_that_ends_while_the_model_is_frozen_and_in_evaluation_is_repeate
         for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
             with elastic.step():
                 optimizer.zero_grad()
+                assert model.training
                 (model(batch).mean() * sampler.weight).backward()
                 model.requires_grad_(False)
                 model.eval()

@@ -273,9 +273,7 @@ class Elastic:
                 f"a second step was begun for one batch of elastic.batches on {self._group.place()}: use each batch in one "
                 "`with elastic.step():`"
             )
-        self._snapshot = StepSnapshot(
-            self._model.module, self._optimizers, self._stateful, self._accumulated, earlier=self._snapshot
-        )
+        self._snapshot = StepSnapshot(self._model, self._optimizers, self._stateful, self._accumulated, earlier=self._snapshot)
         self._waiting = 0
         self._stepped.clear()
         self._phase = _Phase.COMPUTING

@@ -121,7 +121,7 @@ class TrainingState:
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
             "stateful": [each.state_dict() for each in self._stateful],
-            "training": {name: part.training for name, part in self._model.module.named_modules()},
+            "training": {name: part.training for name, part in self._model.named_modules()},
             "requires_grad": {name: parameter.requires_grad for name, parameter in parameters.items()},
             "gradients": {names[id(each)]: each.grad for each in accumulated if id(each) in names},
             "layouts": {name: each.grad.layout for name, each in parameters.items() if each.grad is not None},
@@ -145,7 +145,7 @@ class TrainingState:
             each.load_state_dict(its)
         self._sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
-        for name, part in self._model.module.named_modules():
+        for name, part in self._model.named_modules():
             # The script may have set layers to evaluation during the training. A layer of this rank alone keeps its mode.
             part.training = state["training"].get(name, part.training)
         for name, parameter in self._model.module.named_parameters():
