@@ -116,7 +116,7 @@ def check_reduction(op: object, dtype: torch.dtype) -> None:
     """Refuse a reduction that is not defined for a dtype.
 
     Raises:
-        InvalidArgumentError: `op` is no `Reduction`, lacks its factor, or is not defined for `dtype`.
+        InvalidArgumentError: `op` is no `Reduction`, is PREMUL_SUM without a factor, or is not defined for `dtype`.
     """
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")

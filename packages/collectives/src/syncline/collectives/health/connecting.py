@@ -30,11 +30,11 @@ def speakers(size: int) -> list[int]:
 
 
 class Connecting:
-    """A context in which this thread connects a group. In the context, a library may wait for ranks that never come.
+    """A context manager: in its `with` block, the calling thread connects a group, and may wait for ranks that never come.
 
     Three things happen in a long wait:
 
-    1. In its own waits, the thread checks `scope`. This check raises an error at the time limit.
+    1. While the thread waits in Syncline's own code, it checks `scope`. This check raises an error at the time limit.
     2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the `step`.
     3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks that `speakers` returns.
 
@@ -43,10 +43,10 @@ class Connecting:
         warning_s: the time before a warning, in seconds; 0: no warning.
 
     Attributes:
-        scope: the time limit of all steps together. It also ends if a rank is lost.
+        scope: the time limit of all steps together. The scope also ends if a rank is lost.
         liveness: finds out which ranks are lost; None until the ranks are known.
-        who: this rank in words.
-        is_over: whether the thread has left the context.
+        who: this rank in words, such as "rank 1 of 4".
+        is_over: whether the thread has left the `with` block.
     """
 
     may_block = False
@@ -69,7 +69,7 @@ class Connecting:
 
     @contextmanager
     def step(self, words: str) -> Iterator[None]:
-        """A context for one step. `words` are the name of the step, a colon, and a possible cause if the step hangs."""
+        """A context manager for one step. `words`: the step's name, a colon, and what is probably wrong if the step hangs."""
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield
@@ -93,7 +93,7 @@ class Connecting:
 
     @property
     def running(self) -> Connecting | None:
-        """This object; None after the thread has left the context."""
+        """This object; None after the thread has left the `with` block."""
         return None if self.is_over else self
 
     def reason_to_give_up(self) -> TransportError | None:

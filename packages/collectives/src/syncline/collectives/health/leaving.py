@@ -3,13 +3,13 @@
 Note [Who will not come]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run in
-one total order, which is the same on every rank. So collective k of a group never ends if a member left before it had started k
-collectives. A collective that the leaver had started still finishes, because the leaver stays in an exit barrier, in which its
-library goes on working. If a rank waits for no other rank, nothing disturbs it, even if it computes for long after the others
-have left.
+one total order, which is the same on every rank. So collective k of a group never ends if a member has left after fewer than k
+collectives. A collective that this member had started still finishes: before the member exits, it waits in a barrier, and its
+communication library goes on working there. A rank that waits for no other rank gets no error, even if it computes for long
+after the others have left.
 
-Sends and receives are not in this order. If a rank waits for a message of a leaver, it goes on waiting for 2 seconds after the
-leaver's notice. Then it assumes that no more messages of the leaver will come, and raises an error.
+Sends and receives are not in this order. If a rank waits for a message from a rank that has left, it waits for 2 seconds more,
+from the moment when the notice (`Leaving`) came. Then it assumes that the message will not come, and raises an error.
 """
 
 from __future__ import annotations

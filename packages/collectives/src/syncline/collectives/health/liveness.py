@@ -173,15 +173,14 @@ LostRanks = Callable[[], Sequence[int]]
 
 
 class Liveness:
-    """Finds out whether the processes of a group's ranks still exist. Any thread may call it.
+    """Finds out whether the processes of a group's ranks still exist. Any thread may call the methods.
 
-    This object sees only processes of this node, unless `lost_ranks` knows more. No lock is needed, because a lost rank never
-    comes back: two threads that look at the same time find the same ranks.
+    This object sees only processes of this node, unless `lost_ranks` knows more.
 
     Args:
         members: for each rank of the group its process, as far as known.
         rank: this rank.
-        lost_ranks: another source of lost ranks.
+        lost_ranks: returns ranks that another source, such as a library, reports as lost. Must not block.
     """
 
     def __init__(self, members: Mapping[int, ProcessIdentity], rank: int, lost_ranks: LostRanks = tuple) -> None:
@@ -221,12 +220,10 @@ class Liveness:
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
-        """If a lost rank caused this error of the transport, return the error that names the rank. If not, return None.
+        """Look for a lost rank that explains `error`, an error of the transport. Return the error that names the lost rank.
 
-        Block for at most one second.
-
-        This method waits, because a connection may break, or a library may report an error, a little before the lost process
-        has ended.
+        Return None if no rank is lost, or if `error` already is a `RankLostError`. Wait at most one second for a loss, because
+        a connection may break, or a library may report an error, a little before the lost process has ended.
         """
         # The transport has already found the lost rank.
         if isinstance(error, RankLostError):
@@ -258,6 +255,7 @@ class Liveness:
         return f"rank(s) {', '.join(known)}"
 
     def _look(self, now: float) -> None:
+        # No lock is needed: a lost rank never comes back, so two threads that look at the same time find the same ranks.
         for rank, process in self._others.items():
             if rank not in self._losses and process.state() is ProcessState.GONE:
                 self._losses[rank] = now

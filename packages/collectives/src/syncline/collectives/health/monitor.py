@@ -2,7 +2,7 @@
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
-A call runs on one thread: the caller's, or the thread of the group's queue. It can be ended in three ways, in this order:
+A call runs on one thread: the caller's, or the thread of the group's queue. The call can be ended in three ways, in this order:
 
 1. *By this thread.* If the library allows it, the thread waits in a loop of short checks, and also checks the call's
    `CancelScope`. The scope ends when the time limit is reached, or with a reason, such as a lost rank. Then the thread raises
@@ -11,19 +11,19 @@ A call runs on one thread: the caller's, or the thread of the group's queue. It 
    seconds, the monitor looks at the running call of each group. When a rank is lost, the monitor cancels the scope. If the
    scope is over and the thread has not noticed this for 6 looks (`INTERRUPT_LOOKS`), the monitor makes the library end the call
    (`interrupt`: ULFM revokes the communicator). Then the library returns with an error, and the thread goes on as in 1.
-3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), no error
-   can be raised in it, and the monitor ends the process. A thread that has noticed asks the other ranks for the reason, and may
-   get stuck in the library again. So the monitor interrupts this thread, as in 2, after 100 looks since it noticed, and ends
-   the process after 200 (`NOTICED_LOOKS`). To end the process, the monitor writes the group's report. Then it prints which
-   ranks of which group the call waits for, prints the stacks of all threads, and exits with status 70. The launcher then ends
-   the job.
+3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), the
+   monitor ends the process, because it cannot raise an error in this thread. A thread that has noticed asks the other ranks for
+   the reason, and may get stuck in the library again. So 100 looks after the thread has noticed, the monitor interrupts the
+   library as in 2, and after 200 looks (`NOTICED_LOOKS`) it ends the process. To end the process, the monitor first writes the
+   group's report. Then it prints which ranks of which group the call waits for, prints the stacks of all threads, and exits
+   with status 70. The launcher then ends the job.
 
 The monitor counts looks, not seconds. So if a process was stopped as a whole and goes on, its threads still get their time.
 
 Threads: the thread that runs a call sets the group's attribute `running`, without a lock. The monitor's thread reads this
 attribute, and cancels scopes. The monitor never makes a call that may block: `interrupt`, and looks that call a library
-(`Looked`), run on other threads, and the monitor does not wait for them. The monitor holds its lock only while it copies or
-extends its lists, and takes no lock of a group. It keeps only weak references to groups.
+(`Looked.may_block`), run on other threads, and the monitor does not wait for them. The monitor holds its lock only while it
+copies or extends its lists, and takes no lock of a group. It keeps only weak references to groups.
 
 At exit, a handler stops the monitor's thread while the interpreter still runs. If the program drops a group while the monitor
 looks at this group, the monitor's thread frees the group with its tensors, and torch releases the GIL to free them. If the
@@ -67,7 +67,7 @@ class Running(Protocol):
     """A running operation: a `Call`, or the steps by which a rank connects its group.
 
     Attributes:
-        scope: ends the operation.
+        scope: the operation ends when this scope is over.
     """
 
     scope: CancelScope
@@ -110,7 +110,7 @@ class Looked(Protocol):
         """Whether there is nothing to look at. This must not block, because the monitor's thread reads it."""
 
     def look(self, now_s: float) -> None:
-        """Look once at what this object watches. Must not wait for another rank. After an exception, no other look follows."""
+        """Look once at what this object watches. Must not wait for another rank. After an exception there are no more calls."""
 
 
 class Step(Enum):

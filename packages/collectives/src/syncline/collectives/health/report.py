@@ -142,7 +142,7 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
 
 
 def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] = ()) -> str:
-    """Return the problem of a group in one sentence. A pure function.
+    """Return one sentence about a group: what is wrong, or that all ranks finished the same calls. A pure function.
 
     Args:
         calls: the calls of each rank that has reported.

@@ -31,8 +31,8 @@ _LONGEST = 1000
 class StatusPost(ABC):
     """Brings one line of text from each rank of a group to rank 0.
 
-    One thread at a time calls the methods, while other threads communicate. The methods never wait for another rank, but may
-    wait for a library's lock or a store's answer.
+    Only one thread at a time calls the methods, but other threads may run collectives of the group meanwhile. The methods never
+    wait for another rank, but may wait for a library's lock or a store's answer.
 
     Attributes:
         hops: the largest number of messages, one after the other, by which a line reaches rank 0.
@@ -46,7 +46,7 @@ class StatusPost(ABC):
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
-        """On rank 0, return the latest line of each rank that has posted a line since the last call.
+        """On rank 0, return the latest line of each rank that has posted a line since the last call of `posted`.
 
         The result may also have lines that an earlier call has returned.
         """

@@ -63,11 +63,11 @@ class Statements:
         self.heard.update(self.untold)
 
     def in_words(self) -> str:
-        """Return all texts in words: "ranks 0-5, 7: that; rank 6: this"."""
+        """Return all texts in words: "ranks 0-5, 7: all_reduce; rank 6: barrier"."""
         return "; ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return all texts in words, one line for each text: "ranks 0-5, 7: that"."""
+        """Return all texts in words, one line for each text: "ranks 0-5, 7: all_reduce"."""
         said = [(sorted(ranks), text) for text, ranks in self.ranks.items()]
         if self.untold:
             said.append((sorted(self.untold), "something else"))

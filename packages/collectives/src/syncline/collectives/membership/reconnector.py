@@ -20,6 +20,8 @@ WAITING = -1
 class Generation:
     """The members of one group. When members are lost, or newcomers are let in, the next generation follows, with a new group.
 
+    A newcomer is a process that joins the running job.
+
     Attributes:
         number: counts the generations of the job from 0; `WAITING` in a newcomer that was not let in yet.
         members: the members' numbers, in the order of their ranks. A member keeps its number in later generations.
@@ -65,7 +67,7 @@ class Reconnector(ABC):
         return None
 
     def missing_for_admit(self) -> str | None:
-        """Why newcomers cannot come in, in one sentence; None if they can."""
+        """Why no newcomer can join, in one sentence; None if newcomers can join."""
         return "its members do not meet in a store; use backend 'gloo' with init_method='file:///shared/folder'"
 
     def newcomers(self) -> Sequence[int]:
@@ -87,8 +89,8 @@ class Reconnector(ABC):
     def leavers(self) -> GroupLeavers | None:
         """Make the `GroupLeavers` of this generation; None if ranks do not announce that they leave the job.
 
-        It counts the collectives that this rank starts in the group, and finds those that never finish because a rank has left.
-        Called once for each generation.
+        A `GroupLeavers` counts the collectives that this rank starts in the group, and finds the collectives that never finish
+        because a rank has left. `ShrinkableGroup` calls this method once for each generation.
         """
         return None
 

@@ -16,7 +16,7 @@ from .reconnector import Reconnector
 
 
 class ShrinkableGroup(HostGroup):
-    """A `HostGroup` whose members can connect again after a loss, also with newcomers, and make a new group.
+    """A `HostGroup` that can be replaced: the members that are left, with or without newcomers, connect and make a new group.
 
     If a collective fails on a rank, the rank writes an alarm to the reconnector's store. (Over MPI there is no store: MPI
     itself tells the ranks.) The other ranks look for the alarm when a collective takes long. So all ranks leave a broken group

@@ -42,8 +42,8 @@ class MembershipVote:
     keys in the store. The vote has four steps::
 
         1. each survivor sets here/<its number>
-        2. it waits, at most `silence_timeout_s`, until each member has set its key or has certainly ended. If the running
-           members without a key are then more than the members with a key, the members with a key give up: perhaps only
+        2. it waits, at most `silence_timeout_s`, until each member has set its key or has certainly ended. If the
+           running members without a key then outnumber the members with a key, the members with a key give up: perhaps only
            their connections broke, and the others still compute
         3. it proposes the members that have set their keys, by one compare_set of the key "members"; the first proposal wins
         4. it reads the decision. If the decision does not contain a member, `agree` raises `RankGivenUpError` in this member
@@ -87,8 +87,8 @@ class MembershipVote:
             newcomers: returns the newcomers to propose. Survivors may propose different newcomers: only one proposal wins.
 
         Raises:
-            RankGivenUpError: the others have gone on without this member; or the members that have called `agree` are fewer
-                than the members that run but have not called it.
+            RankGivenUpError: the others have gone on without this member. Or the running members that have not called `agree`
+                outnumber the members that have called it.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")

@@ -5,9 +5,9 @@ nothing. A host with several interfaces has one name and several addresses, and 
 
 So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. Only this job knows
 the word. All other ranks try all doors, and report which doors they have reached. The job uses the first door that every rank
-has reached. Rank 0 gets the address of this door. Each other rank gets the address of its end of its connection to this door.
-(The word is needed because a proxy may accept any connection, and several hosts may have the same address, such as the address
-of a bridge for containers.)
+has reached. Rank 0 gets the address of this door. Each other rank has a connection to this door, and gets the address of the
+rank's own end of this connection. (The word is needed because a proxy may accept any connection, and several hosts may have the
+same address, such as the address of a bridge for containers.)
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ def loopback_domain() -> str:
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
     """The addresses at which other hosts may reach this host, IPv4 first.
 
-    If `interfaces` are given, the addresses of these interfaces, in the order of `interfaces`, loopback addresses included.
+    If `interfaces` is not empty, the result has all addresses of these interfaces instead, also loopback addresses, in the
+    order of `interfaces`.
 
     Raises:
-        LaunchError: an interface does not exist, is down, or has no address.
+        LaunchError: one of `interfaces` does not exist, is down, or has no address.
     """
     found = _all_addresses()
     for name in interfaces:
@@ -285,7 +286,10 @@ _InterfaceAddress._fields_ = (
 
 
 def _all_addresses() -> list[OwnAddress]:
-    """Leave out link-local IPv6 addresses, which need an interface's name, too."""
+    """The addresses of all interfaces that are up, IPv4 first, without link-local IPv6 addresses.
+
+    A link-local address can be used only together with an interface's name.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:

@@ -30,22 +30,24 @@ class ConnectRequest:
         launch: the launcher's facts about this process, or None if nothing launched it.
         rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store, ours or torch's, in which the ranks meet instead of an `init_method`; or None. The store has no keys of
-            an earlier run.
+        store: a store of Syncline or torch in which the ranks meet, or None. The store takes the place of `init_method`, and
+            has no keys of an earlier run.
         timeout_s: the group's time limit in seconds.
         group_name: the group's name in error messages.
-        reproducible: reductions must give the same bits in every run. A backend that cannot do this must refuse to connect.
+        reproducible: if true, reductions must give the same bits in every run. A backend that cannot do this must refuse to
+            connect.
         host_group: a group of the same ranks on host memory, or None. A backend for GPUs may use the `send` and `recv` of this
             host group as long as the new group lives.
-        check_calls: the ranks must compare each collective before it starts. A backend that cannot do this must refuse to
-            connect.
+        check_calls: if true, the ranks must compare each collective before it starts. A backend that cannot do this must refuse
+            to connect.
         thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend with several algorithms.
         stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank; 0: never.
         communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
             backend finds interfaces.
         spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two polls.
-        joins: this process starts later than the others, and waits until the others let it in (`ProcessGroup.admit`).
+        joins: if true, this process starts later than the other ranks, and waits until the other ranks let this process in
+            (`ProcessGroup.admit`).
         devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
     """
 
@@ -91,7 +93,7 @@ def apply_to_process(settings: Settings) -> None:
 
 
 class Backend(ABC):
-    """One way to connect ranks. An entry point of the group "syncline.backends" names an instance.
+    """One way to connect ranks. A package offers an instance by an entry point in the group "syncline.backends".
 
     Importing or constructing a backend must be cheap and must not import mpi4py or CuPy.
     """

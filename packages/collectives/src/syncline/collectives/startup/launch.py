@@ -25,13 +25,14 @@ RUN_ID_PREFIX = "syncline-"
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in its job, according to its launcher.
+    """The rank of this process in its job, and the sizes of the job and the node, according to the launcher.
 
     Attributes:
         launcher: the launcher's name, such as "Open MPI".
         is_mpi: whether the launcher starts MPI programs (mpiexec, mpirun, srun), so that MPI can connect the ranks.
         rank: this process's rank, 0 to world_size - 1.
-        world_size: number of processes of the job, or None if the launcher does not say (PMIx alone). MPI knows this number.
+        world_size: number of processes of the job. None if the launcher does not say (PALS, or PMIx alone). MPI knows this
+            number even then.
         local_rank: rank among the processes of this node, or None if the launcher does not say. Use it only for warnings and
             errors: `api.placement` finds out the local rank without the launcher.
         local_world_size: number of processes on this node, or None. Use it only for warnings and errors.
@@ -388,6 +389,9 @@ def _number(variable: str, environ: Mapping[str, str]) -> int:
 
 
 def _number_if_plain(variable: str, environ: Mapping[str, str]) -> int | None:
-    """None for text such as Slurm's "4(x2),3", which means that the nodes have different numbers of tasks."""
+    """The variable's number. None if the variable is not set, or has another text, such as Slurm's "4(x2),3".
+
+    Slurm sets such a text if the nodes have different numbers of tasks.
+    """
     text = environ.get(variable, "")
     return int(text) if text.isdigit() else None

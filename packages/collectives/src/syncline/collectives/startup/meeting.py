@@ -121,7 +121,7 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 
 def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
-    """Cost, for m missing ranks of n: about 2 (1 + log2(n / m)) requests for each of them."""
+    """Return those of `ranks` that have not come. Cost if m of n ranks are missing: about 2 m (1 + log2(n / m)) requests."""
     # One request asks for all ranks. Only if some are missing, look at each half.
     if store.check([_key(rank) for rank in ranks]):
         return []
@@ -235,7 +235,10 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
 
 
 def _on_all(attempt: Callable[[], T], group: ProcessGroup) -> T:
-    """A collective. If some ranks get a `LaunchError`, all ranks raise the error of the lowest of these ranks."""
+    """Call `attempt` on all ranks (a collective). If it raises a `LaunchError` on some ranks, all ranks raise a `LaunchError`.
+
+    The error is the one that `attempt` raised on the lowest rank where it failed.
+    """
     found, problem = None, None
     try:
         found = attempt()

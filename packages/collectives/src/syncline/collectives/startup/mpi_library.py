@@ -1,10 +1,9 @@
 """Find out whether mpi4py has an MPI library that this launcher can start, start the library, and abort the MPI job.
 
-This module also finds out whether the library takes CUDA memory. This is tried in a child process, because the library may
-crash.
+This module also finds out whether the library takes CUDA memory. A child process tries this, because the library may crash.
 
-The checks run before MPI starts, because an MPI library that cannot start ends the process. This module does not import torch,
-because `syncline run` uses it.
+The checks run before MPI starts, because an MPI library that cannot start ends the process. `syncline run` must not load torch,
+and uses this module, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -98,13 +97,14 @@ def start_mpi(timeout_s: float) -> None:
 
 
 def start(connecting: Connecting) -> None:
-    """Start MPI, which waits for all processes of the job, but not longer than `connecting` allows.
+    """Start MPI, and wait until all processes of the job have started MPI.
 
-    mpi4py would hold the GIL while MPI starts, so no other thread could log the wait or end it. A call with ctypes releases the
-    GIL. Afterwards this function sets error handlers, as mpi4py does, so that MPI returns its errors.
+    mpi4py would hold the GIL while MPI starts, so no other thread could log the wait or end it. So this function calls
+    MPI_Init_thread with ctypes, which releases the GIL. Afterwards the function sets error handlers, as mpi4py does, so that
+    MPI returns its errors.
 
     Args:
-        connecting: limits and logs the wait.
+        connecting: logs a long wait. If the wait exceeds its time limit, the monitor ends this process.
     """
     import mpi4py
     from mpi4py import MPI
@@ -132,7 +132,7 @@ def start(connecting: Connecting) -> None:
 
 @contextmanager
 def _sighup_kept() -> Iterator[None]:
-    """UCX, which carries the messages of many MPI libraries, takes SIGHUP for its own debugging."""
+    """Set the handler of SIGHUP again at the end: UCX, which many MPI libraries use, replaces it for its own debugging."""
     yield
     # Only the main thread can set handlers. A user who has named a signal for UCX wants its debugging.
     if threading.current_thread() is threading.main_thread() and "UCX_DEBUG_SIGNO" not in os.environ:

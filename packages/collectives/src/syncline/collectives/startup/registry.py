@@ -100,9 +100,10 @@ def choose_backend(
     rendezvous_given: bool = False,
     settings: Settings | None = None,
 ) -> BackendChoice:
-    """Choose a backend. It can be named by an argument, an environment variable or the site file; the first of these counts.
+    """Choose a backend: the one that the argument names, else the environment variable SYNCLINE_BACKEND, else the site file.
 
-    If none of them names a backend, the choice is automatic:
+    An `init_method` mpi:// names the backend "mpi", and comes before the environment variable. If nothing names a backend, the
+    choice is automatic:
 
     - MPI, if an MPI launcher started this process and nothing that MPI needs is missing;
     - otherwise Gloo, if there is a launcher or a rendezvous;
@@ -187,8 +188,8 @@ class PerDeviceBackend(Backend):
     def connect(self, request: ConnectRequest) -> PerDeviceGroup:
         """Connect one backend after the other. The CPU's backend comes first, and the other backends get the CPU's group.
 
-        The ranks of a GPU backend may use this group to find each other. If the ranks of any backend can meet in a store, only
-        such backends get the request's store. Each backend is told for which device type it will be used.
+        The ranks of a GPU backend may use the CPU's group to find each other. If any of the backends has `meets_in_store`, only
+        the backends with `meets_in_store` get the request's store. Each backend is told for which device type it will be used.
         """
         groups: dict[str, ProcessGroup] = {}
         for device in sorted(self._backends, key=lambda device: device != "cpu"):

@@ -2,8 +2,7 @@
 
 Our TCP store listens on only one address, and accepts only clients with the job's secret. Our file store never reads data of an
 earlier run. torch's own stores are less careful: TCPStore listens on all addresses and asks for no credential, and FileStore
-reads data of an earlier run. So we use torch's rendezvous only under torchrun, because torchrun's agent has already opened a
-TCPStore.
+reads data of an earlier run. So we use torch's rendezvous only under torchrun, whose agent has already opened a TCPStore.
 
 The last part of the module parses the URL of an `init_method`.
 """
@@ -171,7 +170,10 @@ def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
 
 
 def _left_at_exit(store: FileStore) -> dist.Store:
-    """The last process of the run to exit removes the run's folder. Until then, ranks of a new subgroup may meet in it."""
+    """Return the store for torch. The last process of the run removes the run's folder at its exit.
+
+    Until then, the ranks of a new subgroup may meet in this folder.
+    """
     pid = os.getpid()
     _close_at_exit.append(lambda: leave_run(store) if os.getpid() == pid else None)  # forks are not counted
     return AsTorchStore(store)
@@ -195,7 +197,8 @@ def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str =
     Args:
         secret_file: the path of the file with the secret, or None.
         environ: the environment variables.
-        host: the host where the ranks meet. On a loopback address, the default is the secret of this user.
+        host: the host where the ranks meet. If it is a loopback address, and there is neither a file nor the variable
+            SYNCLINE_SECRET, the result is the secret of this user; see `user_secret`.
 
     Raises:
         LaunchError: there is no secret, there are two, or other users could read the secret file.

@@ -34,13 +34,13 @@ class AlgorithmThresholds:
     Attributes:
         eager_bytes: a collective uses the eager algorithm if a rank reads at most this many bytes from its peers. A larger
             value means fewer waits per call, but each rank reads and reduces all data, and the group needs more shared memory.
-        window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write),
-            and the smallest tensor for which the ranks compare whether the tensor is in a window. A smaller value means that
-            more tensors are reduced in place, but each tensor takes whole pages.
+        window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write).
+            Also the smallest tensor for which a collective checks whether the tensors of all ranks are in a window. A smaller
+            value means that more tensors are reduced in place, but each tensor takes whole pages.
         staged_bytes: the smallest tensor outside of windows that a reduction copies into shared memory and out again. A smaller
             value means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
             for the other ranks at least twice.
-        ring_bytes: use our own ring between nodes if a part (the tensor's size divided by the number of ranks) has at least
+        ring_bytes: use Syncline's ring between nodes if a part (the tensor's size divided by the number of ranks) has at least
             this size. A smaller value means that more reductions use the whole bandwidth of a TCP network, but a ring takes as
             many steps as there are nodes. Switch the ring off if the network itself reduces, or if the MPI library is tuned for
             the network.
@@ -131,9 +131,9 @@ _KEYS = {entry.name: entry.metadata["kind"] for entry in fields(Settings) if "ki
 
 
 def load_settings(environ: Mapping[str, str] = os.environ, default_path: Path = DEFAULT_SITE_FILE) -> Settings:
-    """Read the site file that the environment variable `SYNCLINE_SITE` names. If it names none, read the default file.
+    """Read the site file: the file that the environment variable `SYNCLINE_SITE` names, or else the file `default_path`.
 
-    The default file need not exist. The environment variable `SYNCLINE_TIMEOUT_S` overrides the file's `timeout_s`.
+    The file `default_path` need not exist. The environment variable `SYNCLINE_TIMEOUT_S` overrides the file's `timeout_s`.
 
     Raises:
         SiteFileError: the file that `SYNCLINE_SITE` names does not exist, the file cannot be read, or `parse_settings` finds an

@@ -208,7 +208,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
-    """An exception as Python prints it, but without frames inside Syncline and torch, and without the causes of our errors.
+    """An exception as Python prints it, without frames inside Syncline and torch, and without the causes of a `SynclineError`.
 
     All frames and causes are shown if SYNCLINE_FULL_TRACEBACKS or the setting `full_tracebacks` asks for them, if logging is at
     DEBUG, or if the exception may be a bug of Syncline.
@@ -228,9 +228,9 @@ def in_text(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _shorten(told: traceback.TracebackException, error: BaseException) -> bool:
-    """Leave out frames and causes. Returns whether frames of an error that is not ours were left out.
+    """Leave out frames and causes. Returns whether frames of an error that is no `SynclineError` were left out.
 
-    The causes of our own errors are left out, because our text contains them. Earlier errors of the user's code are kept.
+    The causes of a `SynclineError` are left out, because its text contains them. Earlier errors of the user's code are kept.
     """
     is_ours = isinstance(error, SynclineError)
     kept = [frame for frame in told.stack if not _is_inside(frame.filename)]
@@ -298,8 +298,8 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 
     A file lists the keys under which processes have printed, and the times. If no other process has printed under `name`,
     the function adds this process to the file. A shell, or torchrun's agent, may start several runs that fail with the same
-    error. So the function ignores an entry from before `began_s`: the entry belongs to an earlier run. It also ignores entries
-    that are older than `FRESH_S` seconds.
+    error. So the function ignores an entry from before `began_s`: the entry belongs to an earlier run. The function
+    also ignores entries that are older than `FRESH_S` seconds.
 
     Args:
         name: a key for the text that this process would print. Two processes have the same key only if they have the same
@@ -313,7 +313,7 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
     """Return the `who` of the process that has spoken (printed its error in full) for this name; None if none has spoken.
 
-    If none has spoken, the function writes to the file of `is_first` that this process now speaks.
+    If none has spoken, and `who` is given, the function writes to the file of `is_first` that this process now speaks.
 
     Args:
         name: as for `is_first`; for ranks that are connected, a key of their run.
@@ -360,8 +360,8 @@ def run_began_s() -> float:
     """The earliest time at which a process of this process's run may have started, in seconds since the epoch.
 
     If a process manager of MPI started this process, the result is `_STARTS_WITHIN_S` before the start of this process, because
-    other ranks may have started earlier. Otherwise the result is the start of this process: a parent such as torchrun's agent
-    may start one run right after another, and with an earlier time, failures of the last run would count for this run.
+    other ranks may have started earlier. Otherwise the result is the start of this process, and no earlier time: a parent such
+    as torchrun's agent may start this run right after another run, whose failures must not count for this run.
     """
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 

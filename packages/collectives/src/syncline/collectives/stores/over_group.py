@@ -37,7 +37,8 @@ class GroupStore(ServedStore):
     for a key repeats its request.
 
     Args:
-        group: the group whose ranks share the store. All ranks make a `GroupStore` and close it. The store closes the group.
+        group: the group whose ranks share the store. All ranks make a `GroupStore`, and all call `close`, which also closes the
+            group.
         timeout: seconds or a timedelta; see `Store`.
     """
 
@@ -78,8 +79,8 @@ class GroupStore(ServedStore):
         """Tell rank 0 that this rank will send no more requests, and close the group. A second call does nothing.
 
         Rank 0 waits a few seconds at most for all other ranks to call `close`. The group is aborted instead of closed if a rank
-        does not call in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a forked
-        child of a rank, `close` does nothing.
+        does not call `close` in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a
+        forked child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:
             return

@@ -186,7 +186,7 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` again and again, at least once, until `done` returns true. For changes that nothing signals, as in a file.
+    """Call `done` again and again, at least once, until `done` returns true. Use this if no event announces the change.
 
     The pauses grow from 1 to 50 milliseconds. Each pause is shortened by a random part, so that processes do not ask at the
     same time.

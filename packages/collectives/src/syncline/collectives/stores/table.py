@@ -1,7 +1,7 @@
-"""Functions that change one value of a table, and stores that call these functions under one lock.
+"""Changes of one value of a table, and stores that carry out changes under one lock.
 
-Such a function is called a change (type `Mutation`). A change takes the value of a key (None if there is no value), and returns
-the new value (None to remove the key) and the answer for the caller.
+A change is a function of the type `Mutation`. The function takes the value of a key (None if there is no value). It returns the
+new value (None to remove the key), and the answer for the caller.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SMALLEST, LARGEST = -(2**63), 2**63 - 1
 
 
 def setting(value: bytes) -> Mutation[None]:
-    """Return a change, which `apply` carries out. It sets the value."""
+    """Return a change (see the module) that sets the value. The answer is None."""
     return lambda _: (value, None)
 
 
 def adding(key: str, amount: int) -> Mutation[int]:
-    """Return a change, which `apply` carries out. It adds `amount` to a value in decimal text. `key` is for errors."""
+    """Return a change (see the module) that adds `amount` to a value in decimal text. `key` is only for error messages."""
 
     def change(old: bytes | None) -> tuple[bytes, int]:
         total = _number(key, old) + amount
@@ -51,7 +51,7 @@ def _number(key: str, value: bytes | None) -> int:
 
 
 def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
-    """Return a change, which `apply` carries out. It sets `desired` if the value is `expected`, as `Store.compare_set` does."""
+    """Return a change (see the module) that sets `desired` if the value is `expected`, as `Store.compare_set` does."""
 
     def change(old: bytes | None) -> tuple[bytes | None, bytes]:
         if (old or b"") == expected:
@@ -62,7 +62,7 @@ def swapping(expected: bytes, desired: bytes) -> Mutation[bytes]:
 
 
 def removing() -> Mutation[bool]:
-    """Return a change, which `apply` carries out. It removes the value, and answers whether there was one."""
+    """Return a change (see the module) that removes the value. The answer says whether there was a value."""
     return lambda old: (None, old is not None)
 
 

@@ -50,7 +50,7 @@ class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
 
 
 class AsTorchStore(dist.Store):
-    """One of our stores as a `torch.distributed.Store`, for Gloo, `init_process_group(store=...)`, and torch elastic.
+    """A store of Syncline as a `torch.distributed.Store`, for Gloo, `init_process_group(store=...)`, and torch elastic.
 
     The object lives until `release` or the end of the process.
 
@@ -114,10 +114,10 @@ class AsTorchStore(dist.Store):
 
 
 class FromTorchStore(Store):
-    """A store of torch as one of our stores.
+    """A store of torch as a `Store` of Syncline.
 
     A call that waits asks torch's store again and again. Some peculiarities of torch's stores remain: FileStore counts an
-    internal key in `num_keys`, and TCPStore closes the connection of a client that calls `add` on text.
+    internal key in `num_keys`, and TCPStore closes the connection of a client that calls `add` on a value that is no number.
 
     Args:
         store: the store with the values.

@@ -20,7 +20,7 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, 
 
 
 def are_usual(values: Iterable[object]) -> bool:
-    """Whether all arguments, and all entries of lists and tuples among them, have usual types.
+    """Whether all arguments, and all entries of lists and tuples among them, have usual types (see `_USUAL`).
 
     If so, none of them needs `resolved` or `has_fakes`. If not, the caller must call both.
     """
@@ -202,7 +202,7 @@ def unwritable(tensor: torch.Tensor) -> str | None:
 
 
 def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> str | None:
-    """The problem unless a list has one tensor for each rank, each with the shape and dtype of `like`."""
+    """The problem if a list does not have one tensor for each rank, each with the shape and dtype of `like`."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -214,7 +214,7 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
-    """The problem unless a list has a tensor for each rank, with the dtype of `mine`.
+    """The problem if a list does not have one tensor for each rank, each with the dtype of `mine`.
 
     The tensor at index `rank` must also have the shape of `mine`.
     """
@@ -229,7 +229,7 @@ def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Te
 
 
 def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) -> str | None:
-    """The problem unless `large` holds `size` times the elements of `small`, in the same dtype."""
+    """The problem if `large` does not have `size` times as many elements as `small`, or has another dtype."""
     if large.dtype != small.dtype or large.numel() != size * small.numel():
         return f"expected the {what} to hold {size} times {tensor_in_words(small)}, found {tensor_in_words(large)}"
     return None

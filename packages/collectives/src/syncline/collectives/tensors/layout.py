@@ -20,7 +20,7 @@ def untracked() -> torch.inference_mode:
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which this tensor may be written. New tensors are inference tensors only if this tensor is one.
+    """A context in which this tensor may be written. Inside, new tensors are inference tensors only if this one is.
 
     Prefer this context to `untracked` for sparse tensors: CUDA's sparse operators fail in inference mode.
     """
@@ -117,8 +117,8 @@ def pack(
 
     Returns:
         The part (the data of one rank) and the whole (the data of all ranks). In an all-reduce, reduce or broadcast, both are
-        this rank's tensor. In an all-to-all, the part is the output, and the whole is the input. In a gather or scatter, the
-        whole is None on the ranks that are not the root.
+        this rank's tensor, or a contiguous copy of it. In an all-to-all, the part has room for all outputs, and the whole has
+        all inputs. In a gather or scatter, the whole is None on the ranks that are not the root.
     """
     if name in _ONE_TENSOR:
         wire = in_plain_order(writes[0])

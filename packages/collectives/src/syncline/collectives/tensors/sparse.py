@@ -88,8 +88,9 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 
 
 def _total(group: Gatherer, mine: torch.Tensor, counts: list[int], op: Reduction) -> torch.Tensor:
-    """A callback calls this, so the collectives here run before all later calls of the program.
+    """Gather the elements of all ranks, and return their sum or mean.
 
+    A callback of the first all-gather calls this function, so the collectives here run before all later calls of the program.
     See Note [One total order] in `engine.queue`.
     """
     values = mine.values()

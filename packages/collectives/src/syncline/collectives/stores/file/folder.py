@@ -1,16 +1,16 @@
-"""Folder: a folder in which only this user can have put, changed or replaced files.
+"""Folder: a folder in which no other user can make, change or replace files.
 
 Note [A folder of our own]
 --------------------------
-Another user who can write into a folder could attack us. This user could put a symbolic link there, with the name of a file
-that we are about to truncate. Or this user could write false records that we would read. So:
+An attacker who can write into a folder could put a symbolic link there, with the name of a file that we are about to truncate.
+Or the attacker could write false records that we would read. So:
 
-1. The folders and files that we make are for their owner only (folders 0700, files 0600), also the folders above that we make.
+1. The folders and files that we make, also parent folders, are for their owner only (folders 0700, files 0600).
 2. We do not follow symbolic links when we open the folder and its files, and we open the files relative to the opened folder.
    So neither the folder nor a file can be replaced between the check and the use. Links above the folder are allowed:
    `~/scratch` is often a link.
-3. An opened folder or file must belong to this user, and nobody else may write it. To learn the user id of this process, we
-   make a file and look at its owner, because NFS may map root, or all users, to another id.
+3. An opened folder or file must belong to the user of this process, and nobody else may write it. To learn the id of this user,
+   we make a file and look at its owner, because NFS may map root, or all users, to another id.
 """
 
 from __future__ import annotations

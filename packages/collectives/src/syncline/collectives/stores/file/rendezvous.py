@@ -67,7 +67,8 @@ def file_rendezvous(
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
         rank: this process's rank.
         world_size: the number of processes.
-        rendezvous_id: keeps runs apart that meet in the same folder at the same time; has the form of `FileStore`'s `run_id`.
+        rendezvous_id: a name. Runs that meet in the same folder at the same time need different names. The allowed characters
+            are those of `FileStore`'s `run_id`.
         timeout: the time limit of the rendezvous, and of the new store; seconds or a timedelta.
 
     Raises:
@@ -173,12 +174,12 @@ def _users(run: str) -> str:
 
 
 def _one_more(count: bytes | None) -> tuple[bytes | None, bool]:
-    """A change for `FileStore.change`. The answer says whether the run has users; if not, the run gets no count again."""
+    """A change (see the module `table`): count one more user. The answer is false, and nothing changes, if the run has none."""
     return (None, False) if count is None else (str(int(count) + 1).encode(), True)
 
 
 def _one_less(count: bytes | None) -> tuple[bytes | None, bool]:
-    """A change for `FileStore.change`. The answer says whether this process was the last user; then the count is removed."""
+    """A change (see the module `table`): count one user less. If this was the last user, remove the count and answer true."""
     left = int(count or 0) - 1
     return (str(left).encode(), False) if left > 0 else (None, count is not None)
 

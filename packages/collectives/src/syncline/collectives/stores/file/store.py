@@ -78,7 +78,8 @@ class Log:
        closes the file, and releases the lock. `fsync` also raises the error of a full disk or quota in the writer.
     3. A reader takes no lock. It opens the file again each time, and reads on from where it stopped.
     4. A record contains its length and checksum. If a record is incomplete, a reader stops before it, and tries again later. A
-       writer holds the lock, so an incomplete record comes from a write that failed. The writer cuts this record off.
+       writer holds the lock, so an incomplete record comes from a write that failed. The next writer cuts this record
+       off.
     5. Complete records are never removed, so the file grows. An NFS client sees from the new size that its cache is out of
        date.
 
@@ -167,10 +168,10 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 class FileStore(table.LockedStore):
     """A store in the folder `path/run_id`, which is made if it does not exist.
 
-    It needs no daemon, port or lock server. Hard links and close-to-open consistency are enough, so NFS, Lustre, BeeGFS, GPFS
-    and local file systems work. A change costs about twenty operations on the file system, including one sync. A read costs
-    two opens and one read. A call that waits reads every 1 to 50 ms. The file grows with every change, so use the store only to
-    let processes meet, not as a database.
+    The store needs no daemon, port or lock server. Hard links and close-to-open consistency are enough, so NFS, Lustre, BeeGFS,
+    GPFS and local file systems work. A change costs about twenty operations on the file system, including one sync. A read
+    costs two opens and one read. A call that waits reads every 1 to 50 ms. The store's file grows with every change, so use the
+    store only to let processes meet, not as a database.
 
     Data of an earlier run is in the folder of *that* run, and is never read. So `run_id` has no default: give an id that only
     this run has, such as the scheduler's job number and step number together. If you have no such id, use `file_rendezvous`.

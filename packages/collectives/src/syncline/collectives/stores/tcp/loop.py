@@ -90,14 +90,14 @@ class ServerLoop:
         return None if expiry is None else ceil(1000 * max(0.0, expiry - time.monotonic()))
 
     def _judge(self) -> None:
-        """ZeroMQ has already checked that the client has the private key that belongs to this public key."""
+        """Accept or refuse a new client's public key. ZeroMQ has already checked that the client has the private key for it."""
         version, number, _domain, _address, _identity, _mechanism, key, *_ = self._zap_socket.recv_multipart()
         is_ours = hmac.compare_digest(z85.encode(key), self._client_key)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"another secret")
         self._zap_socket.send_multipart([version, number, *verdict, b"", b""])
 
     def _serve(self) -> None:
-        """An invalid request changes nothing, and gets an error reply that says what is wrong."""
+        """Answer one request. An invalid request changes nothing, and gets an error reply that says what is wrong."""
         client, table, *parts = self._client_socket.recv_multipart()
         if table not in (b"", self._table_id):  # the client has used the table of an earlier server at this address
             self._answer([(client, pack(Status.OTHER_TABLE))])

@@ -9,7 +9,7 @@ pairs are derived from the secret, so only the secret must be given to all proce
     server's private key = HMAC-SHA256(secret, "... server")      client's private key = HMAC-SHA256(secret, "... client")
 
 * A client without the secret does not know the server's public key, which is never sent. So the server closes the connection.
-  Even a client that has this public key lacks the client's private key, so the server refuses the client.
+  Even a client that knows this public key cannot derive the client's private key. So the server refuses this client.
 * A server without the secret cannot decrypt the client's first message. So the client disconnects before it sends a request.
 * **Guessing:** a program that pretends to be the server can try many secrets on a client's first message. So a secret has a
   minimum length; `new_secret` gives 256 random bits.

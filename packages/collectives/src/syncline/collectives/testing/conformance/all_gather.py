@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """Check an input that is also this rank's output (a common case), and an input that is also another output."""
+    """Check that the input may also be one of the outputs: the one for this rank's values (a common case), or another one."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]

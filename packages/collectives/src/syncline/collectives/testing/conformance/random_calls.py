@@ -54,7 +54,7 @@ _Issued = tuple[Callable[[], object], Sequence[tuple[Laid, torch.Tensor]]]
 
 @dataclass
 class _Drawn:
-    """What was drawn for a call, the same on every rank."""
+    """The random choices for one call. They are the same on every rank."""
 
     pick: random.Random = field(repr=False)
     shape: list[int]
@@ -68,10 +68,10 @@ class _Caller:
     """Issues random calls on one rank.
 
     Attributes:
-        groups: by a name that all ranks have. None: this rank is no member.
-        roots: how many ranks of each group may be a root: as many as its smallest part has.
-        pick: in the same state on every rank.
-        own: each rank's own.
+        groups: the groups by name; the names are the same on all ranks. None: this rank is in no group of this name.
+        roots: for each name, the size of the smallest group with this name. Only ranks below this size become roots.
+        pick: a random generator, in the same state on every rank.
+        own: a random generator, in another state on each rank.
     """
 
     group: ProcessGroup
@@ -90,7 +90,13 @@ class _Caller:
         return (numbers % 4).view(*shape).to(dtype)
 
     def place(self, values: torch.Tensor, group: ProcessGroup, *, is_alike: bool = True) -> Laid:
-        """Place a tensor. `is_alike`: all ranks place a tensor of this size, so it may be in a window."""
+        """Make a tensor with these values, in a layout that was drawn.
+
+        Args:
+            values: the content.
+            group: allocates the window, if the layout has one.
+            is_alike: whether all ranks make a tensor of this size. If not, the tensor is not in a window.
+        """
         name = self.layout if is_alike else self.own.choice(["plain", "offset", "strided", "transposed"])
         layout, block = _layout(name, values.shape), None
         if "window" in name:

@@ -72,7 +72,7 @@ def wrong_device(group: ProcessGroup) -> None:
 
 
 def wrong_layout(group: ProcessGroup) -> None:
-    """Check that a sparse tensor is refused, except by a sum."""
+    """Check that a broadcast, and an all_reduce with MAX, refuse a sparse tensor."""
     sparse = torch.eye(3).to_sparse()
     _refused(group, "MAX of a sparse tensor", partial(group.all_reduce, sparse, ReduceOp.MAX), "sparse")
     _refused(group, "broadcast of a sparse tensor", partial(group.broadcast, sparse), "sparse")
@@ -129,7 +129,7 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 
 
 def wrong_numbers(group: ProcessGroup) -> None:
-    """Check that roots, tags, splits and sizes are refused if they are no integers, and sizes also below 0 or too large."""
+    """Check roots, tags, splits and sizes that are no integers, sizes below 0 or too large, and a dtype that is no dtype."""
     size = group.size
     unchecked: Any = group  # as in a caller's code without types
     for root in (0.5, "0", None):
@@ -151,7 +151,7 @@ def wrong_numbers(group: ProcessGroup) -> None:
 
 
 def tensors_that_stand_for_others(group: ProcessGroup) -> None:
-    """Check tensors that stand for other tensors: functional collectives and fake tensors.
+    """Check tensors without memory of their own: results of torch's functional collectives, and fake tensors.
 
     A call that gets the result of a functional collective waits for this result. A fake tensor has no values, so a call with a
     fake tensor returns at once, and sends nothing.

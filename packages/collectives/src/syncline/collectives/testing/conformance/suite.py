@@ -4,7 +4,7 @@ The author of a backend calls `run_conformance` on every rank, with a function t
 
     run_conformance(lambda: load_backend("mine").connect(request))
 
-Or each check gets its own test: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
+Or make each check a test of its own: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
 """
 
 from __future__ import annotations

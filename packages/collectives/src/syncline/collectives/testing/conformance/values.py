@@ -57,7 +57,7 @@ def sum_of_terms(shape: Sequence[int], size: int, dtype: torch.dtype = torch.flo
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory layout of a tensor: the shape of a contiguous block, and a function that makes the tensor as a view of it."""
+    """A memory layout of a tensor: the shape of a contiguous block, and a function that returns a view of the block."""
 
     name: str
     block_shape: tuple[int, ...]
