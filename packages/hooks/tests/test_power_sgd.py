@@ -312,6 +312,8 @@ def test_states_of_different_steps_cannot_be_merged() -> None:
         merge_states([one, other])
     with pytest.raises(InvalidArgumentError, match="at least one rank"):
         merge_states([])
+    with pytest.raises(InvalidArgumentError, match=r"found a dict with 'state', 'outer'; of a DiLoCoOptimizer's state pass"):
+        merge_states([{"state": {}, "outer": one}])
 
 
 def test_pickling_leaves_out_the_group_and_keeps_the_rest() -> None:

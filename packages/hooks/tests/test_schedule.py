@@ -178,6 +178,25 @@ def test_a_schedule_of_other_phases_is_refused() -> None:
         schedule_hook(None, FakeBucket([], None))  # type: ignore[arg-type]  # on purpose
 
 
+def test_merged_states_of_a_class_of_the_program_are_those_of_the_first_rank() -> None:
+    class Scale:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def state_dict(self) -> dict[str, float]:
+            return {"scale": self.scale}
+
+        def load_state_dict(self, state: dict[str, float]) -> None:
+            self.scale = state["scale"]
+
+    def made(scale: float) -> ScheduleState:
+        return ScheduleState([Phase(0, noop_hook, Scale(scale)), Phase(9, powerSGD_hook, PowerSGDState(None, 1, 2))])
+
+    loaded = made(0.0)
+    loaded.load_state_dict(merge_states([made(2.0).state_dict(), made(3.0).state_dict()]))
+    assert loaded.phases[0].state.scale == 2.0
+
+
 def test_a_schedule_whose_later_phase_is_refused_changes_nothing() -> None:
     def body(group: ProcessGroup) -> None:
         def made(low: Any) -> ScheduleState:

@@ -414,7 +414,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context for forwards whose backwards only add to this rank's gradients, and do not communicate.
 
         The backward of the first forward after the context averages the sums. As in torch, a backward stays local if its
-        forward was inside the context, wherever the backward runs. Inside the context, a backward of the bare module stays
+        forward was inside the context, even if the backward runs outside. But after a forward outside of the context, the
+        first backward averages, whichever forward it belongs to. Inside the context, a backward of the bare module stays
         local, too (for example for a saliency map). Contexts may be nested.
         """
         before = self.require_backward_grad_sync

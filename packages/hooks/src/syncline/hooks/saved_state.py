@@ -37,10 +37,17 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         None, because this state belongs to all ranks.
 
     Raises:
-        InvalidArgumentError: there is no state, or the states do not come from the same step of the same job.
+        InvalidArgumentError: there is no state, a state is not one of this package's hooks, or the states do not come from the
+            same step of the same job.
     """
     if not states:
         raise InvalidArgumentError("expected the saved state of at least one rank, found none")
+    for state in states:
+        if "kind" not in state:
+            raise InvalidArgumentError(
+                f"expected the saved state of a hook, found a dict with {', '.join(map(repr, list(state)[:5])) or 'no entry'}; of "
+                "a DiLoCoOptimizer's state pass state['outer']"
+            )
     for alike, place in ((states, _place), (_holders(states), _errors)):
         for state in alike:
             if place(state) != place(alike[0]):
@@ -55,8 +62,13 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # If "world_size" is None, `Origin.settle` accepts the errors on every rank.
         merged.update(errors=errors, rank=None, world_size=None)
     if "states" in merged:  # the state of a schedule
-        merged["states"] = {name: merge_states([state["states"][name] for state in states]) for name in merged["states"]}
+        merged["states"] = {name: _merged_phase([state["states"][name] for state in states]) for name in merged["states"]}
     return merged
+
+
+def _merged_phase(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    # The program may have a class of its own for the state of a phase. Only states of this package have errors to merge.
+    return merge_states(states) if "kind" in states[0] else states[0]
 
 
 def _holders(states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
