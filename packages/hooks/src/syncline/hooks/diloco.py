@@ -171,8 +171,8 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
         The method waits for averages under way. With sites this wait is a collective of the site, so all ranks of the site must
         call the method. With a compressor, the error feedback differs between ranks, so save on every rank. For another number
-        of ranks, merge the entries "outer" of all ranks by `merge_states`. Between outer steps the parameters of the replicas differ. So a job that loads one rank's
-        model continues from the replica of this rank.
+        of ranks, merge the entries "outer" of all ranks by `merge_states`. Between outer steps the parameters of the replicas
+        differ. So a job that loads one rank's model continues from the replica of this rank.
         """
         exchange = self._exchange
         outer = {

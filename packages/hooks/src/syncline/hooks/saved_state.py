@@ -45,8 +45,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for state in states:
         if "kind" not in state:
             raise InvalidArgumentError(
-                f"expected the saved state of a hook, found a dict with {', '.join(map(repr, list(state)[:5])) or 'no entry'}; of "
-                "a DiLoCoOptimizer's state pass state['outer']"
+                f"expected the saved state of a hook, found a dict with {', '.join(map(repr, list(state)[:5])) or 'no entry'}; "
+                "of a DiLoCoOptimizer's state pass state['outer']"
             )
     for alike, place in ((states, _place), (_holders(states), _errors)):
         for state in alike:
