@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from syncline.collectives import (
@@ -686,6 +688,17 @@ def test_bucket_0_is_reduced_before_the_last_gradient_is_ready(world_size: int, 
 
 def no_parameter() -> torch.nn.Module:
     return torch.nn.ReLU()
+
+
+def test_a_tensor_parallel_module_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        parallel = with_tensors(weight=torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])))
+        with pytest.raises(MisuseError, match=r"parameter 'weight' is a DTensor.*use torch's own DistributedDataParallel over"):
+            DistributedDataParallel(parallel, device_mesh=mesh)
+    finally:
+        dist.destroy_process_group()
 
 
 def all_frozen() -> torch.nn.Module:

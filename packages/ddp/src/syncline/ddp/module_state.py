@@ -79,8 +79,9 @@ class ModuleState:
             buffers: whether buffers are shared, too.
 
         Raises:
-            MisuseError: a tensor is not initialised yet (lazy modules), is on a device that the group does not serve, is
-                sparse, or has several elements in the same memory, so that code cannot write it. The error names the tensor.
+            MisuseError: a tensor is not initialised yet (lazy modules), is a DTensor, is on a device that the group does not
+                serve, is sparse, or has several elements in the same memory, so that code cannot write it. The error names the
+                tensor.
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
@@ -153,6 +154,11 @@ def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
 def _problem(tensor: torch.Tensor, group: ProcessGroup) -> str | None:
     if is_lazy(tensor):
         return "is not initialised yet; run one forward of the bare module before it is wrapped"
+    if hasattr(tensor, "placements"):  # an import of the class of DTensors would take long
+        return (
+            "is a DTensor, as tensor parallelism makes, and only plain parameters are averaged; use torch's own "
+            "DistributedDataParallel over Syncline's groups, or fully_shard"
+        )
     if tensor.device.type not in group.device_types:
         served = ", ".join(sorted(group.device_types))
         return (
