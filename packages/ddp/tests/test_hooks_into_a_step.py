@@ -229,6 +229,37 @@ def test_statistics_that_a_frozen_batch_normalisation_reads_are_not_overwritten_
         run_ranks(2, body)
 
 
+@pytest.mark.parametrize("first_trains", [True, False])
+def test_the_mode_of_a_forward_decides_whether_its_backward_reads_statistics(first_trains: bool) -> None:
+    """Between a forward and its backward, the other mode is set, and a second forward broadcasts the statistics."""
+
+    def body(group: ProcessGroup) -> list[float]:
+        module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).double()
+        for parameter in module.parameters():
+            torch.nn.init.ones_(parameter)
+        model = DistributedDataParallel(module, process_group=group)
+        model.train(first_trains)
+        with torch.no_grad():
+            module[0].running_var.add_(group.rank)
+        first = model(batch(group.rank)).square().sum()
+        if not first_trains:
+            with torch.no_grad():
+                module[0].running_var.add_(group.rank)
+        model.train(not first_trains)
+        with torch.no_grad():
+            model(batch(group.rank, 1))
+        first.backward()
+        assert module[1].weight.grad is not None
+        return module[1].weight.grad[0].tolist()  # type: ignore[no-any-return]
+
+    if first_trains:
+        one, other = run_ranks(2, body)
+        assert one == other
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run_ranks(2, body)
+
+
 # ---- optimizers ----
 
 

@@ -57,6 +57,9 @@ class Buffers:
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
         self._state = state
+        # For each statistic of batch normalisation: whether an open graph may read it. See `note_modes`.
+        self._may_be_read: dict[int, bool] = {}
+        self._reductions = 0
         self.look_again()
         self.enabled = enabled
         self.are_stale = True
@@ -100,6 +103,21 @@ class Buffers:
             return []
         return self._run(self.hook)
 
+    def note_modes(self, reductions: int) -> None:
+        """Note the modes of batch normalisation in a forward with gradients, which has just ended.
+
+        In evaluation mode, backward reads the statistics. In training mode it does not, but autograd keeps them, too.
+
+        Args:
+            reductions: the number of reduced backwards so far. After such a backward, earlier graphs count as closed.
+        """
+        if not self._exist:
+            return
+        if reductions != self._reductions:
+            self._may_be_read, self._reductions = {}, reductions
+        for statistic, is_training in self._state.statistics_of_batch_normalization().items():
+            self._may_be_read[statistic] = self._may_be_read.get(statistic, False) or not is_training
+
     def after_forward(self) -> list[AnyFuture]:
         """Let the hook synchronise the buffers if they are due, and if the hook runs after the forward.
 
@@ -132,12 +150,14 @@ class Buffers:
         """Hide writes from autograd, except a write that changes a value which a backward may read.
 
         A graph may have saved any buffer. A write of equal values does no harm. A write to the statistics of batch
-        normalisation does no harm in training, because backward does not read them. Autograd sees all other writes, and raises
-        an error in the backward of a graph that has saved the buffer. If autograd saw all writes, a second forward could not
-        run before the backward of the first forward.
+        normalisation does no harm if the forward ran in training mode, because backward does not read them. Autograd sees all
+        other writes, and raises an error in the backward of a graph that has saved the buffer. If autograd saw all writes, a
+        second forward could not run before the backward of the first forward.
         """
-        unread = self._state.statistics_of_batch_normalization()
-        others = [buffer for buffer in buffers if id(buffer) not in unread]
+        statistics = self._state.statistics_of_batch_normalization()
+        # No forward of the wrapper has noted the mode of a layer, so the present mode decides.
+        may_be_read = {statistic: not is_training for statistic, is_training in statistics.items()} | self._may_be_read
+        others = [buffer for buffer in buffers if may_be_read.get(id(buffer), True)]
         before = [_bits(buffer).clone() for buffer in others]
         with torch_internals.preserve_versions(buffers):
             yield

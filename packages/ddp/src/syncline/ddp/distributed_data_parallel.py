@@ -400,6 +400,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @disable_dynamo
     def _after_forward(self, pending: list[torch.futures.Future[Any]], trains: bool, will_reduce: bool) -> None:
+        # Do this after the forward, which may have set layers to evaluation mode.
+        if torch.is_grad_enabled():
+            self._buffer_sync.note_modes(self._reducer.reductions)
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.forward_ended(will_reduce)
         if trains and will_reduce:
