@@ -34,8 +34,8 @@ class CompressionState:
             much memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
         named_parameters: pairs of name and parameter, such as `model.named_parameters()`. `state_dict` saves the error feedback
-            under these names. Without this argument, Syncline's DDP gives the names. Under torch's DDP, the parameters'
-            numbers are used instead of names.
+            under these names. Without this argument, the names come from Syncline's DDP. torch's DDP gives no names, so without
+            this argument the parameters are numbered there.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.

@@ -61,8 +61,9 @@ def without(indices: Collection[int], used: set[int], count: int) -> frozenset[i
 class DynamicUsage(UsageModel):
     """Backwards may reach different parameters, in each step and on each rank (`find_unused_parameters=True`).
 
-    Cost: an all_reduce of one byte for each parameter in each backward. With `skip_unused` there is a second all_reduce at the
-    beginning of backward. A rank waits for the second all_reduce only if some bucket contains no parameter that this rank uses.
+    Cost: one all_reduce in each backward, whose tensor has one byte for each parameter. With `skip_unused` there is a
+    second all_reduce at the beginning of backward. A rank waits for the second all_reduce only if some bucket contains no
+    parameter that this rank uses.
 
     Raises:
         MisuseError: this version of torch cannot say which nodes a backward will execute.

@@ -317,7 +317,7 @@ def parse_folder(url: str) -> Path:
     """The folder that a file:// URL names.
 
     Raises:
-        InvalidArgumentError: the URL does not consist of an absolute path only; for example, the URL has a host.
+        InvalidArgumentError: after `file://` there is no absolute path, or more than a path, such as a host or a query.
     """
     parts = urlsplit(url)
     if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:

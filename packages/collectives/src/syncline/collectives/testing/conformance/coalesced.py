@@ -35,7 +35,7 @@ def mixed_dtypes(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check that strided tensors are written by their strides."""
+    """Check that tensors of every layout get the root's values, and that the memory between their elements stays."""
     root = group.size // 2
     laid = [Laid(layout, values(layout.shape, group.rank)) for layout in LAYOUTS]
     broadcast_coalesced([one.tensor for one in laid], group=group, root=root, buffer_size_bytes=100)

@@ -434,7 +434,7 @@ class ByMPI(Algorithm):
 
 
 class WindowAlgorithm(ABC):
-    """Moves the data of calls of one signature, for tensors at the same place of a window on all ranks.
+    """Runs the calls of one signature if the tensors of all ranks lie in a window, at the same place.
 
     Attributes:
         name: a word or two for logs.
