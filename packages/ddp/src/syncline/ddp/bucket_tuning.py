@@ -235,7 +235,7 @@ class BucketTuning:
         return float(share)
 
     def _measure_costs(self, share: float) -> ReductionCosts:
-        """A collective. `share` is the result of `_share_of_cores`."""
+        """Measure all-reduces of several sizes. A collective. `share` is the result of `_share_of_cores`."""
         total = sum(bucket.nbytes for bucket in self._reducer.buckets)
         sizes = [_SMALLEST_BYTES]
         while sizes[-1] < total:

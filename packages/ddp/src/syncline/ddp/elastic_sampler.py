@@ -27,9 +27,10 @@ class ElasticSampler(Sampler[list[int]]):
     """Yields the indices of this rank's share of each batch. Pass it to a `DataLoader` as `batch_sampler`.
 
     A batch contains the samples of all ranks. So the number of steps, and the samples of a step, do not depend on the number of
-    ranks. An epoch is one order of all samples, cut into batches whose sizes differ by at most one. Every sample is used once.
-    (With `drop_last` all batches have the same size, and the remaining samples are left out.) If a batch was begun but not
-    applied, it is divided again among the ranks that are still there.
+    ranks. Each epoch puts all samples in an order, and cuts this order into batches whose sizes differ by at most one. Every
+    sample is used once. (With `drop_last` all batches have the same size, and the remaining samples are left out.) A batch is
+    applied when all ranks have taken the optimizer's step. If a batch was begun but not applied, it is divided again among the
+    ranks that are still there.
 
     `Elastic` tells the sampler the present ranks (`divide`) and the applied batches (`advance`).
 
@@ -37,7 +38,7 @@ class ElasticSampler(Sampler[list[int]]):
         samples: the number of samples in the data set.
         batch_size: the largest number of samples that all ranks take together in one step.
         shuffle: use a new order in each epoch, the same on all ranks. False: keep the order of the data set.
-        seed: the seed of the orders.
+        seed: the seed of the random orders.
         drop_last: leave out samples that do not fill a batch of `batch_size`.
 
     Raises:

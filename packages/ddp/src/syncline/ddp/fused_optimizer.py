@@ -37,7 +37,7 @@ class AverageHooks:
         return handle
 
     def __call__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Call the hooks for these parameters, then step the parameters. Their gradients are averaged already."""
+        """Call the hooks for these parameters, then step the parameters. Call this after their gradients were averaged."""
         if self._hooks:
             for parameter in parameters:
                 for hook in tuple(self._hooks.values()):
@@ -61,7 +61,7 @@ class FusedOptimizer:
     def register(
         self, kind: type[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter], *args: Any, **kwargs: Any
     ) -> None:
-        """Let `kind([parameter], *args, **kwargs)` step each of the parameters.
+        """Make an optimizer `kind([parameter], *args, **kwargs)` for each of the parameters.
 
         Raises:
             MisuseError: a parameter already has an optimizer here.

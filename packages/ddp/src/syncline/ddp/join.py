@@ -43,7 +43,7 @@ class JoinHook:
         """Give all ranks the same state. All ranks call this method when no rank has inputs any more.
 
         Args:
-            last_rank: the largest of the ranks that had inputs until the end. It is the same on every rank.
+            last_rank: the highest rank among the ranks that had inputs until the end. It is the same on every rank.
         """
 
     def leave(self) -> None:
@@ -91,7 +91,7 @@ class Join:
         joinables: all objects that communicate in the loop over one group, such as a `DistributedDataParallel` or an optimizer.
             List them in the order in which they communicate in an iteration.
         enable: False makes the context do nothing.
-        throw_on_early_termination: raise an error on all ranks when one rank is out of inputs, and do not go on.
+        throw_on_early_termination: raise an error on all ranks when one rank is out of inputs. False: the other ranks go on.
         kwargs: passed to each `join_hook`.
 
     Cost: an all_reduce of one byte for each rank, in each iteration.

@@ -186,7 +186,7 @@ class LowPrecision:
 
 
 class _Cast(torch.nn.Parameter):
-    """A cast in the place of a parameter. It notes whether code has read or set `data`, and so may have changed the cast."""
+    """A cast in the place of a parameter. It records whether code has read or set `data`, because this may change the cast."""
 
     was_data_asked_for = False
 
@@ -210,7 +210,7 @@ def _cast(parameter: torch.Tensor, dtype: torch.dtype) -> _Cast:
 
 @torch.no_grad()
 def _write_changes(parameter: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Copy the elements of `cast` that the forward has changed to `parameter`. Returns whether any bit has changed."""
+    """Copy to `parameter` those elements of `cast` that the forward has changed. Returns whether any bit has changed."""
     written, unwritten = cast.detach(), parameter.detach().to(cast.dtype)
     if torch.equal(bytes_of(in_plain_order(written)), bytes_of(in_plain_order(unwritten))):
         return False

@@ -26,8 +26,8 @@ class StepSnapshot:
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
         accumulated: the parameters whose present gradients, if there are any, belong to an optimizer's step that is still to
             come.
-        earlier: the snapshot of the previous step. It must not be used any more. The new snapshot takes over its memory,
-            because new memory for the parameters would cost several times as much as the copy.
+        earlier: the snapshot of the previous step. It must not be used any more. The new snapshot takes over the memory of the
+            previous snapshot, because new memory for the parameters would cost several times as much as the copy.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ private to torch                        without it
                                         layers that ``insert`` puts into a container
 ``ProcessGroupGloo.options._threads``   the logging data of DDP lack "gloo_num_threads"
 ``_to_kwargs``                          the wrapper does not move inputs to the module's GPU, so the script must
-``_unsafe_preserve_version_counter``    autograd raises an error if buffers are broadcast before a forward's backward
+``_unsafe_preserve_version_counter``    autograd raises an error if buffers are broadcast between forward and backward
 ``stateless._functional_call``          parameters of another module in ``functional_call`` are treated as new parameters
 ``_BatchNorm``, ``_InstanceNorm``       importing the package is an error
 ``_BufferCommHookLocation``             importing the package is an error

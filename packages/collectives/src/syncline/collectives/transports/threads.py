@@ -373,7 +373,7 @@ class InProcessGroup(ShrinkableGroup):
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
-        """For tests: make a group of one rank for a new thread, whose `admit` joins this group. Any thread may call this."""
+        """For tests: make a group of one rank for a new thread. Its `admit` joins this group. Any thread may call this."""
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 

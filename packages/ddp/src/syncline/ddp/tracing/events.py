@@ -101,7 +101,7 @@ class StepEvent:
     calls: tuple[CallEvent, ...] = ()
 
     def by(self, clock: ToClock) -> StepEvent:
-        """The same event, with times of another clock. If the end of forward is not known, `forward_ended` stays 0."""
+        """Return this event with all times converted by `clock`. If the end of forward is unknown, `forward_ended` stays 0."""
         return replace(
             self,
             forward_started=clock(self.forward_started),

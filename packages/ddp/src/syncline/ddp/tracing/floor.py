@@ -18,7 +18,7 @@ class Floor:
     """The least time of an all-reduce: the seconds that one rank needs for its share of the additions and copies.
 
     Attributes:
-        points: pairs of a tensor's size in bytes, and these seconds. There is at least one pair. Sizes ascend.
+        points: pairs of a tensor's size in bytes, and the seconds for this size. There is at least one pair. Sizes ascend.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -38,7 +38,7 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """Return the sum of the least times of all-reduces of these sizes, divided by `seconds`, their measured time.
+        """Return the least time of all-reduces of these sizes together, divided by `seconds`, the measured time.
 
         The best possible result is 1.
         """

@@ -27,7 +27,7 @@ class Header:
     """The first line of a part: the rank that traced, and the rank's host and group.
 
     Attributes:
-        rank, size: the rank and the size of the group whose ranks average their gradients.
+        rank, size: the rank in the group whose ranks average their gradients, and the size of this group.
         host, pid: the host's name and the process id.
         group: the group in words, such as "mpi: MPICH 4.3.0".
         epoch_s: seconds since the epoch, minus the seconds of the rank's `time.perf_counter()` at the same moment.

@@ -230,7 +230,7 @@ class StreamWork(Work):
     # ---- Work ----
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Make the current stream wait for the collective. With a timeout, or for a barrier, also block the CPU until then."""
+        """Make the current stream wait for the collective. With a timeout, or for a barrier, the CPU waits, too."""
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
@@ -348,5 +348,5 @@ class StreamWork(Work):
 
 
 def gpu_fault(what: str, error: BaseException) -> TransportError:
-    """Make our error from the error that torch raises if the GPU faults. `what` is the call that was waited for, in words."""
+    """Make a `TransportError` from the error that torch raises if the GPU faults. `what` names the call that was waited for."""
     return TransportError(f"the GPU reported, while the group waited for {what}: {error}")
