@@ -77,7 +77,7 @@ def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
-    """Return the share of an all-reduce's processor time that the model's computation loses, from 0 to 1.
+    """Return the part of an all-reduce's processor time by which the model's computation is delayed, from 0 to 1.
 
     Take this rank and all ranks that may run on one of its cores. The result is the number of cores that these ranks keep busy,
     divided by the number of all cores of these ranks.

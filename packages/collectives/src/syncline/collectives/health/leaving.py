@@ -73,9 +73,9 @@ class Leavers:
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
         """Return an object that counts the calls of a new group. All members make groups with this name in the same order.
 
-        The group gets a key, by which notices name the group. All members of the group compute the same key, whichever other
-        groups they have made. When the group is closed, this rank's notice still has the key: another member may still be in
-        the last collective, and must learn that this rank has started this collective.
+        The group gets a key. If a rank leaves, its notice has the keys of its groups. All members of the group compute the
+        same key, whichever other groups they have made. When the group is closed, this rank's notice still has the key:
+        another member may still be in the last collective, and must learn that this rank has started this collective.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:

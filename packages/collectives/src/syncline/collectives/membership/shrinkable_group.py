@@ -23,7 +23,7 @@ class ShrinkableGroup(HostGroup):
     soon, even if no connection shows them the loss.
 
     Args:
-        transport: connects the members of the reconnector's generation.
+        transport: connects the present members, those of `reconnector.generation`.
         reconnector: connects the members again.
         options: the other arguments of `HostGroup`.
     """

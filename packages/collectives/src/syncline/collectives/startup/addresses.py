@@ -244,7 +244,7 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
     """For each rank the address at which the others reach it. A pure function.
 
     Args:
-        places: the addresses and ports at which rank 0 listens, its doors.
+        places: the doors of rank 0. A door is an address and a port at which rank 0 listens.
         tried: for each rank except 0, which doors it has reached.
 
     Raises:

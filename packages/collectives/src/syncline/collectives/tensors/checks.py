@@ -141,7 +141,7 @@ def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None
 
     Args:
         call_arguments: the arguments by name.
-        only_on_root: the name of an argument that only the root gives. This argument may be None.
+        only_on_root: the name of an argument that only the root gives. Only the argument with this name may be None.
     """
     for name, given in call_arguments.items():
         if given is None and name == only_on_root:

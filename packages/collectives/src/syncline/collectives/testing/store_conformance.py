@@ -206,7 +206,7 @@ def one_that_waits_holds_up_nobody(open_store: OpenStore) -> None:
 
 
 def every_add_counts_once(open_store: OpenStore) -> None:
-    """Check that threads that add at the same time see each sum exactly once."""
+    """Check that threads may add at the same time: `add` returns each sum once, to one thread only."""
 
     def count(_: int) -> list[int]:
         store = open_store()

@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """Check that the input may also be one of the outputs: the one for this rank's values (a common case), or another one."""
+    """Check that the input may also be an output: that of this rank's values (a common case), or of another rank's."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]

@@ -263,9 +263,9 @@ class NodeMemory:
         return self._has_windows
 
     def allocate_segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make a segment with a part for each rank of a node. Return None on all ranks if this fails.
+        """Make a segment on each node, with a part for each of its ranks. Return this node's segment.
 
-        All ranks call this method.
+        All ranks call this method. If it fails, all ranks return None.
         """
         try:
             with mpi_errors():

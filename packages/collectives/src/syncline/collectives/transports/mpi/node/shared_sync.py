@@ -107,9 +107,9 @@ class ShmBarrier:
         self._has_given_up = False
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Return for each rank a flat tensor in its eager slot for arrivals of this turn (an arrival's number mod 2).
+        """Return for each rank a flat tensor in its eager slot of this turn. `numel` is at least 1.
 
-        The tensors have one or more elements.
+        Each rank has two eager slots. Arrival k uses slot k mod 2, which is its turn.
 
         Write this rank's slot before `arrive`, and read the slots of the other ranks after `arrive`.
         """
