@@ -294,7 +294,7 @@ class ProfilerRange:
             _exit_range(self._record)
 
     def end_elsewhere(self) -> Callable[[], None]:
-        """Return a function that ends the range, on any thread. If torch cannot do this, end the range now.
+        """Return a function that ends the range. Any thread may call this function. If torch cannot do this, end the range now.
 
         Call the function before the program can stop the profiler. When a profiler stops, it frees its events, and a range that
         ends later writes to their memory, which may crash the process.

@@ -33,7 +33,9 @@ SCHEME = "mpi"
 
 
 def register() -> None:
-    """Register the backends "syncline-mpi", "syncline-nccl" and "syncline", and the scheme "mpi://". May be called again.
+    """Register the backends "syncline-mpi", "syncline-nccl" and "syncline", and the scheme "mpi://".
+
+    A second call changes nothing.
 
     Raises:
         BackendUnavailableError: torch has no torch.distributed, or is too old.
@@ -89,7 +91,7 @@ def _register_backend(name: str, backend: str | None, devices: list[str]) -> Non
 
 
 def _decline_flight_recorder() -> None:
-    """Tell torch 2.15 and later not to attach its flight recorder, which needs a C++ backend, and fails without one."""
+    """Tell torch 2.15 and later not to attach its flight recorder, which fails if a group has no C++ backend."""
     # This set is private to torch. An older torch lacks this set, and attaches no recorder.
     recorded_elsewhere: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded_elsewhere.update(BACKENDS)

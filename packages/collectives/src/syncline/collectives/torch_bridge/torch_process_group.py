@@ -103,8 +103,8 @@ class TorchProcessGroup(TorchCollectives):
     Note [A group that torch can hold]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     * torch's Python functions call these methods by name. C++ (the reducer of torch's DDP, functional collectives) calls some
-      of them through pybind: `all_reduce`, `broadcast`, the gathers and scatters of lists and of coalesced tensors,
-      `all_to_all_single`, `send`, `recv` and `barrier`. C++ cannot reach the other methods.
+      of them through pybind: `all_reduce`, `broadcast`, `all_to_all_single`, `send`, `recv`, `barrier`, and the gathers and
+      scatters that take lists or coalesced tensors. C++ cannot reach the other methods.
     * Some methods have two names, because torch renamed them: `all_gather_single` was `_allgather_base`, and so on.
     * C++ keeps only the C++ half of this object alive. torch's table of groups keeps the Python half alive, until the group is
       destroyed.

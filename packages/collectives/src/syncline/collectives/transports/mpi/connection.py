@@ -187,7 +187,7 @@ class _Meeting:
     Note [The first meeting]
     ~~~~~~~~~~~~~~~~~~~~~~~~
     The communicator is the user's: MPI_COMM_WORLD, or the communicator that `init_process_group` got. The user's own messages
-    may be in flight on it, and the user's receive from any rank with any tag would match a message of ours. So we use only
+    may be in flight there, and the user's receive from any rank with any tag would match a message of ours. So we use only
     collectives on this communicator, because no receive matches a collective. These collectives are non-blocking, because a
     rank may never come::
 

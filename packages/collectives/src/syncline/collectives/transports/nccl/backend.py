@@ -22,7 +22,7 @@ _generations = itertools.count()
 
 
 class NcclBackend(Backend):
-    """The backend "nccl", for ranks with one GPU each. NCCL starts at the first collective, which selects the GPU."""
+    """The backend "nccl", for ranks with one GPU each. NCCL starts at a group's first collective, on the GPU of its tensors."""
 
     @property
     def meets_in_store(self) -> bool:

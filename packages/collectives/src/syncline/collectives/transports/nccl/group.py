@@ -65,8 +65,9 @@ class NcclGroup(EngineGroup):
        `NcclPlan`). Transfers between two ranks connect on a separate thread. `wait` orders the current stream after the
        collective. `wait` blocks the CPU only with a timeout, or for a barrier.
     3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
-       before this thread issues another call, on a stream that is ordered after the collective. So a call that the callback
-       issues has the same place in the order on every rank, and the callback can wait for this call without blocking a thread.
+       before this thread issues another call. While the callback runs, the thread's current stream is ordered after the
+       collective. So a call that the callback issues has the same place in the order on every rank, and the callback can wait
+       for this call without blocking a thread. `StreamWork.get_future` names two exceptions.
     4. `send` and `recv` have no place in the order: each direction between two ranks has its own communicator and stream.
     5. A future's callback may issue collectives. So a thread that completes a future, with or without an error, holds no lock:
        it calls `StreamWork.settle` after its turn in the queue. If an error must end the group, the code that runs in the turn
@@ -235,7 +236,7 @@ class NcclGroup(EngineGroup):
     def _put_on_stream(
         self, connected: StreamCommunicator, work: StreamWork, calls: Sequence[PlannedCall], after: Event
     ) -> None:
-        """Let calls start after an event of the caller's stream. The caller must call `work.settle` afterwards.
+        """Put calls on a stream, to start after the event `after`. The caller must call `work.settle` afterwards.
 
         Raises:
             FatalError: the calls could not be issued. The other ranks have issued them, so no later call would match.
@@ -586,7 +587,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def _abort(self, failure: BaseException) -> None:
-        """Do not wait for a turn in the queue: the thread whose turn it is may be stuck in NCCL."""
+        """End the group without a turn in the queue: the thread whose turn it is may be stuck in NCCL."""
         self._end_in_flight(failure)
         if self._owns_rendezvous:
             self._connector.rendezvous.abort()

@@ -35,7 +35,7 @@ def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_byte
         run: runs an MPI operation to its end.
 
     Raises:
-        SharedMemoryError: a rank did not get the memory.
+        SharedMemoryError: a rank did not get the memory. All ranks raise this error.
     """
     allocation = _Allocation(hierarchy.node, part_bytes, run)
     try:

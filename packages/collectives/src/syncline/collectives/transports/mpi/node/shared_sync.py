@@ -61,8 +61,10 @@ class ShmBarrier:
     A rank that has seen number k of another rank must also see everything that the other rank wrote before. A processor may
     reorder reads and writes, so `arrive` has two full fences. No read or write crosses a fence.
 
-    [1] Before a rank writes its number. So everything that this rank has read and written so far comes before its number.
-    [2] After a rank has seen all numbers. So everything that this rank reads and writes from now on comes after these numbers.
+    [1] A rank passes this fence before it writes its number. So everything that it has read and written so far comes before its
+        number.
+    [2] A rank passes this fence after it has seen all numbers. So everything that it reads and writes from now on comes after
+        these numbers.
 
     A rank reads new data: rank A writes data, passes fence [1], and writes its number. Rank B reads this number, passes fence
     [2], and reads the data. So B reads A's new data.
