@@ -1,4 +1,4 @@
-"""Syncline's groups as backends of torch.distributed. Importing this module registers them; see `torch_bridge.registration`.
+"""Import this module to register Syncline's backends with torch.distributed; see `torch_bridge.registration`.
 
 ::
 

@@ -27,10 +27,12 @@ def run_processes(
     killed: frozenset[int] = frozenset(),
     preload: Sequence[str] = (),
 ) -> None:
-    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks. Their `sys.path` is the caller's.
+    """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks.
+
+    In each rank, `sys.path` is the same as in the caller.
 
     The first call starts a server process (`rank_server`), which loads torch. The ranks of all calls are forks of this server.
-    This has two effects:
+    Because ranks are forks, two things differ from a launcher's ranks:
 
     - Python and torch read some environment variables only when they start (PYTHON*, OMP_*, MKL_*). So the values at the first
       call hold for all calls.
@@ -78,9 +80,9 @@ def run_processes(
 class _RankServer:
     """The server process, which forks ranks. The method `run` starts the server if there is none.
 
-    The server and its ranks are one process group. Only one thread at a time can run a job. If that thread stops waiting,
-    because of a signal, an error or the end of its process, the server and its ranks are killed. A fork of the process that
-    started the server does not touch the server.
+    The server and its ranks are one process group. Only one thread at a time can call `run`. If that thread stops waiting,
+    because of a signal, an error or the end of its process, the server and its ranks are killed. A forked child of the process
+    that started the server leaves this server alone, and starts another server when it calls `run`.
     """
 
     def __init__(self) -> None:
@@ -89,7 +91,7 @@ class _RankServer:
         self._owner = os.getpid()
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Run a job, and return the answer of `rank_server`.
+        """Send a job to the server, and return the server's answer. `rank_server` describes jobs and answers.
 
         Raises:
             AssertionError: the server ended.

@@ -44,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Under mpirun, start MPI together with the other ranks, and register a `RankPlugin`.
 
-    This hook is marked `trylast`, so pytest has made its terminal reporter before. The `RankPlugin` replaces the reporter on
-    all ranks but 0.
+    This hook is marked `trylast`, so pytest has already made its terminal reporter. The `RankPlugin` replaces the reporter on
+    all ranks except rank 0.
     """
     config.addinivalue_line("markers", "mpi: needs mpirun; runs under N ranks")
     if _mpi_launch() is None:

@@ -126,8 +126,8 @@ class RankPlugin:
     Args:
         config: pytest's configuration.
         limit_s: the time limit of one test on one rank, in seconds.
-        patience_s: how long a rank waits for the other ranks after a test failed on this rank, and at the session's end, in
-            seconds.
+        patience_s: for how many seconds a rank waits for the other ranks after a test has failed on this rank, and at the end
+            of the session.
     """
 
     def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
@@ -218,7 +218,10 @@ class RankPlugin:
         return rank_outcomes
 
     def _exchange(self, value: T, place: str, patience_s: float, words: str = "") -> list[T]:
-        """A collective. It ends the job if a rank does not come within `patience_s` seconds, or passes a different `place`."""
+        """Return the values of all ranks.
+
+        All ranks must call this method within `patience_s` seconds, with the same `place`. Otherwise this method ends the job.
+        """
         try:
             everyone: list[tuple[str, T]] = self._agreement.exchange((place, value), CancelScope(patience_s))
         except TimeoutError:

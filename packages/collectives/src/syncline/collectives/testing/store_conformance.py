@@ -217,7 +217,7 @@ def every_add_counts_once(open_store: OpenStore) -> None:
 
 
 def threads_may_share_a_handle(open_store: OpenStore) -> None:
-    """Check that threads can read and write by one handle: no `add` is lost or counted twice, and no counter goes back."""
+    """Check that threads can read and write through one handle: no `add` is lost or counted twice, and no counter goes back."""
     store = open_store()
 
     def use(rank: int) -> list[int]:
@@ -234,7 +234,7 @@ def threads_may_share_a_handle(open_store: OpenStore) -> None:
 
 
 def compare_set_lets_one_win(open_store: OpenStore) -> None:
-    """Check that threads that count up by `compare_set` at the same time take each step of the counter exactly once."""
+    """Let several threads raise a counter through `compare_set`. Check that exactly one thread makes each step."""
 
     def advance(rank: int) -> list[int]:
         store = open_store()
@@ -283,7 +283,7 @@ def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
 
 
 def wrong_arguments_are_refused(open_store: OpenStore) -> None:
-    """Check that a single key in place of a list, a value that is neither bytes nor str, and a key that is no str raise."""
+    """Check the errors for a single key in place of a list, a value that is neither bytes nor str, and a key that is no str."""
     store = open_store()
     _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")
     _expect_error(InvalidArgumentError, lambda: store.wait("abc", SHORT_S), "wait('abc')")

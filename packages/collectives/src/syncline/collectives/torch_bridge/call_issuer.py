@@ -37,7 +37,7 @@ def reduction_of(options: Any) -> Reduction:
 
 
 def word(reduction: Reduction) -> str | None:
-    """The text by which torch's functional operators name a reduction, such as "sum"; None if they have no text for it."""
+    """The text for a reduction in torch's functional operators, such as "sum"; None for a reduction that has no such text."""
     return reduction.value if isinstance(reduction, ReduceOp) else None
 
 
@@ -84,7 +84,10 @@ def some(tensors: Any, call: str) -> list[Any]:
 
 
 def only(tensors: Any, what: str) -> Any:
-    """The only entry of a list that has one entry for each device of a process. We serve one device in each process.
+    """The only entry of a list.
+
+    In torch's groups, a list may have one entry for each device of a process. In our groups, only one device of each process
+    takes part in a call.
 
     Raises:
         InvalidArgumentError: the list has more entries, or none.

@@ -70,10 +70,10 @@ def _reduce_scatter_tensor_out(group: Any, tensor: torch.Tensor, word: str, _: i
 
 
 def _apart(tensor: torch.Tensor, out: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return a copy if input and output share memory, but not as this rank's part of the larger tensor.
+    """Return `tensor`. If the smaller tensor is in the larger tensor's memory, but is not this rank's part, return a copy.
 
-    torch.compile caches compiled programs on disk. So this rank may run a program that was compiled on another rank, and that
-    uses the other rank's part.
+    torch.compile caches compiled programs on disk. So this rank may run a program that another rank has compiled. This program
+    uses the other rank's part of the larger tensor.
     """
     part, block = (tensor, out) if tensor.numel() < out.numel() else (out, tensor)
     return tensor if checks.not_own_part(part, block, group.rank()) is None else tensor.clone()

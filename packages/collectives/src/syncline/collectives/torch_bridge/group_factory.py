@@ -43,7 +43,8 @@ def share_default_group() -> None:
     does not close our group.
 
     If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. All other groups of
-    torch.distributed are destroyed then, so make them again. A newcomer also calls this function.
+    torch.distributed are destroyed then, so make them again. A newcomer (a process that joins the job
+    later) also calls this function.
 
     All ranks must call this function, because it makes a store for torch. If the ranks of our group met in a store, torch uses
     the same store with a prefix for its keys. Otherwise torch gets a `GroupStore` over a new group of the same ranks (or
@@ -137,7 +138,7 @@ def _forget(torch_name: str) -> None:
 
 
 def _has_all(members: list[int], torch_name: str) -> bool:
-    """`new_group` must connect the ranks if the group is the first of its backend, and has all ranks."""
+    """Whether a new group has all ranks, and is the first group of its backend. If so, its ranks are not connected yet."""
     return torch_name not in _everybody and members == list(range(dist.get_world_size()))
 
 
@@ -220,7 +221,7 @@ def _check_device(torch_name: str, devices: list[str], options: Any, ours: Proce
 
 
 def _device_asked_for(store: dist.Store) -> str | None:
-    """None if the device is unknown. torch shows the device only in the store's prefix."""
+    """The device for which torch makes the group, from the prefix of the store's keys; None if the device is unknown."""
     parent = getattr(store, "underlying_store", None)
     if parent is None:
         return None

@@ -98,7 +98,7 @@ def _decline_flight_recorder() -> None:
 
 
 def _close_when_torch_destroys() -> None:
-    """Without this, `destroy_process_group` of torch 2.6 ends only NCCL's groups."""
+    """Let `destroy_process_group` of torch 2.6 shut down our groups, too. By itself it ends only the groups of torch's NCCL."""
 
     def shut_down(group: dist.ProcessGroup) -> bool:
         if isinstance(group, TorchProcessGroup):

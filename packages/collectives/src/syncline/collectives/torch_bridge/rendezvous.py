@@ -37,8 +37,9 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
 
     Raises:
         InvalidArgumentError: the URL has a host or a path after "mpi://".
-        LaunchError: torchrun, or another launcher that does not start MPI programs, started this process. Or `rank` or
-            `world_size` contradicts the launcher. Or there is no launcher, and `rank` is not 0 or `world_size` is not 1.
+        LaunchError: torchrun, or another launcher that does not start MPI programs, started this process. Or the given `rank`
+            or `world_size` contradicts the launcher. Or there is no launcher, and the given `rank` is not 0, or the given
+            `world_size` is not 1.
     """
     rank, world_size = _asked_for(url)
     launch = take_launch(os.environ)
@@ -86,7 +87,7 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
 
 
 def store_over(group: ProcessGroup) -> dist.Store:
-    """Make a store for the ranks of a group. All its ranks call this function. The group can still be used for other calls."""
+    """Make a store for the ranks of a group. All ranks of the group call this function. Other calls can still use the group."""
     if group.size == 1:
         return dist.HashStore()
     met_in = group.meeting_store()
@@ -100,7 +101,7 @@ def store_over(group: ProcessGroup) -> dist.Store:
 
 
 def _store_of(group: ProcessGroup, timeout_s: float) -> dist.Store:
-    """From then on, only this store may use the group."""
+    """Make a `GroupStore` over a group. From now on, only the store may use the group."""
     # `atexit` calls the function that was registered last first. MPI's function is registered already, so `close_stores` runs
     # before MPI ends.
     if not _open:

@@ -66,7 +66,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine each tensor, in place, with the tensors of the same index on other ranks. Many tensors share a collective."""
+        """Combine each tensor, in place, with the tensors of the same index on other ranks. Tensors may share a collective."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",
@@ -253,7 +253,7 @@ class TorchCollectives(CallIssuer):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Send rows of `input` to each rank, and receive rows from each rank. Without sizes, all ranks get the same number."""
+        """Send rows of `input` to each rank, and receive rows from each rank. Without sizes, all ranks get equally many rows."""
         group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
         return self._issue(
             "all_to_all",

@@ -361,7 +361,10 @@ def _torch_reduces(tensor: torch.Tensor, op: Reduction) -> bool:
 
 
 def _reducible(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """If the tensor is contiguous, and torch reduces its dtype, the result shares the tensor's memory."""
+    """Return the tensor in a form that torch can reduce. For a `PremulSum`, the result is already multiplied by the factor.
+
+    If the tensor is contiguous, and torch reduces its dtype, the result shares the tensor's memory.
+    """
     plain = in_plain_order(tensor)
     real = torch.view_as_real(plain) if tensor.is_complex() else plain
     wire = real.to(_REDUCED_AS.get(real.dtype, real.dtype))

@@ -171,7 +171,7 @@ class TorchProcessGroup(TorchCollectives):
         return self._backend_name
 
     def go_by(self, name: str) -> None:
-        """Let the method `name` return this name from now on. `syncline run` needs this for a script that asks for "gloo"."""
+        """Let the method `name` return this name from now on. `syncline run` passes the name that the script has asked for."""
         self._asked_as = name
 
     @disable_dynamo
@@ -222,7 +222,7 @@ class TorchProcessGroup(TorchCollectives):
         """Do nothing: our groups count their collectives from 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """If ranks have different numbers, a rank left out a call."""
+        """The number of collectives that this rank has issued. If ranks have different numbers, a rank has left out a call."""
         return self._collectives_issued
 
     # ---- the end ----

@@ -65,7 +65,7 @@ class TorchWork(Work):
 
     If nobody has asked for a future, the thread that calls `wait` does the last step. Otherwise torch's own thread does the
     last step. So a work without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last
-    reference to the torch group: the group's destructor would join this thread.)
+    reference to the torch group: the group's destructor joins Gloo's thread, so this thread would wait for itself.)
 
     Args:
         tensors: the outputs.
@@ -183,10 +183,10 @@ class _Delivery:
     exception"). Communication hooks of torch have this problem, too. So at exit we wait until torch has dropped all our
     functions that were called. At that time torch has also dropped the functions that were chained to ours by `then`.
 
-    After the functions, the thread drops the work. This may drop the last reference to a tensor that Python has seen, and the
-    thread needs the interpreter for this, too. We cannot see when the thread has dropped the work, and we cannot close the
-    group, because the script owns the group. So at exit we release the GIL for the time that a waiting thread usually needs.
-    This is no guarantee.
+    After the functions, the thread drops the work. If the work has the last reference to a tensor that Python has seen, the
+    thread needs the interpreter to drop this tensor. We cannot see when the thread has dropped the work, and we cannot close
+    the group, because the script owns the group. So at exit we release the GIL for the time that a waiting thread usually
+    needs. This is no guarantee.
 
     Note [Who destroys a group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -125,7 +125,7 @@ def _issue_seen(group: ProcessGroup, title: str, name: str, seen: Seen) -> Work:
 
 
 def _check_sizes(group: ProcessGroup, title: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], seen: Seen) -> None:
-    """Otherwise torch could silently repeat the operator's result to fill a larger output."""
+    """Raise an error for an output of the wrong size: torch could silently repeat the operator's result to fill the output."""
     for tensor, output in zip(inputs, outputs, strict=True):
         large, small, what = (output, tensor, "output") if seen.gathers else (tensor, output, "input")
         problem = checks.not_times(large, small, seen.gathers or seen.scatters or 1, what)

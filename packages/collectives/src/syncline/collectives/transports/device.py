@@ -150,7 +150,7 @@ class StagedPlan(Plan):
         signature: the signature of the calls.
         rank: this rank.
         device: copies tensors between the device and host memory.
-        kept: makes a context that keeps buffers in host memory for ever if the plan fails inside the context.
+        kept: makes a context from the host buffers. If the plan fails inside the context, these buffers stay alive for ever.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:

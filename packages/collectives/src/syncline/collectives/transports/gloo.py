@@ -101,9 +101,9 @@ class GlooTransport(LibraryTransport):
         return f"gloo of torch {torch.__version__}"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce in Gloo's ring, but large float16 and bfloat16 tensors by a reduce-scatter and an all-gather.
+        """Reduce in Gloo's ring. Large float16 and bfloat16 tensors take a reduce-scatter and an all-gather instead.
 
-        In these dtypes, the ring moves 4 bytes for each element, because it moves float32. The two collectives move 2 bytes.
+        For these two dtypes, Gloo's ring moves float32, so 4 bytes for each element. The two collectives move 2 bytes.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
@@ -216,7 +216,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps the ranks' lines in the store, and a count of all lines: a larger count means a new line."""
+    """Keeps the latest status line of each rank in the store, and counts all lines: if the count has grown, a line is new."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -252,9 +252,10 @@ def connect(
 ) -> GlooTransport:
     """Connect with the other ranks. All ranks call this function with the same store, size and name.
 
-    First, the ranks meet in the store, which shows whether a rank does not come. If `liveness` is given, the ranks already know
-    each other, and skip this meeting. Then Gloo connects on a separate thread. When the time limit is reached, this rank stops
-    waiting for that thread. (Gloo's own time limit would hold for each of its steps, not for the whole connection.)
+    First, the ranks meet in the store, so that an error can name the ranks that do not come. If `liveness` is given, the ranks
+    already know each other, and skip this meeting. Then Gloo connects on a separate thread. When the time limit is
+    reached, this rank stops waiting for that thread. (Gloo's own time limit would hold for each of its steps, not for the whole
+    connection.)
 
     Args:
         store: the store in which the ranks meet.
@@ -268,7 +269,7 @@ def connect(
 
     Raises:
         CollectiveTimeout: not all ranks came, or Gloo did not connect them in time.
-        DisagreementError: the ranks were given different sizes.
+        DisagreementError: the ranks were given different sizes, or run different versions of Syncline.
         LaunchError: the hosts cannot reach each other.
         RankLostError: a rank ended while the ranks connected.
         TransportError: Gloo failed.

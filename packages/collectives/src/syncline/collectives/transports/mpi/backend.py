@@ -33,7 +33,7 @@ class MPIBackend(Backend):
     """The backend "mpi". Its ranks are the processes of MPI_COMM_WORLD, or of a communicator that the caller gives."""
 
     def missing(self) -> str | None:
-        """Return why this process cannot use MPI; None if it can. To find out, mpi4py loads the MPI library.
+        """Return why this process cannot use MPI; None if it can. The method loads the MPI library to find out.
 
         The reasons: the process is a fork of a rank, mpi4py is missing or finds no MPI library, or the library does not fit the
         launcher.

@@ -156,8 +156,8 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
 
     Raises:
         CollectiveTimeout: some ranks did not come in time. On a listener (see Note [The first meeting]) the message names the
-            missing ranks of the listener's block. If the block is complete, the message says that other ranks know who is
-            missing. On a rank that is no listener, the message names the listeners of its block.
+            missing ranks of the listener's block, or says that all ranks of the block have come. On a rank that is no listener,
+            the message names the listeners of its block.
         DisagreementError: the ranks run different versions. All ranks raise this error.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
@@ -201,8 +201,9 @@ class _Meeting:
     The requests stay in MPI, because MPI cannot cancel a collective. If a rank calls `meet` again, it goes on with its earlier
     requests. So the collectives of ranks that come late still match.
 
-    Ranks form blocks, so that no rank needs a connection to all other ranks (over TCP, each connection is an open file). Each
-    block has three listeners, because one of them may be the rank that does not come.
+    Ranks form blocks, so that no rank needs a connection to all other ranks (over TCP, each connection is an open file). The
+    listeners of a block are its first, middle and last rank: three ranks, because one of them may be the rank that does not
+    come.
 
     Never change this protocol, because ranks with different versions use it to find out that their versions differ.
     """
@@ -264,7 +265,7 @@ class _Meeting:
         return [rank for rank in self._block if not self._here[rank - self._block[0]] and rank != self._rank]
 
     def _is_first_of(self, absent: list[int]) -> bool:
-        """Whether this rank is the first listener that has come. Only this listener logs."""
+        """Whether this rank is the lowest rank among the listeners that have come. Only this listener logs."""
         return bool(absent) and self._rank == min(rank for rank in self._listeners if rank not in absent)
 
     def _in_words(self, absent: list[int]) -> str:

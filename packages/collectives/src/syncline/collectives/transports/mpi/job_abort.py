@@ -103,8 +103,8 @@ def is_interactive() -> bool:
 class ExitBarrier(Inherited):
     """Lets ranks that exit wait for each other. If a rank exits with an error status while a group is open, aborts the job.
 
-    These are guards 2 and 3 of this module. All ranks of the job call the constructor together. The job here means all ranks of
-    MPI, or the ranks of the communicator that `init_process_group` got.
+    This class implements guards 2 and 3 of the module's docstring. All ranks of the job call the constructor together. "The
+    job" means here all ranks of MPI, or the ranks of the communicator that `init_process_group` got.
 
     Args:
         job: a communicator of all ranks of the job.
@@ -239,8 +239,8 @@ _made: list[ExitBarrier] = []
 def _end_without_mpi() -> None:
     """End this process as Python does, but without the C functions that libraries such as mpi4py run at the very end.
 
-    Forked children of a rank register this function with `atexit`. Python has already run the `atexit` functions that were
-    registered later.
+    Forked children of a rank register this function with `atexit`. Python calls it after the `atexit` functions that were
+    registered later than this function.
     """
     atexit.unregister(_end_without_mpi)
     atexit._run_exitfuncs()
@@ -253,7 +253,7 @@ def _end_without_mpi() -> None:
 
 
 def _end_within(limit_s: float) -> None:
-    """SIGALRM ends the process, because no Python code runs inside MPI_Finalize."""
+    """Let SIGALRM end the process after `limit_s` seconds. A Python timer would not help: MPI_Finalize runs no Python code."""
     # Only the main thread may set handlers. Exit functions normally run there.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -231,7 +231,7 @@ class LeaveNotices:
         self._sent: list[MPI.Request] = []
 
     def leave(self, started: Mapping[str, int]) -> None:
-        """Tell the neighbours that this rank leaves. `started` is as in `Leaving`."""
+        """Tell the neighbours that this rank leaves. `started` has the number of collectives that it started in each group."""
         with self._lock:
             self._note(Leaving(self._communicator.Get_rank(), started))
             self._tell()

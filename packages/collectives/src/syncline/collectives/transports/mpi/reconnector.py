@@ -35,7 +35,7 @@ class MPIReconnector(Reconnector):
 
     All four steps run in this order on one separate thread (`DetachedCall`), because a call of MPI cannot be ended. The thread
     that called `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits for
-    this separate thread, too. If the separate thread has failed, the next call of `shrink` starts a new thread. This thread
+    this separate thread, too. If the separate thread has failed, the next call of `shrink` starts a new thread, which
     begins with the communicator of the last step 2, because a rank never shrinks a communicator twice.
 
     If a rank lives but does not call `shrink`, MPI does not count this rank as lost, so step 2 does not end. Then `shrink`
@@ -43,8 +43,8 @@ class MPIReconnector(Reconnector):
 
     Args:
         communicator: a communicator of all ranks that the group has at the start, for this object only.
-        connect: makes the transport. It takes a communicator, and the ranks of the communicator's members in the job. All
-            members call `connect`.
+        connect: makes the transport. It takes a communicator, and for each member of this communicator the member's rank in the
+            job. All members call `connect`.
         leavers: knows which ranks of the job have left, and counts the collectives that this rank has started.
         name: the group's name.
     """
@@ -125,7 +125,7 @@ class MPIReconnector(Reconnector):
         return Generation(number, tuple(members), self._job.Get_rank())
 
     def _connected(self, generation: Generation) -> tuple[Transport | None, Exception | None]:
-        """Return the error instead of raising it, because the caller goes on with step 4, which tells the other ranks."""
+        """Connect, as step 3. Return an error instead of raising it, because this rank must take part in step 4 in any case."""
         try:
             return self._connect(self._communicator, generation.members), None
         except Exception as error:  # noqa: BLE001 - see above
@@ -136,7 +136,7 @@ class MPIReconnector(Reconnector):
 
 
 def _all_agree(communicator: MPI.Intracomm, is_connected: bool) -> bool:
-    """All survivors get the same answer."""
+    """Whether all survivors have connected. All survivors call this function, and get the same answer."""
     try:
         return bool(communicator.Agree(int(is_connected)))
     except MPI.Exception as error:  # if some ranks did not know of a failure, MPI raises on all ranks

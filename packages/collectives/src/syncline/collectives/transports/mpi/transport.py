@@ -352,7 +352,7 @@ class MPITransport(LibraryTransport):
         return [piece.nbytes for piece in tensor.tensor_split(self._size)]
 
     def _all_to_all_here(self, terms: torch.Tensor, tensor: torch.Tensor, sent: list[int], received: int, call: Call) -> None:
-        """At most 1 GiB in total. Every rank knows the sizes of all parts."""
+        """Exchange bytes by MPI's Alltoallv: at most 1 GiB in total. Every rank knows the sizes of all parts."""
         there = (memory(tensor), (sent, _starts(sent)), MPI.BYTE)
         here = (memory(terms), ([received] * self._size, [received * r for r in range(self._size)]), MPI.BYTE)
         self._collective("Alltoallv", (there, here), tensor.nbytes, call)
@@ -392,7 +392,7 @@ class MPITransport(LibraryTransport):
             self.sync(call).compare(call)
 
     def _collective(self, name: str, arguments: tuple[Any, ...], nbytes: int, call: Call) -> None:
-        """`nbytes` is the same on every rank."""
+        """Run one of MPI's collectives, such as "Allreduce". `nbytes` is the same on every rank."""
         # See Note [Presync]: all ranks have come, so the blocking form ends soon.
         if self._on_device or (BLOCKS_WELL and nbytes >= PRESYNC_MIN_BYTES):
             with mpi_errors():

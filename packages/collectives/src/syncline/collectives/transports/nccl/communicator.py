@@ -70,7 +70,7 @@ def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = 
 
     None for:
 
-    - reductions that NCCL lacks: int16, bitwise reductions of integers, products of complex numbers.
+    - reductions that NCCL lacks, such as all reductions of int16, bitwise reductions, and products of complex numbers.
     - minimum and maximum of floating point numbers, because NCCL drops a not-a-number on some ranks.
     - with `reproducible`, reductions whose result depends on the order of the terms.
     """
@@ -237,7 +237,7 @@ class Communicator:
 
         1. The abort or the stuck call does not return. Each abort has its own thread, so only the end of the process waits for
            it, for a few seconds.
-        2. NCCL frees the communicator under the stuck thread, and a signal kills the process.
+        2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
         We accept both outcomes, because they only happen in a group that has failed: by then the report has been written, the
         works have their error, and nobody uses the group any more.

@@ -144,7 +144,7 @@ class Connector:
 class Connections:
     """A group's communicators on one GPU: one for all ranks, and two for each rank that this rank sends to or receives from.
 
-    If a method fails, some ranks may be inside NCCL and others not. So each failure ends the group.
+    If connecting or splitting fails, some ranks may be inside NCCL and others not. So such a failure ends the group.
 
     Args:
         connector: connects ranks.

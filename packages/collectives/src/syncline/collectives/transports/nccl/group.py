@@ -91,8 +91,8 @@ class NcclGroup(EngineGroup):
     one comparison after the other, and a training step does not wait for a comparison. If a comparison finds a difference, the
     group ends, and the next call on the group raises the error. A barrier with `async_op=False` waits for a comparison, and
     raises the comparison's error even if NCCL never ends the barrier. `close` waits for a comparison, too, for at most
-    `_CLOSE_S` seconds. With more than `_COMPARED_EACH_TIME` ranks, the ranks do not compare after each backward: the more
-    ranks, the rarer.
+    `_CLOSE_S` seconds. A group with more than `_COMPARED_EACH_TIME` ranks does not compare after each backward: the more
+    ranks it has, the less often it compares.
 
     Calls are recorded and digested in the order in which they are put on the stream. Calls in a CUDA graph are recorded at the
     capture, not at a replay.
@@ -467,7 +467,7 @@ class NcclGroup(EngineGroup):
             raise error.reworded(f"the comparison of calls on {self.place()}: {error}")
 
     def _compare(self) -> PendingWork | FinishedWork:
-        """Compare on a separate thread of the group. Called in a turn of the queue."""
+        """Start to compare the calls, on a separate thread of the group. Called in a turn of the group's queue."""
         if not self._compares_later:
             return FinishedWork([])
         work = PendingWork([], lambda: f"the comparison of calls on {self.place()}")
@@ -598,7 +598,7 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def _ending_the_group_if_fatal(self) -> Iterator[None]:
-        """A `FatalError` ends the group, after locks are released; see point 5 of Note [Order over NCCL]."""
+        """A context. If its body raises a `FatalError`, the group ends. Hold no lock; see point 5 of Note [Order over NCCL]."""
         try:
             yield
         except FatalError as fatal:

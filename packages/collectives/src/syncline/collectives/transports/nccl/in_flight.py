@@ -35,7 +35,7 @@ class FatalError(Exception):
 
 
 class InFlight:
-    """Watches launches (see `Launch`): releases their tensors when they are over, and ends the group if one fails or hangs.
+    """Watches launches (see `Launch`). Releases the tensors of a launch that is over. Ends the group if one fails or hangs.
 
     Note [Failure over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -255,7 +255,7 @@ class InFlight:
 
 
 def _abort_holding(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG001 - holding them is the point
-    """Hold the tensors of launches in flight until the kernels that may write them are gone."""
+    """Abort the communicator. Hold the tensors of launches in flight until the kernels that may write to them are gone."""
     communicator.abort()
 
 

@@ -131,7 +131,10 @@ class NcclPlan(Plan):
             part.copy_(self._reduced_slice(block))
 
     def _reduced_by_all(self, part: torch.Tensor) -> torch.Tensor:
-        """For a tensor of n bytes, each of p ranks sends 2 n (p-1)/p bytes, as in a ring."""
+        """Reduce the tensors of all ranks in rank order, and return the result on all ranks.
+
+        Cost: for a tensor of n bytes, each of p ranks sends 2 n (p-1)/p bytes, as in a ring.
+        """
         size = self._comm.size
         # Each rank reduces one slice, so all slices must have the same size.
         padded = part.new_zeros(-(-part.numel() // size) * size)

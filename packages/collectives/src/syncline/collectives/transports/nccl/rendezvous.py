@@ -217,7 +217,10 @@ class GroupRendezvous(Rendezvous):
                 self._group.send(message, to, _tag(topic), async_op=True).wait(max(scope.remaining_s(), 1e-3))
 
     def _receive(self, topic: str, to: int, sender: int, scope: CancelScope) -> Payload:
-        """If a payload of another topic with the same tag comes first, keep it for the thread that waits."""
+        """Wait for the payload of `topic`.
+
+        A payload of another topic with the same tag may come first. Keep that payload for the thread that waits for it.
+        """
         with self._lock:
             inbox = self._inboxes.setdefault((sender, _tag(topic)), _Inbox())
         return inbox.take(topic, lambda: self._receive_next(sender, _tag(topic), scope), scope)

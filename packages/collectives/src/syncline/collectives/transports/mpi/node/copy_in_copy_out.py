@@ -106,7 +106,7 @@ class CopyInCopyOut(Algorithm):
     one barrier.
 
     Cost for n bytes and p ranks: n - n/p bytes copied in and n/p bytes reduced. For `all_reduce` also n/p bytes copied in and
-    n - n/p bytes copied out. One barrier for each chunk; for `all_reduce` one more.
+    n - n/p bytes copied out. One barrier for each chunk; `all_reduce` has one more at the end.
 
     Args:
         node: the group's ranks on this node, with their shared memory.

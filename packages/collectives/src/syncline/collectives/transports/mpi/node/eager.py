@@ -17,7 +17,7 @@ from .shared_sync import SharedSync, ShmBarrier
 # Memory at an address, with a number of bytes. For few bytes, copying by slices takes a third of the time of ctypes' memmove.
 _memory_at: Callable[[int, int], Any] = MPI.buffer.fromaddress
 
-#: A function that reads the slots of one turn. It writes the result to one of its two arguments, `part` and `whole` of
+#: A function that reads the slots of all ranks. It writes the result to one of its two arguments, `part` and `whole` of
 #: `Plan.run`.
 _Read = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -52,7 +52,7 @@ class Eager(Algorithm):
     def is_ready(self, call: Call) -> bool:
         """Whether the group has a barrier in shared memory.
 
-        The first call makes the barrier, and prepares the slots of both turns.
+        The first call makes the barrier, and prepares the slots for arrivals with even and with odd numbers.
         """
         if self._sync is None:
             self._sync = self._node.shared_sync(call)

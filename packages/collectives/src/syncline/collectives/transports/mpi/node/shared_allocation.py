@@ -86,7 +86,10 @@ class _Allocation:
             os.close(self._file)
 
     def _create(self) -> tuple[int, int, str] | None:
-        """Return on all ranks the first rank's process id, and the file's descriptor and name; None if there is no file."""
+        """Make the file on the first rank. On all ranks, return the first rank's process id and the file's descriptor and name.
+
+        Return None on all ranks if the file cannot be made.
+        """
         limits: list[Limit] = []
         with self._recording():
             limits = memory_limits()

@@ -158,9 +158,9 @@ class ShmBarrier:
     def give_up(self) -> None:
         """Tell all ranks that wait for this rank, now or later, that it does not come any more. Any thread may call this.
 
-        If this rank has not seen all other ranks arrive in its latest arrival, it takes back this arrival, because it will not
-        do the step after the arrival. Complete arrivals stay, because another rank may not have seen them yet, and must be able
-        to complete them.
+        If this rank is still waiting for the other ranks at its latest arrival, it takes this arrival back, because it will not
+        go on after the barrier. An arrival for which this rank has seen all other ranks stays, because another rank may still
+        have to see it.
         """
         self._has_given_up = True
         # A mark is the negative number of an arrival to which this rank does not come. Ranks may still wait for an earlier
