@@ -253,7 +253,7 @@ class TorchCollectives(CallIssuer):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Send rows of `input` to each rank, and receive rows from each rank. Without sizes, all ranks get equally many rows."""
+        """Send rows of `input` to each rank, and receive rows from each. Without sizes, all ranks get equally many rows."""
         group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
         return self._issue(
             "all_to_all",
