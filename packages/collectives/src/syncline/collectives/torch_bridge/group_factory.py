@@ -38,13 +38,13 @@ _excepthooks = (sys.excepthook, sys.excepthook)
 def share_default_group() -> None:
     """Make our default group the default group of torch.distributed, for libraries that ask torch.distributed for the rank.
 
-    Call this function after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true, `get_rank()`
+    Call this function after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true. `get_rank()`
     and collectives use our group, and new groups of torch are made from our group. `torch.distributed.destroy_process_group()`
     does not close our group.
 
     If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. All other groups of
-    torch.distributed are destroyed then, so make them again. A newcomer (a process that joins the job
-    later) also calls this function.
+    torch.distributed are destroyed then, so make them again. A newcomer (a process that joins the job later) also
+    calls this function.
 
     All ranks must call this function, because it makes a store for torch. If the ranks of our group met in a store, torch uses
     the same store with a prefix for its keys. Otherwise torch gets a `GroupStore` over a new group of the same ranks (or
@@ -65,7 +65,7 @@ def share_default_group() -> None:
 
 
 def _renew(ours: ProcessGroup) -> None:
-    """Give torch.distributed our new default group if it has the old one. All ranks call this function."""
+    """If torch.distributed uses our old default group, give it our new default group. All ranks call this function."""
     global _is_unfinished
     world = dist.group.WORLD
     if not _is_unfinished and not (isinstance(world, TorchProcessGroup) and world.is_shared):

@@ -216,7 +216,7 @@ class GlooTransport(LibraryTransport):
 
 
 class _StorePost(StatusPost):
-    """Keeps the latest status line of each rank in the store, and counts all lines: if the count has grown, a line is new."""
+    """Keeps the latest status line of each rank in the store, and the number of all lines: if it has grown, a line is new."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -413,7 +413,7 @@ def _newcomer(request: ConnectRequest) -> ShrinkableGroup:
 
 
 def _devices_of_newcomer(request: ConnectRequest, store: Store) -> Devices:
-    """By default, listen at the address from which this process reaches rank 0."""
+    """Return where a newcomer listens: by default, at the address from which it reaches rank 0."""
     if request.interfaces:
         own_addresses(request.interfaces)
         return tuple({"interface": name} for name in request.interfaces)

@@ -253,7 +253,7 @@ def _end_without_mpi() -> None:
 
 
 def _end_within(limit_s: float) -> None:
-    """Let SIGALRM end the process after `limit_s` seconds. A Python timer would not help: MPI_Finalize runs no Python code."""
+    """Let SIGALRM end the process after `limit_s` seconds: MPI_Finalize may hang, and then no Python code runs."""
     # Only the main thread may set handlers. Exit functions normally run there.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
