@@ -99,9 +99,7 @@ class RankOutcome:
 
 
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
-    """Return the error message of a phase that must fail on every rank; None if the phase need not fail.
-
-    A phase need not fail if all ranks passed it, or all ranks skipped it.
+    """Return the error message that a phase of a test gets on every rank; None if all ranks passed it, or all skipped it.
 
     Args:
         rank_outcomes: the outcomes of this phase on all ranks, in the order of the ranks.

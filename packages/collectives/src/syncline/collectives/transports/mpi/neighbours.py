@@ -113,7 +113,10 @@ class TimeoutReport:
                 self._sent.append((request, message))
 
     def _receive(self, said: Statements) -> bool:
-        """Return whether a message has arrived. Never wait for the rest of a long message, which may not come."""
+        """Add the messages that have arrived to `said`, and return whether there was one.
+
+        Never wait for the rest of a long message, which may not come.
+        """
         status = MPI.Status()
         # Improbe takes the message out of MPI's queue, so no other thread can receive it meanwhile.
         while (found := self._communicator.Improbe(MPI.ANY_SOURCE, Tag.STATEMENTS, status)) is not None:
@@ -210,8 +213,8 @@ class LeaveNotices:
     (in a call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the
     methods.
 
-    Cost: with N ranks, each rank sends 2 log2 N messages for all ranks that leave within 0.2 seconds. Ranks that have started
-    the same calls share one entry of a message. The constructor is a collective.
+    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages, then waits at least 0.2 seconds before it passes on
+    more news. Ranks that have started the same calls share one entry of a message. The constructor is a collective.
 
     Args:
         communicator: a communicator of all processes of the job. No other message on it has the tag `LEAVING`.

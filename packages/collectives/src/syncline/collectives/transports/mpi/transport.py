@@ -434,7 +434,7 @@ class MPIPlan(LibraryPlan):
 
 
 def whole_bytes(signature: Signature, size: int) -> int:
-    """Return the bytes of a call's larger tensor. Return 0 if this number may differ between ranks."""
+    """Return the size of a call's larger tensor, in bytes. Return 0 if this size may differ between ranks."""
     # Each rank may have different splits, so no rank knows the sizes of the other ranks.
     if signature.splits is not None:
         return 0

@@ -20,9 +20,9 @@ _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Set for how many seconds a waiting thread of this process yields between checks before it sleeps between them.
+    """Set for how many seconds a waiting thread of this process yields between checks. After this time it sleeps instead.
 
-    With infinity it never sleeps.
+    If `seconds` is infinity, the thread never sleeps.
     """
     global _spin_s
     _spin_s = seconds

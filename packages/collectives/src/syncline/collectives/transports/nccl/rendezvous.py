@@ -172,7 +172,7 @@ class StoreRendezvous(Rendezvous):
 
 
 class GroupRendezvous(Rendezvous):
-    """Sends payloads as messages of a host group, such as an MPI group. The ranks of the job are ranks in this host group.
+    """Sends payloads as messages of a host group, such as an MPI group. A rank of the job is a rank of this host group.
 
     Args:
         group: the host group. This class uses only `send` and `recv`, because they have no place in the order of collectives.
