@@ -40,7 +40,7 @@ def share_default_group() -> None:
 
     Call this function after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true. `get_rank()`
     and collectives use our group, and new groups of torch are made from our group. `torch.distributed.destroy_process_group()`
-    does not close our group.
+    does not close our group. But if the caller is handling an exception, `destroy_process_group()` aborts our group.
 
     If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. All other groups of
     torch.distributed are destroyed then, so make them again. A newcomer (a process that joins the job later) also

@@ -213,8 +213,8 @@ class LeaveNotices:
     (in a call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the
     methods.
 
-    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages, then waits at least 0.2 seconds before it passes on
-    more news. Ranks that have started the same calls share one entry of a message. The constructor is a collective.
+    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages. It passes on later news after 0.2 seconds. Ranks
+    that have started the same calls share one entry of a message. The constructor is a collective.
 
     Args:
         communicator: a communicator of all processes of the job. No other message on it has the tag `LEAVING`.
