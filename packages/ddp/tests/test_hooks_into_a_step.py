@@ -229,28 +229,38 @@ def test_statistics_that_a_frozen_batch_normalisation_reads_are_not_overwritten_
         run_ranks(2, body)
 
 
+class Skipping(torch.nn.Module):
+    """Batch normalisation that a forward may leave out, so that only the broadcast writes the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4).double()
+        self.linear = torch.nn.Linear(4, 1).double()
+        for parameter in self.parameters():
+            torch.nn.init.ones_(parameter)
+
+    def forward(self, x: torch.Tensor, normalizes: bool = True, delta: float = 0.0) -> torch.Tensor:
+        if delta:
+            self.norm.running_var.add_(delta)  # type: ignore[union-attr]
+        return self.linear(self.norm(x) if normalizes else x)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("first_trains", [True, False])
 def test_the_mode_of_a_forward_decides_whether_its_backward_reads_statistics(first_trains: bool) -> None:
     """Between a forward and its backward, the other mode is set, and a second forward broadcasts the statistics."""
 
     def body(group: ProcessGroup) -> list[float]:
-        module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).double()
-        for parameter in module.parameters():
-            torch.nn.init.ones_(parameter)
+        module = Skipping()
         model = DistributedDataParallel(module, process_group=group)
         model.train(first_trains)
-        with torch.no_grad():
-            module[0].running_var.add_(group.rank)
-        first = model(batch(group.rank)).square().sum()
-        if not first_trains:
-            with torch.no_grad():
-                module[0].running_var.add_(group.rank)
+        # In training, the forward itself changes the statistics.
+        first = model(batch(group.rank), delta=0.0 if first_trains else 1.0 + group.rank).square().sum()
         model.train(not first_trains)
         with torch.no_grad():
-            model(batch(group.rank, 1))
+            model(batch(group.rank, 1), normalizes=False)
         first.backward()
-        assert module[1].weight.grad is not None
-        return module[1].weight.grad[0].tolist()  # type: ignore[no-any-return]
+        assert module.linear.weight.grad is not None
+        return module.linear.weight.grad[0].tolist()
 
     if first_trains:
         one, other = run_ranks(2, body)

@@ -57,8 +57,8 @@ class Buffers:
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
         self._state = state
-        # For each statistic of batch normalisation: whether an open graph may read it. See `note_modes`.
-        self._may_be_read: dict[int, bool] = {}
+        # For each layer of batch normalisation: whether an open graph may read its statistics. See `note_modes`.
+        self._may_be_read: dict[torch.nn.Module, bool] = {}
         self._reductions = 0
         self.look_again()
         self.enabled = enabled
@@ -68,6 +68,7 @@ class Buffers:
     def look_again(self) -> None:
         """Check again whether the module has buffers. Call this method if the module may have got new buffers."""
         self._exist = bool(self._state.buffers())
+        self._layers = self._state.normalization_layers()
 
     @property
     def are_due(self) -> bool:
@@ -111,12 +112,10 @@ class Buffers:
         Args:
             reductions: the number of reduced backwards so far. After such a backward, earlier graphs count as closed.
         """
-        if not self._exist:
-            return
         if reductions != self._reductions:
             self._may_be_read, self._reductions = {}, reductions
-        for statistic, is_training in self._state.statistics_of_batch_normalization().items():
-            self._may_be_read[statistic] = self._may_be_read.get(statistic, False) or not is_training
+        for layer in self._layers:
+            self._may_be_read[layer] = self._may_be_read.get(layer, False) or not layer.training
 
     def after_forward(self) -> list[AnyFuture]:
         """Let the hook synchronise the buffers if they are due, and if the hook runs after the forward.
@@ -154,10 +153,14 @@ class Buffers:
         other writes, and raises an error in the backward of a graph that has saved the buffer. If autograd saw all writes, a
         second forward could not run before the backward of the first forward.
         """
-        statistics = self._state.statistics_of_batch_normalization()
-        # No forward of the wrapper has noted the mode of a layer, so the present mode decides.
-        may_be_read = {statistic: not is_training for statistic, is_training in statistics.items()} | self._may_be_read
-        others = [buffer for buffer in buffers if may_be_read.get(id(buffer), True)]
+        unread = {
+            id(buffer)
+            for layer in self._state.normalization_layers()
+            # If no forward of the wrapper has noted the layer's mode, the present mode decides.
+            if not self._may_be_read.get(layer, not layer.training)
+            for buffer in layer.buffers(recurse=False)
+        }
+        others = [buffer for buffer in buffers if id(buffer) not in unread]
         before = [_bits(buffer).clone() for buffer in others]
         with torch_internals.preserve_versions(buffers):
             yield

@@ -63,10 +63,9 @@ class ModuleState:
         """Return all shared buffers with their names, each once."""
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
-    def statistics_of_batch_normalization(self) -> dict[int, bool]:
-        """Return the `id`s of the buffers of batch and instance normalisation, and whether their layer is in training mode."""
-        layers = [layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION)]
-        return {id(buffer): layer.training for layer in layers for buffer in layer.buffers(recurse=False)}
+    def normalization_layers(self) -> list[torch.nn.Module]:
+        """Return the layers of batch and instance normalisation."""
+        return [layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION)]
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
         """Check that the group can share all tensors. This does not communicate.
