@@ -96,6 +96,25 @@ def test_ranks_without_inputs_take_part_in_no_backward_of_a_frozen_model() -> No
     assert all(torch.equal(first, other) for other in others)
 
 
+def test_after_the_context_buffers_are_equal_so_a_rank_may_run_a_forward_alone() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        norm = torch.nn.BatchNorm1d(2).double()
+        model = DistributedDataParallel(torch.nn.Sequential(norm, linear()), process_group=group)
+        with model.join():
+            for step in range(1 + group.rank):
+                model(torch.arange(8.0).double().view(4, 2) * (group.rank + 1 + step)).sum().backward()
+        model.eval()
+        if group.rank == 0:
+            with torch.no_grad():
+                model(torch.ones(4, 2, dtype=torch.float64))
+        group.barrier()
+        assert norm.running_mean is not None
+        return norm.running_mean.tolist()
+
+    first, *others = run_ranks(3, body)
+    assert others == [first, first]
+
+
 def test_early_termination_names_the_ranks_on_every_rank() -> None:
     def body(group: ProcessGroup) -> str:
         model = DistributedDataParallel(linear(), process_group=group)

@@ -107,8 +107,8 @@ class UnevenInputs(JoinHook):
         """Give all ranks the parameters of `last_rank`. If forwards broadcast buffers, give the buffers of `last_rank`, too."""
         buffers = self._replica.buffers
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=buffers.enabled)
-        # Ranks without inputs ran no forward, so they do not know whether the next forward synchronises buffers elsewhere.
-        buffers.are_stale = True
+        # Ranks without inputs have run no forward, so set the flag here, on all ranks alike.
+        buffers.are_stale = not buffers.enabled
 
     def leave(self) -> None:
         """Divide gradients by the number of all ranks again."""
