@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from syncline.ddp.step_snapshot import StepSnapshot
@@ -81,6 +82,17 @@ def test_modes_that_a_step_has_changed_are_put_back() -> None:
     assert [part.training for part in module.modules()] == [True, True, False]
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert [parameter.requires_grad for parameter in other.parameters()] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_without_a_mode_may_be_a_part() -> None:
+    teacher = torch.jit.freeze(torch.jit.script(torch.nn.Sequential(torch.nn.Linear(1, 1)).eval()))
+    assert not hasattr(teacher, "training")
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1), teacher)
+    snapshot = StepSnapshot(module)
+    module[0].eval()
+    snapshot.restore()
+    assert module[0].training
 
 
 def test_a_buffer_that_was_replaced_is_the_one_before() -> None:

@@ -53,7 +53,8 @@ class StepSnapshot:
             for holder in modules
             for name, buffer in holder.named_buffers(recurse=False)
         ]
-        self._training = [(each, each.training) for each in modules]
+        # A module of TorchScript that was frozen has no mode.
+        self._training = [(each, each.training) for each in modules if hasattr(each, "training")]
         self._random_state = torch.get_rng_state()
         self._options = [
             (group, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))

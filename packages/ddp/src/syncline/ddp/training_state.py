@@ -121,7 +121,7 @@ class TrainingState:
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
             "stateful": [each.state_dict() for each in self._stateful],
-            "training": {name: part.training for name, part in self._model.named_modules()},
+            "training": {name: part.training for name, part in self._model.named_modules() if hasattr(part, "training")},
             "requires_grad": {name: parameter.requires_grad for name, parameter in parameters.items()},
             "gradients": {names[id(each)]: each.grad for each in accumulated if id(each) in names},
             "layouts": {name: each.grad.layout for name, each in parameters.items() if each.grad is not None},
@@ -145,9 +145,10 @@ class TrainingState:
             each.load_state_dict(its)
         self._sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
-        for name, part in self._model.named_modules():
-            # The script may have set layers to evaluation during the training. A layer of this rank alone keeps its mode.
-            part.training = state["training"].get(name, part.training)
+        parts = dict(self._model.named_modules())
+        for name in state["training"].keys() & parts.keys():
+            # The script may have set layers to evaluation during the training.
+            parts[name].training = state["training"][name]
         for name, parameter in self._model.module.named_parameters():
             # The script may have frozen or thawed parameters during the training. This rank's script has not come there.
             parameter.requires_grad_(state["requires_grad"][name])
