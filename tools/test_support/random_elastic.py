@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,8 +237,10 @@ def make_rows_net(program: Program) -> RowsNet:
 
 
 def _block(kind: str, name: str) -> torch.nn.Module:
-    if kind in ("count", "mode"):
-        return Count() if kind == "count" else Mode()
+    if kind == "count":
+        return Count()
+    if kind == "mode":
+        return Mode()
     if kind == "teacher":
         block = Teacher()
         set_values(list(block.parameters()), name)
@@ -293,10 +295,15 @@ class Script:
                 self.net.blocks[name] = _block(kind, name)
                 self.optimizers[self.program.every].add_param_group({"params": list(self.net.blocks[name].parameters())})
 
-    def flip_modes(self) -> None:
-        for block in self.net.blocks.values():
-            if isinstance(block, Mode):
-                block.train(not block.training)
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        """For the second backward of a step, change the mode of the blocks that have one. A loss leaves them changed."""
+        blocks = [block for block in self.net.blocks.values() if isinstance(block, Mode)] if number else []
+        for block in blocks:
+            block.train(not block.training)
+        yield
+        for block in blocks:
+            block.train(not block.training)
 
     def clear(self, step: int, when: str) -> None:
         """Clear the gradients if the program does it at this time."""
@@ -368,11 +375,8 @@ def train_alone(program: Program) -> list[dict[str, torch.Tensor | None]]:
             script.change(step)
             script.clear(step, "body")
             for number, part in enumerate(_parts(program, indices)):
-                if number:
-                    script.flip_modes()
-                script.loss(step, part, len(indices)).backward()  # type: ignore[no-untyped-call]
-                if number:
-                    script.flip_modes()
+                with script.part(number):
+                    script.loss(step, part, len(indices)).backward()  # type: ignore[no-untyped-call]
             script.update(step)
             states.append(script.state(step))
     return states
@@ -547,15 +551,11 @@ class Member:
         parts = _parts(program, indices)
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
-            if number:
-                script.flip_modes()
-            with nullcontext() if is_last else self.ddp.no_sync():
+            with script.part(number), nullcontext() if is_last else self.ddp.no_sync():
                 loss = script.loss(step, part, len(indices)) * sampler.weight
                 if is_last:
                     loss.register_hook(lambda _: self.at(step, "backward"))  # type: ignore[no-untyped-call]
                 loss.backward()  # type: ignore[no-untyped-call]
-            if number:
-                script.flip_modes()
         self.at(step, "agreement")
         script.update(step)
         self.at(step, "applied", "agreed")

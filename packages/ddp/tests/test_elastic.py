@@ -806,6 +806,58 @@ def test_a_step_that_ends_while_the_model_is_frozen_and_in_evaluation_is_repeate
         assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
 
 
+@pytest.mark.parametrize("frozen", ["a part", "the whole model"])
+def test_a_step_that_freezes_is_undone_on_all_alike_if_only_some_are_in_the_agreement(frozen: str) -> None:
+    groups = create_groups(3, timeout_s=60)
+
+    def train(group: ProcessGroup, rank: int = 0) -> list[float]:
+        module = torch.nn.Linear(1, 1)
+        model = DistributedDataParallel(module, process_group=group)
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = ElasticSampler(24, 4)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60)
+        has_failed = False
+        for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+            with elastic.step():
+                optimizer.zero_grad()
+                (model(batch).mean() * sampler.weight).backward()
+                (module.bias if frozen == "a part" else module).requires_grad_(False)
+                if rank == 2 and elastic.applied_steps == 2:
+                    groups[2].lose()
+                    raise Lost
+                if rank == 1 and elastic.applied_steps == 2 and not has_failed:
+                    has_failed = True
+                    raise TransportError("a connection broke")  # before the agreement, in which rank 0 waits
+                optimizer.step()
+                module.requires_grad_(True)
+        return [float(parameter.detach()) for parameter in model.parameters()]
+
+    def rank_body(rank: int) -> list[float] | None:
+        try:
+            return train(groups[rank], rank)
+        except Lost:
+            return None
+
+    expected = run_ranks(1, train)[0]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(rank_body, range(3))) == [pytest.approx(expected), pytest.approx(expected), None]
+
+
+def test_steps_without_batches_may_follow_a_loop_over_batches() -> None:
+    def body(group: ProcessGroup) -> int:
+        training = Training(group)
+        for _ in training.elastic.batches(training.loader):
+            with training.elastic.step():
+                pass
+        with training.elastic.step():
+            pass
+        return training.elastic.applied_steps
+
+    assert run_ranks(1, body) == [STEPS + 1]
+
+
 class Halved(torch.nn.Module):
     """Halves its input, but only in evaluation."""
 
@@ -955,7 +1007,8 @@ def test_misuse_is_named() -> None:
             training.elastic.step(),
         ):
             pass
-        next(training.elastic.batches(training.loader))
+        batches = training.elastic.batches(training.loader)
+        next(batches)
         with training.elastic.step():
             pass
         with (

@@ -204,7 +204,7 @@ class Elastic:
         self._accumulated: list[torch.nn.Parameter] = []
         self._agreements = 0
         self.applied_steps = 0
-        self._offered: tuple[ProcessGroup, int] | None = None  # the group and the batch when `batches` gave the latest batch
+        self._offered: tuple[ProcessGroup, int] | None = None  # while `batches` runs: the group and the number of its batch
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
         self._members = set(group.members)  # all past and present members that this rank knows
@@ -237,18 +237,23 @@ class Elastic:
             MisuseError: the loop took a batch and did not use it in `with elastic.step():`.
         """
         self._let_newcomers_in()  # the script may have left its latest loop over `batches` after a step
-        while not self._sampler.is_exhausted:
-            group = self._group
-            for batch in loader:
-                applied = self._sampler.applied
-                self._offered = group, applied
-                yield batch
-                self._let_newcomers_in()
-                # The group has changed, so the loader's shares are no longer right: iterate over the loader again.
-                if self._group is not group:
-                    break
-                if self._sampler.applied == applied:
-                    raise MisuseError("a batch was taken, and no step: put what is done with it into `with elastic.step():`")
+        try:
+            while not self._sampler.is_exhausted:
+                group = self._group
+                for batch in loader:
+                    applied = self._sampler.applied
+                    self._offered = group, applied
+                    yield batch
+                    self._let_newcomers_in()
+                    # The group has changed, so the loader's shares are no longer right: iterate over the loader again.
+                    if self._group is not group:
+                        break
+                    if self._sampler.applied == applied:
+                        raise MisuseError(
+                            "a batch was taken, and no step: put what is done with it into `with elastic.step():`"
+                        )
+        finally:
+            self._offered = None
         self._end_epoch()
 
     @contextmanager
@@ -399,10 +404,6 @@ class Elastic:
         """Continue with the remaining ranks. Return whether this rank's latest agreement holds for all ranks."""
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
-        # This rank has not agreed, so no rank has: the step is repeated in any case. Undo it now, because the model cannot use
-        # another group while the step has frozen all its parameters.
-        if self._phase is _Phase.COMPUTING:
-            self._undo_step()
         present: dict[int, int] = {}
         # If another rank is lost during the recovery, the recovery begins again.
         while not present:
@@ -420,6 +421,8 @@ class Elastic:
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
         """Make a new group by calling `meet`, give newcomers the state of the training, and let the model use the new group.
 
+        If no rank has applied the present step, undo it.
+
         If a rank is lost during the call, the call raises an error. Then call this method again.
 
         Returns:
@@ -434,6 +437,9 @@ class Elastic:
         agreements = [number for number, _ in told]
         present = {member: number for member, number in zip(self._group.members, agreements, strict=True) if number is not None}
         root = rank_with_state(agreements)
+        # Undo the step before the model looks at its parameters: the body may have frozen some of them, on some ranks only.
+        if max(present.values()) == self._agreements:
+            self._undo_step()
         has_newcomers = None in agreements
         if has_newcomers:
             self._refuse_other_scripts(root)
@@ -450,9 +456,8 @@ class Elastic:
 
         `most_agreements` is the largest number of agreements in which a rank has taken part.
         """
-        # No rank is ahead, so no rank has applied this step.
+        # No rank is ahead, so no rank has applied this step, and `_meet` has undone it.
         if most_agreements == self._agreements:
-            self._undo_step()
             return False
         # The agreement succeeded on another rank, so it holds on this rank, too.
         if self._phase is _Phase.AGREEING:
@@ -572,8 +577,6 @@ class Elastic:
 
     def _share_state(self, root: int) -> None:
         """Give newcomers the state of `root`. Other ranks keep theirs: some may still have to apply the step. A collective."""
-        if self._group.rank == root:
-            self._undo_step()
         mine = (
             (self._state.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
         )
