@@ -500,7 +500,6 @@ def test_a_traced_program_communicates() -> None:
     assert torch.equal(traced(mine() + 1), torch.cat([2 * (summed() + size) + rank for rank in range(size)]))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 def test_a_tracer_refuses_what_its_program_would_leave_out() -> None:
     def program(tensor: torch.Tensor) -> torch.Tensor:
         dist.reduce(tensor, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -21,10 +21,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import syncline.collectives.torch_backend  # noqa: F401 - registers
 from syncline.collectives.startup.launch import detect_launch
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 pytestmark = [
     pytest.mark.mpi,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from syncline.ddp.step_snapshot import StepSnapshot
@@ -84,7 +83,6 @@ def test_modes_that_a_step_has_changed_are_put_back() -> None:
     assert [parameter.requires_grad for parameter in other.parameters()] == [True, False]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_module_without_a_mode_may_be_a_part() -> None:
     teacher = torch.jit.freeze(torch.jit.script(torch.nn.Sequential(torch.nn.Linear(1, 1)).eval()))
     assert not hasattr(teacher, "training")

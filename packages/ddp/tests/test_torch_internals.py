@@ -23,7 +23,6 @@ def test_this_torch_has_all_of_it() -> None:
     assert own_modules(torch.nn.Sequential(torch.nn.ReLU())).keys() == {"0"}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torch_marks_parameters_with_that_name() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
