@@ -99,6 +99,16 @@ def test_doors_are_told_from_what_else_listens(monkeypatch: pytest.MonkeyPatch) 
     assert Tried.parse(tried.as_json()) == tried
 
 
+def test_an_address_at_which_the_system_does_not_listen_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = OwnAddress("eth9", "192.0.2.1")
+    with Doors([elsewhere, LO]) as doors:
+        assert [address for address, _ in doors.places] == ["127.0.0.1"]
+        assert try_doors(doors.places, doors.word, CancelScope(20.0)).own == {0: "127.0.0.1"}
+    assert "cannot listen at its address 192.0.2.1" in caplog.text
+    with pytest.raises(LaunchError, match="rank 0 can listen at none of its addresses"), Doors([elsewhere]) as doors:
+        agreed_addresses(doors.places, {1: Tried("a")})
+
+
 def test_doors_that_nobody_answers_are_given_up_in_time() -> None:
     with stranger(b"") as silent:
         assert try_doors([silent], "word", CancelScope(0.2)).failed == {0: "no answer"}

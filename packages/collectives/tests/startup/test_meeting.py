@@ -222,6 +222,20 @@ def test_a_host_without_an_address_is_told_to_all(several_hosts: None, monkeypat
     assert run_ranks(2, body) == ["interface 'x' has no address"] * 2
 
 
+def test_all_ranks_say_that_rank_0_can_listen_nowhere(several_hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "addresses_for_others", lambda _: [OwnAddress("eth9", "192.0.2.1")])
+    store = InMemoryStore()
+    said = failures(2, lambda rank: address_by_store(store, rank, 2, (), CancelScope(20.0)))
+
+    def body(group: Any) -> str:
+        with pytest.raises(LaunchError) as caught:
+            address_by_group(group, (), 20.0)
+        return str(caught.value)
+
+    said += run_ranks(2, body)
+    assert [text.startswith("rank 0 can listen at none of its addresses") for text in said] == [True] * 4
+
+
 def test_one_host_without_an_address_is_told_to_all_while_rank_0_serves_the_store(
     several_hosts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import secrets
 import selectors
@@ -37,6 +38,8 @@ _CHOOSE = f"choose the interface with {INTERFACE_VARIABLE} or `interface` in the
 _OTHERS_S = 0.5
 _LONGEST_TRY_S = 15.0
 LOOPBACK = "127.0.0.1"
+logger = logging.getLogger("syncline.collectives")
+
 _WORD_BYTES = 32
 _LOOK_S = 0.05
 
@@ -134,6 +137,9 @@ def address_towards(address: str) -> str:
 class Doors:
     """Listening sockets at some addresses of this host. Inside `with`, a thread sends a word to every program that connects.
 
+    If the system refuses an address, for example because an IPv6 address is not ready yet, the address gets no socket, and a
+    warning in the log says why.
+
     Attributes:
         word: a random text, made for this object. A peer that receives the word knows that it has reached this process.
         places: the addresses and ports of the sockets.
@@ -142,7 +148,7 @@ class Doors:
     def __init__(self, addresses: Sequence[OwnAddress]) -> None:
         self.word = secrets.token_hex(_WORD_BYTES // 2)
         self._open = ExitStack()
-        self._sockets = [self._door(entry.address) for entry in addresses]
+        self._sockets = [door for entry in addresses if (door := self._door(entry.address)) is not None]
         self.places: list[Place] = [door.getsockname()[:2] for door in self._sockets]
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="syncline-doors", daemon=True)
@@ -156,12 +162,19 @@ class Doors:
         self._thread.join()
         self._open.close()
 
-    def _door(self, address: str) -> socket.socket:
+    def _door(self, address: str) -> socket.socket | None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        door = self._open.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        door.bind((address, 0))
-        door.listen(1024)
-        door.setblocking(False)
+        try:
+            with ExitStack() as opened:
+                door = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                door.bind((address, 0))
+                door.listen(1024)
+                door.setblocking(False)
+                self._open.enter_context(opened.pop_all())
+        # An error here would leave the other ranks waiting. They use the other addresses.
+        except OSError as error:
+            logger.warning("host %s cannot listen at its address %s: %s", socket.gethostname(), address, error)
+            return None
         return door
 
     def _answer(self) -> None:
@@ -248,8 +261,12 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
         tried: for each rank except 0, which doors it has reached.
 
     Raises:
-        LaunchError: a rank has reached no door.
+        LaunchError: a rank has reached no door, or rank 0 has none.
     """
+    if tried and not places:
+        raise LaunchError(
+            f"rank 0 can listen at none of its addresses: {_CHOOSE}\nThe log of rank 0 says why for each address."
+        )
     for rank, one in tried.items():
         if not one.own:
             why = "\n".join(f"- {places[number][0]}: {reason}" for number, reason in sorted(one.failed.items()))
