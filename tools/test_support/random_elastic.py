@@ -44,7 +44,6 @@ KINDS = [
     "mode",
 ]
 MOMENTS = ["forward", "backward", "agreement", "agreed", "applied", "between"]
-BREAKS = ["forward", "backward", "agreement", "summed"]
 
 
 class Count(torch.nn.Module):
@@ -129,11 +128,9 @@ class Program:
         scales: a GradScaler scales the loss.
         overflows: the steps whose loss is infinite.
         changes: for each step, what the script freezes, unfreezes, adds or sets to evaluation (verb, name and kind of a block).
-            With the verb "rest", the body freezes the block, and unfreezes it after the optimizer.
         changes_in_body: these changes happen in the body of the elastic step.
         lost: for each member that is lost, the step and the moment.
-        broken: members, steps and moments at which a connection breaks although nobody is lost. At the moment "summed", the
-            step's agreement has held on all other members.
+        broken: members, steps and moments at which a connection breaks although nobody is lost.
         newcomers: the steps before which newcomers come.
         admit_every: for `Elastic`.
         logs: the ranks average their losses after the elastic step.
@@ -215,11 +212,11 @@ def draw(seed: int) -> Program:
         if has_losses and member != survivor and chance(0.5):
             program.lost[member] = (pick.randrange(STEPS), pick.choice(MOMENTS))
     for _ in range(pick.choice([0, 0, 1, 2]) if has_losses else 0):
-        program.broken.append((pick.choice(members), pick.randrange(STEPS), pick.choice(BREAKS)))
+        program.broken.append((pick.choice(members), pick.randrange(STEPS), pick.choice(["forward", "backward", "agreement"])))
     if graph != "static" and chance(0.4):
         program.changes_in_body = chance(0.3)
         for _ in range(pick.randint(1, 3)):
-            step, verb = pick.randrange(1, STEPS), pick.choice(["freeze", "unfreeze", "eval", "add", "rest"])
+            step, verb = pick.randrange(1, STEPS), pick.choice(["freeze", "unfreeze", "eval", "add"])
             # A newcomer's script does not know blocks that the others have added, and a scheduler no new group of parameters.
             # A step that is repeated does not take out what its body has added.
             if verb == "add" and (program.newcomers or program.schedules or program.changes_in_body):
@@ -292,9 +289,9 @@ class Script:
         for verb, name, kind in self.program.changes.get(step, []):
             if verb == "eval":
                 self.net.blocks[name].eval()
-            elif verb in ("freeze", "unfreeze"):
+            elif verb != "add":
                 self.net.blocks[name].requires_grad_(verb == "unfreeze")
-            elif verb == "add" and name not in self.net.blocks:
+            elif name not in self.net.blocks:
                 self.net.blocks[name] = _block(kind, name)
                 self.optimizers[self.program.every].add_param_group({"params": list(self.net.blocks[name].parameters())})
 
@@ -307,17 +304,6 @@ class Script:
         yield
         for block in blocks:
             block.train(not block.training)
-
-    @contextmanager
-    def rest(self, step: int) -> Iterator[None]:
-        """Freeze the blocks that rest in this step. A loss leaves them frozen."""
-        names = [name for verb, name, _ in self.program.changes.get(step, []) if verb == "rest"]
-        thawed = [p for name in names for p in self.net.blocks[name].parameters() if p.requires_grad]
-        for p in thawed:
-            p.requires_grad_(False)
-        yield
-        for p in thawed:
-            p.requires_grad_(True)
 
     def clear(self, step: int, when: str) -> None:
         """Clear the gradients if the program does it at this time."""
@@ -388,11 +374,10 @@ def train_alone(program: Program) -> list[dict[str, torch.Tensor | None]]:
             script.clear(step, "before")
             script.change(step)
             script.clear(step, "body")
-            with script.rest(step):
-                for number, part in enumerate(_parts(program, indices)):
-                    with script.part(number):
-                        script.loss(step, part, len(indices)).backward()  # type: ignore[no-untyped-call]
-                script.update(step)
+            for number, part in enumerate(_parts(program, indices)):
+                with script.part(number):
+                    script.loss(step, part, len(indices)).backward()  # type: ignore[no-untyped-call]
+            script.update(step)
             states.append(script.state(step))
     return states
 
@@ -537,15 +522,6 @@ class Member:
         )
         for optimizer in script.optimizers.values():  # this hook runs after the one of `Elastic`, which agrees
             optimizer.register_step_pre_hook(lambda *_: self.at(elastic.applied_steps - 1, "agreed"))
-        add_up = elastic._sum_over_ranks
-
-        def sum_over_ranks(number: int) -> int:
-            summed, step = add_up(number), elastic.applied_steps
-            if elastic._phase.name == "AGREEING":
-                self.at(step, "summed")
-            return summed
-
-        elastic._sum_over_ranks = sum_over_ranks  # type: ignore[method-assign]
         for _ in elastic.epochs(EPOCHS):
             for indices in elastic.batches(sampler):
                 step = elastic.applied_steps
@@ -553,7 +529,7 @@ class Member:
                 script.clear(step, "before")
                 if not program.changes_in_body:
                     script.change(step)
-                with elastic.step(), script.rest(step):
+                with elastic.step():
                     self._body(step, indices, sampler)
                 if program.logs:
                     mine = torch.tensor(float(len(indices)))

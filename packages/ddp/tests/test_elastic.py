@@ -253,55 +253,6 @@ def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
     assert ending.failed == [2]
 
 
-@pytest.mark.parametrize("change", ["a frozen part", "a new layer"])
-def test_a_rank_that_still_has_to_apply_a_step_may_have_another_model(change: str) -> None:
-    """The agreement ends well on ranks 0 and 1 and fails on 2, because 0 dies when it has agreed."""
-    groups = create_groups(3, timeout_s=60)
-    ending = BadEnding(at=3, dies=0)
-
-    def rank_body(rank: int) -> object:
-        training = Training(groups[rank])
-        ending.befalls(training, rank, groups[rank])
-        net, sampler = training.model.module, training.sampler
-        if change == "a frozen part":
-            net.register_parameter("part", torch.nn.Parameter(torch.zeros(1)))
-
-        def at(moment: str, step: int) -> None:
-            if change == "a frozen part" and moment in ("forward", "applied"):
-                net.part.requires_grad_(moment == "applied")
-            if change == "a new layer" and moment == "between" and sampler.applied == 3 and not hasattr(net, "layer"):
-                net.register_parameter("layer", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
-
-        try:
-            return training.run(at), training.model.join_process_group.size
-        except Lost as lost:
-            return lost
-
-    with ThreadPoolExecutor(3) as threads:
-        ends = list(threads.map(rank_body, range(3)))
-    assert ends[1:] == [(pytest.approx(FINAL_WEIGHT), 2)] * 2
-    assert ending.failed == [2]
-
-
-def test_the_model_gets_the_new_group_before_an_evaluation() -> None:
-    """Rank 2 still has to apply the last step of the epoch when the others recover."""
-    groups = create_groups(3, timeout_s=60)
-    ending = BadEnding(at=STEPS, dies=0)
-
-    def rank_body(rank: int) -> object:
-        training = Training(groups[rank])
-        ending.befalls(training, rank, groups[rank])
-        try:
-            training.run()
-        except Lost as lost:
-            return lost
-        return training.model.join_process_group.size
-
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(rank_body, range(3)))[1:] == [2, 2]
-    assert ending.failed == [2]
-
-
 @pytest.mark.parametrize("died_at", [STEPS, STEPS + 1], ids=["in the last step", "at the end of the epoch"])
 def test_nobody_ends_an_epoch_whose_last_step_others_would_do_again(died_at: int) -> None:
     """The last agreement, or the one on the end, ends well on rank 0 and fails on 2, because 1 dies when it has agreed."""

@@ -10,7 +10,6 @@ from enum import Enum, auto
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from syncline.collectives import (
     BackendUnavailableError,
@@ -156,14 +155,6 @@ class Elastic:
     # If an optimizer has not stepped in a step, its gradients may be a part of a sum over several steps. So the next snapshot
     # keeps copies of them, and newcomers get them. They are averages, which are the same on all ranks. Gradients that are not
     # averaged yet would be lost with their rank, so a step must not end with such gradients.
-    #
-    # Note [When the model gets the new group]
-    # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    # `update_process_group` compares the models of all ranks. Usually the ranks are in the same step when they recover, and
-    # their models are alike, because the step is undone. But some ranks may still have to apply a step that other ranks have
-    # applied. The others may have changed the model since then: between the two steps, or at the end of the step's body, which
-    # thaws a layer that the body had frozen. Then the model gets the new group later, at the next point that all ranks reach:
-    # the first forward of the next step, or the end of the epoch.
 
     def __init__(
         self,
@@ -213,8 +204,6 @@ class Elastic:
         self._accumulated: list[torch.nn.Parameter] = []
         self._agreements = 0
         self.applied_steps = 0
-        # Set while the model still has the group before the latest recovery.
-        self._late_update: RemovableHandle | None = None
         self._offered: tuple[ProcessGroup, int] | None = None  # while `batches` runs: the group and the number of its batch
         self.lost_ranks: list[int] = []
         self.recovery_s: list[float] = []
@@ -374,13 +363,9 @@ class Elastic:
         try:
             self._sum_over_ranks(0)
             self._agreements += 1
-            self._phase = _Phase.BETWEEN_STEPS
-            # All ranks are here, so the model can get its group now. An evaluation may follow.
-            if self._late_update is not None:
-                self._update_model()
         except TransportError as error:
             # If the agreement does not hold, no rank has ended the epoch, so the remaining ranks agree again.
-            if not self._recover(error) and self._phase is _Phase.ENDING_EPOCH:
+            if not self._recover(error):
                 self._end_epoch()
         finally:
             self._phase = _Phase.BETWEEN_STEPS
@@ -463,25 +448,8 @@ class Elastic:
         # All ranks take part, but only if there are newcomers, because the state is large.
         if has_newcomers:
             self._share_state(root)
-        self._models_next_group = None if is_default else self._group
-        # See Note [When the model gets the new group].
-        if min(present.values()) == max(present.values()):
-            self._update_model()
-        elif self._late_update is None:
-            self._late_update = self._model.register_forward_pre_hook(self._before_forward)
+        self._model.update_process_group(None if is_default else self._group)
         return present
-
-    def _update_model(self) -> None:
-        """A collective. Let the model use the group of the latest recovery."""
-        self._model.update_process_group(self._models_next_group)
-        if self._late_update is not None:
-            self._late_update.remove()
-            self._late_update = None
-
-    def _before_forward(self, *_: Any) -> None:
-        # A rank that still has to apply a step may call forwards before its next step, alone.
-        if self._phase is _Phase.COMPUTING:
-            self._update_model()
 
     def _settle(self, most_agreements: int) -> bool:
         """Return whether this rank's latest agreement holds. See Note [Applied on all or on none].
