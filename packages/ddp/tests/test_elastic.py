@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -108,6 +108,8 @@ def _epoch(samples: int, epoch: int) -> list[list[int]]:
 
 STEPS = 6
 
+T = TypeVar("T")
+
 
 class Training:
     """One rank's: a linear model whose gradient is the mean of the samples of a batch, so that its weights are known."""
@@ -152,6 +154,19 @@ def until(condition: Callable[[], bool]) -> None:
 
 class Lost(BaseException):
     """A thread that plays a rank that is killed ends."""
+
+
+def on_ranks(size: int, rank_body: Callable[[int], T]) -> list[T | None]:
+    """Run the ranks as threads. Return what each rank returns, and None for a rank that is lost."""
+
+    def end(rank: int) -> T | None:
+        try:
+            return rank_body(rank)
+        except Lost:
+            return None
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(end, range(size)))
 
 
 def train_and_lose(
@@ -242,13 +257,9 @@ def test_a_step_that_one_rank_has_applied_is_applied_by_all_that_live() -> None:
     def rank_body(rank: int) -> object:
         training = Training(groups[rank])
         ending.befalls(training, rank, groups[rank])
-        try:
-            return training.run()
-        except Lost as lost:
-            return lost
+        return training.run()
 
-    with ThreadPoolExecutor(3) as threads:
-        ends = list(threads.map(rank_body, range(3)))
+    ends = on_ranks(3, rank_body)
     assert ends[1:] == [pytest.approx(FINAL_WEIGHT)] * 2
     assert ending.failed == [2]
 
@@ -262,16 +273,12 @@ def test_nobody_ends_an_epoch_whose_last_step_others_would_do_again(died_at: int
     def rank_body(rank: int) -> object:
         training = Training(groups[rank])
         ending.befalls(training, rank, groups[rank])
-        try:
-            weight = training.run()
-        except Lost as lost:
-            return lost
+        weight = training.run()
         training.sampler.set_epoch(1)
         training.run()  # those that are left go on together
         return weight, training.elastic.applied_steps, training.model.join_process_group.size
 
-    with ThreadPoolExecutor(3) as threads:
-        ends = list(threads.map(rank_body, range(3)))
+    ends = on_ranks(3, rank_body)
     assert ends[0] == ends[2] == (pytest.approx(FINAL_WEIGHT), 2 * STEPS, 2)
     assert ending.failed == [2]
 
@@ -319,13 +326,7 @@ def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
     groups = create_groups(2, timeout_s=60)
     seen: list[float] = []
 
-    def rank_body(rank: int) -> object:
-        try:
-            return play(rank)
-        except Lost as lost:
-            return lost
-
-    def play(rank: int) -> None:
+    def rank_body(rank: int) -> None:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(1), process_group=groups[rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = ElasticSampler(8, 8)
@@ -341,8 +342,7 @@ def test_what_a_step_changed_is_put_back_before_it_is_done_again() -> None:
                 optimizer.step()
         assert float(model.module.num_batches_tracked) == 1
 
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(rank_body, range(2)))
+    on_ranks(2, rank_body)
     assert seen == [0, 0]
 
 
@@ -383,13 +383,9 @@ def test_a_repeated_step_scales_and_schedules_once(moment: str, overflow_at: int
                 groups[1].lose()
                 raise Lost
 
-        try:
-            return train_with_scaler(groups[rank], at, overflow_at=overflow_at)
-        except Lost:
-            return None
+        return train_with_scaler(groups[rank], at, overflow_at=overflow_at)
 
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
+    assert on_ranks(2, rank_body) == [pytest.approx(expected), None]
 
 
 def accumulate(
@@ -425,19 +421,15 @@ def accumulate(
 def test_gradients_that_steps_accumulate_survive_a_loss(lost_at: int, options: dict[str, bool]) -> None:
     groups = create_groups(2, timeout_s=60)
 
-    def rank_body(rank: int) -> float | None:
+    def rank_body(rank: int) -> float:
         def at(step: int, _: ProcessGroup) -> None:
             if rank == 1 and step == lost_at:
                 groups[1].lose()
                 raise Lost
 
-        try:
-            return accumulate(groups[rank], at, **options)
-        except Lost:
-            return None
+        return accumulate(groups[rank], at, **options)
 
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(rank_body, range(2))) == [pytest.approx(-sum(range(24)) / 4), None]
+    assert on_ranks(2, rank_body) == [pytest.approx(-sum(range(24)) / 4), None]
 
 
 def test_a_newcomer_gets_the_gradients_that_steps_accumulate() -> None:
@@ -459,13 +451,7 @@ def test_a_newcomer_gets_the_gradients_that_steps_accumulate() -> None:
 def test_gradients_of_an_optimizer_that_steps_seldom_survive_a_loss() -> None:
     groups = create_groups(2, timeout_s=60)
 
-    def rank_body(rank: int) -> list[float] | None:
-        try:
-            return play(rank)
-        except Lost:
-            return None
-
-    def play(rank: int) -> list[float]:
+    def rank_body(rank: int) -> list[float]:
         model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=groups[rank])
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
@@ -486,9 +472,8 @@ def test_gradients_of_an_optimizer_that_steps_seldom_survive_a_loss() -> None:
                     seldom.zero_grad()
         return [float(parameter.detach()) for parameter in model.parameters()]
 
-    with ThreadPoolExecutor(2) as threads:
-        # The gradient of the weight is the mean of a batch, the gradient of the bias is 1.
-        assert list(threads.map(rank_body, range(2))) == [pytest.approx([-sum(range(24)) / 4, -6.0]), None]
+    # The gradient of the weight is the mean of a batch, the gradient of the bias is 1.
+    assert on_ranks(2, rank_body) == [pytest.approx([-sum(range(24)) / 4, -6.0]), None]
 
 
 def clear_to_zeros(group: ProcessGroup, at: Callable[[int, ProcessGroup], None] = lambda *_: None) -> list[float]:
@@ -520,21 +505,17 @@ CLEARED_TO_ZEROS = (1 + 1.5) * 1 + 1.5 * (
 def test_a_repeated_step_moves_what_has_a_gradient_of_zeros() -> None:
     groups = create_groups(2, timeout_s=60)
 
-    def rank_body(rank: int) -> list[float] | None:
+    def rank_body(rank: int) -> list[float]:
         def at(step: int, _: ProcessGroup) -> None:
             if rank == 1 and step == 3:
                 groups[1].lose()
                 raise Lost
 
-        try:
-            return clear_to_zeros(groups[rank], at)
-        except Lost:
-            return None
+        return clear_to_zeros(groups[rank], at)
 
     expected = run_ranks(1, clear_to_zeros)[0]
     assert expected[1] == pytest.approx(-CLEARED_TO_ZEROS)
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
+    assert on_ranks(2, rank_body) == [pytest.approx(expected), None]
 
 
 def test_a_newcomer_moves_what_has_a_gradient_of_zeros() -> None:
@@ -795,15 +776,8 @@ def test_a_step_that_ends_while_the_model_is_frozen_and_in_evaluation_is_repeate
                 optimizer.step()
         return [float(parameter.detach()) for parameter in model.parameters()]
 
-    def rank_body(rank: int) -> list[float] | None:
-        try:
-            return train(groups[rank], rank)
-        except Lost:
-            return None
-
     expected = run_ranks(1, train)[0]
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(rank_body, range(2))) == [pytest.approx(expected), None]
+    assert on_ranks(2, lambda rank: train(groups[rank], rank)) == [pytest.approx(expected), None]
 
 
 @pytest.mark.parametrize("frozen", ["a part", "the whole model"])
@@ -834,15 +808,8 @@ def test_a_step_that_freezes_is_undone_on_all_alike_if_only_some_are_in_the_agre
                 module.requires_grad_(True)
         return [float(parameter.detach()) for parameter in model.parameters()]
 
-    def rank_body(rank: int) -> list[float] | None:
-        try:
-            return train(groups[rank], rank)
-        except Lost:
-            return None
-
     expected = run_ranks(1, train)[0]
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(rank_body, range(3))) == [pytest.approx(expected), pytest.approx(expected), None]
+    assert on_ranks(3, lambda rank: train(groups[rank], rank)) == [pytest.approx(expected), pytest.approx(expected), None]
 
 
 def test_steps_without_batches_may_follow_a_loop_over_batches() -> None:
