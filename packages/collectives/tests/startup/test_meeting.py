@@ -205,6 +205,17 @@ def test_on_one_host_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(2, lambda group: address_by_group(group, (), 20.0)) == [LOOPBACK] * 2
 
 
+def failures_over_group(interfaces: Sequence[str]) -> list[str]:
+    """What each of two ranks says that is wrong, if they seek their addresses over a group."""
+
+    def failure(group: Any) -> str:
+        with pytest.raises(LaunchError) as caught:
+            address_by_group(group, interfaces, 20.0)
+        return str(caught.value)
+
+    return run_ranks(2, failure)
+
+
 def test_a_host_without_an_address_is_told_to_all(several_hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(interfaces: object) -> list[OwnAddress]:
         raise LaunchError("interface 'x' has no address")
@@ -214,12 +225,7 @@ def test_a_host_without_an_address_is_told_to_all(several_hosts: None, monkeypat
     said = failures(2, lambda rank: address_by_store(store, rank, 2, ("x",), CancelScope(20.0)))
     assert said == ["interface 'x' has no address"] * 2
 
-    def body(group: Any) -> str:
-        with pytest.raises(LaunchError) as caught:
-            address_by_group(group, ("x",), 20.0)
-        return str(caught.value)
-
-    assert run_ranks(2, body) == ["interface 'x' has no address"] * 2
+    assert failures_over_group(("x",)) == ["interface 'x' has no address"] * 2
 
 
 def test_all_ranks_say_that_rank_0_can_listen_nowhere(several_hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +233,7 @@ def test_all_ranks_say_that_rank_0_can_listen_nowhere(several_hosts: None, monke
     store = InMemoryStore()
     said = failures(2, lambda rank: address_by_store(store, rank, 2, (), CancelScope(20.0)))
 
-    def body(group: Any) -> str:
-        with pytest.raises(LaunchError) as caught:
-            address_by_group(group, (), 20.0)
-        return str(caught.value)
-
-    said += run_ranks(2, body)
+    said += failures_over_group(())
     assert [text.startswith("rank 0 can listen at none of its addresses") for text in said] == [True] * 4
 
 

@@ -31,6 +31,8 @@ from ..engine.cancel_scope import CancelScope
 from ..errors import LaunchError
 from .nodes import host_identity
 
+logger = logging.getLogger("syncline.collectives")
+
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch reads this variable, too
 _IS_UP = 0x1
 _CHOOSE = f"choose the interface with {INTERFACE_VARIABLE} or `interface` in the site file"
@@ -38,8 +40,6 @@ _CHOOSE = f"choose the interface with {INTERFACE_VARIABLE} or `interface` in the
 _OTHERS_S = 0.5
 _LONGEST_TRY_S = 15.0
 LOOPBACK = "127.0.0.1"
-logger = logging.getLogger("syncline.collectives")
-
 _WORD_BYTES = 32
 _LOOK_S = 0.05
 
@@ -165,12 +165,10 @@ class Doors:
     def _door(self, address: str) -> socket.socket | None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            with ExitStack() as opened:
-                door = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                door.bind((address, 0))
-                door.listen(1024)
-                door.setblocking(False)
-                self._open.enter_context(opened.pop_all())
+            door = self._open.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            door.bind((address, 0))
+            door.listen(1024)
+            door.setblocking(False)
         # An error here would leave the other ranks waiting. They use the other addresses.
         except OSError as error:
             logger.warning("host %s cannot listen at its address %s: %s", socket.gethostname(), address, error)
