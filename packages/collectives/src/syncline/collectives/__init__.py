@@ -14,21 +14,22 @@ To read the code, follow a tensor from `all_reduce(tensor)` to shared memory:
 2. `group.ProcessGroup` checks the arguments, and makes the call's `Signature` (`engine.call`).
 3. `engine.host_group.HostGroup` makes the `Call` (`engine.call`), runs the call in its turn (`engine.queue`), and finds the
    plan of the call's signature: the object that carries out all calls with this signature.
-4. The plan runs. Over MPI on one node this is a `NodePlan` (`transports.mpi.node.plan`). The tensor's size has decided the
-   algorithm. The algorithm for small tensors, in any memory, is `transports.mpi.node.eager`: each rank copies its tensor into
-   a slot of shared memory, and reduces the slots of all ranks. The algorithm for large tensors in shared memory is
+4. The plan runs. Over MPI on one node, the plan is a `NodePlan` (`transports.mpi.node.plan`), whose algorithm depends on the
+   size of the tensor. The algorithm for small tensors, in any memory, is `transports.mpi.node.eager`: each rank copies its
+   tensor into a slot of shared memory, and reduces the slots of all ranks. The algorithm for large tensors in shared memory is
    `transports.mpi.node.window`: each rank reduces one part of the tensor, directly in the tensors of all ranks.
 
 The group's `Transport` (`engine.transport`) makes the plan in the first call with a signature. Later calls with this signature
-use the same plan. The shortest transport is `transports.threads`. The transport for one node over MPI is
-`transports.mpi.node.node_transport`. Over NCCL, read the two drawings in `transports.nccl.group`, then the modules `plan`,
+use the same plan. The transport with the least code is `transports.threads`. The transport for one node over MPI is
+`transports.mpi.node.node_transport`. For NCCL, read the two drawings in `transports.nccl.group`, then the modules `plan`,
 `communicator` and `work` in the same folder.
 
-Or follow an error, if a rank is killed during a collective:
+You can also follow an error. Suppose that a rank is killed during a collective:
 
-1. Another rank waits, for example in `transports.mpi.node.shared_sync`. While this rank waits, it calls `CancelScope.check`
-   (`engine.cancel_scope`) now and then. If a library blocks the rank, the monitor thread checks instead (`health.monitor`).
-2. `check` asks `HostGroup._why_call_cannot_end`, which asks `health.liveness`. The answer is an error that names the lost rank.
+1. Another rank waits, for example in `transports.mpi.node.shared_sync`. While the rank waits, it calls `CancelScope.check`
+   (`engine.cancel_scope`) now and then. If a library blocks the rank, the monitor thread calls `check` (`health.monitor`).
+2. `check` calls `HostGroup._why_call_cannot_end`, which asks `health.liveness`. The result is an error that names the lost
+   rank.
 3. `HostGroup._fail` (`engine.host_group`) completes the error. First it calls `FailureWords.of` (`engine.failure`), which adds
    the call and the group to the error's text. Then it calls `EngineGroup._reported` (`engine.engine_group`), which writes a
    report (`health.report`) and adds the report's folder to the text. Finally, `_fail` remembers the error, and tells the other

@@ -1,19 +1,19 @@
-"""Every error that Syncline raises on purpose, in three families. All are RuntimeErrors, like the errors of torch.distributed.
+"""The errors that Syncline raises on purpose form three families. All are RuntimeErrors, like the errors of torch.distributed.
 
     SynclineError
-    ├── MisuseError                  this call cannot be right, whatever the other ranks do
+    ├── MisuseError                  the call is wrong, whatever the other ranks do
     │   ├── InvalidArgumentError     a value that no rank may pass (also a ValueError)
     │   │   └── InvalidTypeError     an argument that should be a function is not one (also a TypeError)
-    │   ├── NotInitializedError      there is no default group: not yet, or no longer
+    │   ├── NotInitializedError      there is no default group yet, or it was destroyed
     │   ├── GroupClosedError         the group was closed or aborted
     │   ├── UnknownBackendError      no backend of that name is installed
     │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
     │   ├── SiteFileError            the site file is missing, misspelt or of the wrong type
     │   └── LaunchError              launcher, arguments and MPI contradict one another, or ranks cannot find each other
-    ├── DisagreementError            each call may be right alone, but the ranks do not match
-    └── TransportError               the machinery between the ranks failed
+    ├── DisagreementError            each call may be right alone, but the calls of the ranks do not match
+    └── TransportError               the communication between the ranks failed
         ├── RankLostError            processes of the group ended; the error names their ranks
-        ├── RankGivenUpError         this rank was silent for too long, and the others have gone on without it
+        ├── RankGivenUpError         the other ranks go on without this rank, because it was silent for too long
         ├── CollectiveTimeout        a collective did not finish within its time limit (also a TimeoutError)
         └── StoreError               a store is gone or full, or its reply is not understood
             ├── StoreTimeout               a key was never set, or the store did not answer (also a TimeoutError)
@@ -38,15 +38,15 @@ _SHORTEST = 60  # a first line that ends earlier says too little
 
 
 def with_details(headline: str, *details: str) -> str:
-    """The text of an error: what happened and what to do in the first line, then each detail on a line of its own."""
+    """Return the text of an error: `headline` (what happened and what to do), then each detail on a line of its own."""
     return "\n  ".join([headline, *details])
 
 
 def fitted(text: str) -> str:
     """Break the first line of an error's text in two if it is longer than `HEADLINE_CHARACTERS`. A pure function.
 
-    Called only to print an error; the exception keeps its text. The break is after a sentence or a semicolon if possible, else
-    after a colon, a comma or a word.
+    Only code that prints an error calls this function, so the exception keeps its text. The line breaks after a sentence or a
+    semicolon if possible, otherwise after a colon, a comma or a word.
     """
     first, newline, rest = text.partition("\n")
     if len(first) <= HEADLINE_CHARACTERS:
@@ -64,7 +64,7 @@ def headline(error: BaseException) -> str:
 
 
 class SynclineError(RuntimeError):
-    """Base class of every error raised by a Syncline package. A RuntimeError, because scripts for torch catch that class."""
+    """Base class of every error raised by a Syncline package. It is a RuntimeError, because scripts for torch catch these."""
 
     def reworded(self, message: str) -> Self:
         """Return a copy of the error that has another message, but the same type, attributes and cause."""
@@ -77,7 +77,7 @@ class SynclineError(RuntimeError):
 
 
 class MisuseError(SynclineError):
-    """The caller asked for something that cannot be right, whatever the other ranks do."""
+    """The call is wrong, whatever the other ranks do."""
 
 
 class InvalidArgumentError(MisuseError, ValueError):
@@ -85,7 +85,7 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument that should be a function is not one. Also a TypeError: torch raises a TypeError for such an argument."""
+    """An argument should be a function, but is not. This class is also a TypeError, because torch raises a TypeError here."""
 
 
 class NotInitializedError(MisuseError):
@@ -97,7 +97,7 @@ class GroupClosedError(MisuseError):
 
 
 class UnknownBackendError(MisuseError):
-    """No installed package offers a backend of the name that the caller gave."""
+    """No installed package offers a backend with the name that the caller gave."""
 
 
 class BackendUnavailableError(MisuseError):
@@ -117,15 +117,17 @@ class DisagreementError(SynclineError):
 
 
 class TransportError(SynclineError):
-    """The machinery between the ranks failed: a peer is gone, a connection broke, a library reported an error."""
+    """The communication between the ranks failed: a peer is gone, a connection broke, or a library reported an error."""
 
 
 class RankLostError(TransportError):
-    """Processes of the group ended, or cannot be reached, while others wait for them.
+    """Some ranks have ended or cannot be reached, and other ranks wait for them.
 
     Attributes:
-        ranks: the ranks of the group that are known to be lost when the error is raised, ascending. Empty in two cases: a
-            newcomer finds that all processes of the job have ended, or all ranks with the state of a training are lost.
+        ranks: the ranks of the group that are known to be lost when the error is raised, in ascending order. If `Elastic` ends
+            the training, these are the numbers of the lost processes (see `ProcessGroup.members`). The tuple is empty in two
+            cases. In the first case, a newcomer (a process that joins a running job) finds that all other processes have ended.
+            In the second case, all ranks that have the training state are lost.
     """
 
     def __init__(self, message: str, ranks: Iterable[int]) -> None:
@@ -137,7 +139,7 @@ class RankLostError(TransportError):
 
 
 class RankGivenUpError(TransportError):
-    """The other ranks have given this rank up and gone on without it. Let this process end: the others do not need it."""
+    """The other ranks go on without this rank, for example because it was silent for too long. Let this process end."""
 
 
 class CollectiveTimeout(TransportError, TimeoutError):
@@ -145,7 +147,7 @@ class CollectiveTimeout(TransportError, TimeoutError):
 
 
 class StoreError(TransportError):
-    """A store could not do what was asked: its server is gone, its file system is full, or its reply is not understood."""
+    """A store could not carry out a call: its server is gone, its file system is full, or its reply is not understood."""
 
 
 class StoreTimeout(StoreError, TimeoutError):

@@ -1,4 +1,4 @@
-"""Forks: a forked child of a rank is not the rank.
+"""Forks: a forked child of a rank is not itself a rank.
 
 Note [Forks]
 ~~~~~~~~~~~~
@@ -14,8 +14,9 @@ thread that forked. The other ranks do not know about the child. So in a child:
 - *MPI* is not called, not even to finalize MPI. A call would act in the parent's name, or wait for a lock that is never
   released.
 
-An object that must react to forks is an `Inherited`, and is registered with `tell_in_forks`. Python then calls the object's
-methods at each fork that Python makes. A child that C code forks needs no such calls, because it runs no Python.
+If an object must react to forks, derive its class from `Inherited`, and register the object with `tell_in_forks`. Python then
+calls the object's methods at each fork that Python makes. C code may also fork a child. This child runs no Python, so the
+object need not react.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Inherited(ABC):
 
 
 def tell_in_forks(thing: Inherited) -> None:
-    """Call the object's `before_fork` and `in_fork` at every later fork of this process. Keep only a weak reference to it."""
+    """Call the methods of `thing` at every later fork of this process. Keep only a weak reference to `thing`."""
     with _lock:
         _inherited.add(thing)
 
@@ -61,7 +62,7 @@ def in_forks(function: Callable[[], object]) -> None:
 
 
 def generation() -> int:
-    """How many forks lie between the first process and this process.
+    """Return the number of forks between the first process and this process.
 
     An object can store this number in its constructor. If this function later returns another number, a forked child has
     inherited the object.

@@ -1,4 +1,4 @@
-"""ProcessGroup: the base class of all groups of ranks that communicate. Its docstrings say what every group promises."""
+"""ProcessGroup: the base class of all groups of ranks that communicate. Its docstrings are the contract of every group."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ DEFAULT_SILENCE_TIMEOUT_S = 30.0
 class ProcessGroup(ABC):
     """A set of ranks that issue the same collectives in the same order.
 
-    **Who calls.** Every rank of the group calls every collective, with matching arguments, in the same order. But `send` and
-    `recv` concern only two ranks. Any thread may call. If two threads of one rank call without a lock, the order of their calls
-    is random, and may differ between ranks. If a future's callback issues a collective, the collective runs inside the
-    callback, before all queued calls of the group.
+    **Calls.** Every rank of the group calls every collective, with matching arguments, in the same order. Only `send` and
+    `recv` concern two ranks alone. Any thread may call a method. If several threads of a rank call collectives, the program
+    must make sure that the order of the calls is the same on every rank. A collective that a future's callback issues runs
+    inside the callback, before all queued calls of the group.
 
-    **What comes back.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the
-    method returns. With `async_op=True` the collective may still run: do not read or write its tensors until the work's
-    `wait()` returns.
+    **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns.
+    With `async_op=True` the collective may still run: do not read or write its tensors until the work's `wait()` returns.
 
-    **How tensors are treated.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. Outputs are written in
-    place, also if they are not contiguous. Tensors without elements or without dimensions are allowed. `device_types` says
-    which devices a group serves. If this rank can see that an argument is wrong, the method raises before the call is issued,
-    and the group stays usable.
+    **Tensors.** Any dtype can be sent; `ReduceOp` lists the dtypes of each reduction. Outputs are written in place, also if
+    they are not contiguous. Tensors without elements or without dimensions are allowed. A tensor must be on a device of a type
+    in `device_types`. If this rank can see that an argument is wrong, the method raises an error before it issues the call, and
+    the group stays usable.
 
     **Ranks** in arguments and results are ranks in this group, 0 to size - 1. `ranks` maps them to ranks in the default group.
 
-    **Errors of all methods**, besides the errors that each method lists: `InvalidArgumentError` (a tensor on a device that the
-    group does not serve, a sparse tensor, an output that overlaps itself or another output), `GroupClosedError`,
+    **Errors.** Besides the errors that it lists, each method may raise `InvalidArgumentError` (the device of a tensor is not in
+    `device_types`, the method takes no sparse tensor, or elements of the outputs share memory), `GroupClosedError`,
     `CollectiveTimeout`, `TransportError` and `DisagreementError`. With `async_op=True` either the method or the work's
     `wait()` raises the last three errors.
 
@@ -56,12 +55,12 @@ class ProcessGroup(ABC):
     Attributes:
         rank: this process's rank in the group.
         size: the number of ranks.
-        ranks: the rank in the default group, for each rank of this group.
+        ranks: for each rank of this group, its rank in the default group.
         name: the group's name in error messages.
         timeout_s: how long one collective may take, in seconds.
         torch_group: the group of torch.distributed that carries out this group's calls; None if Syncline itself carries out
-            the calls. Each time a program passes such a torch group to Syncline, Syncline makes a new object of this class. To
-            see whether two objects use the same torch group, compare their `torch_group`.
+            the calls. Each time a program passes a torch group to Syncline, Syncline makes a new object of this class. To see
+            whether two objects use the same torch group, compare their `torch_group`.
         hosts: the host of each rank of the default group, in the format of `startup.nodes.in_words`; None if the ranks did not
             exchange the names of their hosts when they connected.
     """
@@ -94,17 +93,18 @@ class ProcessGroup(ABC):
     @property
     @abstractmethod
     def device_types(self) -> frozenset[str]:
-        """The types of device whose tensors this group moves, such as {"cpu"}."""
+        """The types of device on which this group accepts tensors, such as {"cpu"}."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The library that communicates, and its version, in a few words, such as "mpi: MPICH 5.0.2"."""
+        """Return the library that communicates, and its version, as a short text such as "mpi: MPICH 5.0.2"."""
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the collectives' names in torch's profiler. None if this group itself shows no names there.
+        """The prefix of the names under which torch's profiler shows the collectives of this group.
 
-        This group shows no names if torch, or a group that this group consists of, shows the collectives already.
+        None if this group shows no names, because torch shows the collectives, or because this group is made of other groups,
+        which show the collectives.
         """
         return f"syncline-{self.backend_name}"
 
@@ -113,7 +113,7 @@ class ProcessGroup(ABC):
         return f"rank {self.rank} of {self.size} in group '{self.name}'"
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time limit, in seconds, of each collective that starts to run from now on.
+        """Set the time limit, in seconds, for collectives that start after this call.
 
         Raises:
             InvalidArgumentError: `timeout_s` is not a positive number.
@@ -124,13 +124,13 @@ class ProcessGroup(ABC):
 
     @shown_to_observers
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: bool = False) -> Work:
-        """Combine the tensors of all ranks. Every rank ends with the same bits.
+        """Combine the tensors of all ranks. Every rank gets the same result, bit for bit.
 
         Args:
-            tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. May be
-                sparse (COO; the indices may differ between ranks) for SUM, AVG and `premul_sum`; see `tensors.sparse`.
+            tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. For SUM,
+                AVG and `premul_sum`, a sparse COO tensor is allowed, with other indices on each rank; see `tensors.sparse`.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
 
         Raises:
             InvalidArgumentError: `op` is not defined for the dtype.
@@ -153,7 +153,7 @@ class ProcessGroup(ABC):
                 the root; only read on the other ranks.
             root: the rank in this group that gets the result.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
         """
         self._check_root("reduce", root)
         self._check_tensors("reduce", writes=(tensor,))
@@ -167,7 +167,7 @@ class ProcessGroup(ABC):
         Args:
             tensor: any shape and dtype, the same on every rank. Read on the root, overwritten on the other ranks.
             root: the rank in this group whose tensor is copied.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
         """
         self._check_root("broadcast", root)
         self._check_tensors("broadcast", writes=(tensor,))
@@ -182,9 +182,9 @@ class ProcessGroup(ABC):
         Args:
             outputs: `size` tensors with the shape and dtype of `tensor`. `outputs[r]` is overwritten with rank r's tensor.
             tensor: any shape and dtype, the same on every rank. It is not changed. It may be one of the outputs.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
 
-        Extra memory: one block as large as all outputs together.
+        Extra memory: one buffer as large as all outputs together.
         """
         self._refuse_if("all_gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}))
         self._check_tensors("all_gather", reads=(tensor,), writes=outputs)
@@ -198,7 +198,7 @@ class ProcessGroup(ABC):
         Args:
             output: a tensor of any shape with the dtype of `tensor`, and `size` times as many elements. Overwritten.
             tensor: any shape and dtype, the same on every rank. It is not changed. It may be this rank's part of `output`.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
         """
         self._refuse_if("all_gather_into_tensor", checks.no_tensors({"tensor": tensor, "output": output}))
         self._check_tensors("all_gather_into_tensor", reads=(tensor,), writes=(output,))
@@ -222,7 +222,7 @@ class ProcessGroup(ABC):
             outputs: on the root, `size` tensors with the shape and dtype of `tensor`; `outputs[r]` is overwritten with rank r's
                 tensor. On the other ranks, None.
             root: the rank in this group that gets the tensors.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
         """
         self._check_root("gather", root)
         self._refuse_if("gather", checks.no_tensors({"tensor": tensor, "outputs": outputs}, only_on_root="outputs"))
@@ -246,7 +246,7 @@ class ProcessGroup(ABC):
             inputs: on the root, `size` tensors with the shape and dtype of `tensor`; rank r gets `inputs[r]`. The inputs are
                 not changed. On the other ranks, None.
             root: the rank in this group that gives the tensors.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
         """
         self._check_root("scatter", root)
         self._refuse_if("scatter", checks.no_tensors({"tensor": tensor, "inputs": inputs}, only_on_root="inputs"))
@@ -265,9 +265,9 @@ class ProcessGroup(ABC):
             inputs: `size` tensors, which are not changed. `inputs[r]` has the same shape on every rank. The tensors of the list
                 may differ in shape, and some may be empty. If the shapes differ, this method makes one `reduce` for each rank.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
 
-        Extra memory: one block as large as all inputs together.
+        Extra memory: one buffer as large as all inputs together.
         """
         self._refuse_if("reduce_scatter", checks.no_tensors({"output": output, "inputs": inputs}))
         self._check_tensors("reduce_scatter", reads=inputs, writes=(output,))
@@ -288,9 +288,10 @@ class ProcessGroup(ABC):
 
         Args:
             output: any shape; a dtype that `op` is defined for. It is overwritten. It may be this rank's part of `tensor`.
-            tensor: any shape, the dtype of `output`, and `size` times as many elements. Only `output` is written.
+            tensor: any shape, the dtype of `output`, and `size` times as many elements. It is not changed, except for the part
+                that is `output`.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
         """
         self._refuse_if("reduce_scatter_tensor", checks.no_tensors({"output": output, "tensor": tensor}))
         self._check_tensors("reduce_scatter_tensor", reads=(tensor,), writes=(output,))
@@ -309,7 +310,7 @@ class ProcessGroup(ABC):
             outputs: `size` tensors of one dtype, of any shapes; `outputs[s]` on rank r has as many elements as `inputs[r]` on
                 rank s. The outputs are overwritten.
             inputs: `size` tensors of the outputs' dtype. The inputs are not changed.
-            async_op: return at once, before the collective has finished.
+            async_op: if true, return at once, before the collective has finished.
 
         Extra memory: a copy of the inputs and a copy of the outputs.
         """
@@ -343,9 +344,9 @@ class ProcessGroup(ABC):
         Args:
             output: a tensor with the dtype of `tensor`, and with rows of the same shape as in `tensor`. Overwritten.
             tensor: a tensor with at least one dimension. Its first dimension counts the rows. It is not changed.
-            output_split_sizes: how many rows come from each rank; None: the same number from each rank.
-            input_split_sizes: how many rows go to each rank; None: the same number to each rank.
-            async_op: return at once, before the collective has finished.
+            output_split_sizes: the number of rows that come from each rank. None means the same number from each rank.
+            input_split_sizes: the number of rows that go to each rank. None means the same number to each rank.
+            async_op: if true, return at once, before the collective has finished.
         """
         name = "all_to_all_single"
         self._refuse_if(name, checks.no_tensors({"output": output, "tensor": tensor}))
@@ -374,7 +375,8 @@ class ProcessGroup(ABC):
             tensor: any shape and dtype. It is not changed; do not write it before the work has finished.
             dst: the rank in this group that receives; not this rank.
             tag: a number, 0 or above. The receiver must pass the same number. Syncline reserves the tags 32,000 to 32,767.
-            async_op: return at once. With False, `send` may or may not wait for the receiver.
+            async_op: if true, return at once. If false, `send` may return before the receiver calls `recv`, or may wait for the
+                receiver.
         """
         self._check_peer("send", dst, tag)
         self._check_tensors("send", reads=(tensor,))
@@ -386,9 +388,9 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: a tensor with the dtype and the number of elements of the tensor that is sent. Overwritten.
-            src: the rank in this group that sends. None: receive from any rank. The work's `source_rank()` names the sender.
+            src: the rank in this group that sends. None means any rank. The work's `source_rank()` names the sender.
             tag: the number that the sender passes as `tag`.
-            async_op: return at once, before the tensor has arrived.
+            async_op: if true, return at once, before the tensor has arrived.
         """
         self._check_peer("recv", src, tag)
         self._check_tensors("recv", writes=(tensor,))
@@ -405,10 +407,11 @@ class ProcessGroup(ABC):
         """For each color, make a new group of the ranks that pass this color. Every rank of this group calls this method.
 
         Args:
-            color: a number that stands for one of the new groups, 0 or above; None: this rank joins no new group.
-            key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. With None,
-                the key is this process's rank in this group.
-            timeout_s: the new group's time limit, in seconds; None: the time limit of this group.
+            color: the number of a new group, 0 or above. Ranks with the same number join the same new group. None means that
+                this rank joins no new group.
+            key: the new group orders its ranks by key, and ranks with the same key by their rank in this group. None means
+                this process's rank in this group.
+            timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Returns:
             The new group that this rank is in; None if `color` is None.
@@ -427,13 +430,13 @@ class ProcessGroup(ABC):
         """Make a new group of some ranks of this group. Only the new group's members call this, all with the same arguments.
 
         Args:
-            members: ranks of this group, this rank among them; the new group has them in the order given.
-            name: the new group's name; no other open group may have it.
-            timeout_s: the new group's time limit, in seconds; None: the time limit of this group.
+            members: ranks of this group, including this rank. The new group numbers its ranks in this order.
+            name: the new group's name, which must differ from the names of all open groups.
+            timeout_s: the new group's time limit, in seconds. None means the time limit of this group.
 
         Raises:
-            InvalidArgumentError: a rank is listed twice or is outside the group, or this rank is missing; or the backend makes
-                groups only with all ranks together (then use `split`).
+            InvalidArgumentError: a rank is listed twice or is outside the group, or this rank is missing. Or the backend can
+                make a group only if all ranks take part (then use `split`).
         """
         if (
             not checks.is_list_of_integers(members)
@@ -447,20 +450,20 @@ class ProcessGroup(ABC):
         return made
 
     def exchange_texts(self, text: str) -> list[str] | None:  # noqa: ARG002 - for subclasses that can
-        """Return each rank's text, by rank; None if the group cannot exchange texts.
+        """Give every rank the texts of all ranks, in rank order. Return None if the group cannot exchange texts.
 
-        All ranks call this method directly after they have connected. The exchange is not one of the calls that the ranks
-        compare, and it uses no GPU.
+        All ranks call this method directly after they have connected. The exchange uses no GPU. It does not count as a call
+        when the ranks compare their calls.
         """
         return None
 
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Allocate memory from which this group communicates fastest. A collective: all ranks pass the same arguments.
+        """Allocate the memory that is fastest for collectives of this group. All ranks call this, with the same arguments.
 
         Returns:
-            A flat, uninitialised tensor of `numel` elements. If the backend has no such memory, `torch.empty` makes the tensor.
+            A flat, uninitialised tensor of `numel` elements. If the backend has no special memory, `torch.empty` makes it.
         """
         self._refuse_if("allocate", checks.no_size(numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
@@ -469,19 +472,19 @@ class ProcessGroup(ABC):
 
     @property
     def has_total_order(self) -> bool:
-        """Whether a collective from a future's callback has the same position among the group's calls on all ranks.
+        """Whether collectives that a future's callback issues come at the same place in the order of calls on all ranks.
 
-        If not, do not issue collectives in callbacks. Issue them on the thread that issues all other collectives.
+        If this is false, do not issue collectives in callbacks. Issue them on the thread that issues all other collectives.
         """
         return True
 
     @property
     def can_split(self) -> bool:
-        """Whether `split` can make groups. If not, make sub-groups with the library that made this group."""
+        """Whether `split` works. If this is false, make sub-groups with the library that made this group."""
         return True
 
     def meeting_store(self) -> dist.Store | None:
-        """The store in which the ranks of this group found each other; None if there is no store. Other groups can share it."""
+        """Return the store in which the ranks found each other, or None. Other groups can use the same store."""
         return None
 
     # ---- marks, and the comparison of calls ----
@@ -490,11 +493,11 @@ class ProcessGroup(ABC):
     def marked(self, mark: str) -> Iterator[None]:
         """A context manager that adds a mark to the first call that this thread issues inside the context.
 
-        The mark must be the same on every rank: when the ranks compare calls, they also compare the marks. Errors show the
-        marks.
+        A mark is a short text that says to which part of the program a call belongs. When the ranks compare calls, they also
+        compare the marks. So the mark must be the same on every rank. Errors show the marks.
 
-        A call that a callback issues gets no mark, because the callback may run on this thread on one rank, and on another
-        thread on another rank.
+        A call that a callback issues gets no mark. The reason is that the callback may run on this thread on one rank, and on
+        another thread on another rank.
 
         Args:
             mark: a few words without a comma, such as "backward 1 since forward 12".
@@ -509,27 +512,28 @@ class ProcessGroup(ABC):
         """The algorithm that this rank uses for a collective on a tensor of this dtype and shape.
 
         Calls with different reductions or roots may use different algorithms. If this rank has used several reductions or
-        roots for this tensor, the answer is for the one that it began to use last.
+        roots for this tensor, the answer is for the reduction and root whose first use is the most recent.
 
         Args:
             name: the method's name, such as "all_reduce".
             tensor: a tensor of the dtype and shape that you ask about.
 
         Returns:
-            A word or two for logs, such as "window" or "MPI"; None if there was no such call, or the backend does not say.
+            A word or two for logs, such as "window" or "MPI". None if this rank has made no such call, or if the backend does
+            not name its algorithms.
         """
         return None
 
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for subclasses that can
-        """Compare with the other ranks which collectives were called since the group was made. A collective.
+        """Compare the collectives that the ranks have called since the group was made. All ranks call this method.
 
-        There is nothing to compare if the ranks compare each call before it runs, or if this group cannot compare calls.
+        Do nothing if the ranks compare each call before it runs anyway, or if this group cannot compare calls.
 
         Returns:
-            None if there is nothing to compare, else a work. With `async_op=True`, the work's `wait` raises the error below.
+            A work, or None if nothing is compared. With `async_op=True`, the work's `wait` raises the error below.
 
         Raises:
-            DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise it.
+            DisagreementError: the ranks called different collectives, so results are wrong. All ranks raise this error.
         """
         return None
 
@@ -544,7 +548,7 @@ class ProcessGroup(ABC):
     def end_together(self, companion: ProcessGroup) -> None:  # noqa: B027 - for subclasses that can
         """Close `companion`, a group of the same ranks, when this group is closed, and abort it when this group is aborted.
 
-        Groups made of other groups, and groups of torch, do nothing here: their companions end with the process.
+        Groups made of other groups, and groups of torch, ignore this call: their companions end with the process.
         """
 
     def is_in_callback(self) -> bool:
@@ -554,10 +558,10 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Set whether the program goes on when a rank is lost. If the program goes on, the group writes no report of a loss."""
+        """Say whether the program goes on when a rank is lost. If it does, the group writes no report when a rank is lost."""
 
     def missing_for_shrink(self) -> str | None:
-        """Why `shrink` cannot work for this group, and what the user can do, in one sentence; None if `shrink` can work."""
+        """Return a sentence that says why `shrink` cannot work here and what to do instead. None if `shrink` can work."""
         return (
             f"backend '{self.backend_name}' cannot connect the ranks that are left when one is lost; use backend 'gloo' with "
             "init_method='file:///shared/folder', or save checkpoints and let the launcher start the job again"
@@ -566,16 +570,17 @@ class ProcessGroup(ABC):
     def shrink(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S) -> ProcessGroup:
         """Make a new group of the surviving ranks, after a `TransportError`. All survivors call `shrink`.
 
-        The method aborts this group.
+        The method aborts this group. All survivors get a new group with the same members, even if another rank dies during the
+        call. The members are ordered by their ranks in this group.
 
-        All survivors get the same members, in the order of their ranks in this group, even if another rank dies meanwhile. Do
-        not use this group, its sub-groups, or memory from its `allocate` again. Calls that were in flight may have finished on
-        some ranks and failed on others. So use the new group to agree on the training step from which all survivors go on.
+        Do not use this group, its sub-groups, or memory from its `allocate` again. Calls that were in flight may have finished
+        on some ranks and failed on others. So use the new group to agree on the training step from which all survivors go on.
 
         Args:
             silence_timeout_s: how long, in seconds, to wait for a rank that does not call `shrink` and is not known to have
-                ended. After this time the survivors give the rank up: if it comes back, its `shrink` raises `RankGivenUpError`.
-                MPI cannot give up a rank that still runs: over MPI, `shrink` fails after this time, and may be called again.
+                ended. After this time the survivors go on without the rank. If the rank calls `shrink` later, its call raises
+                `RankGivenUpError`. MPI cannot leave out a rank that still runs. So over MPI, `shrink` fails after this time;
+                the program may call `shrink` again.
 
         Returns:
             The new group, with the name and the time limit of this group. The new group's ranks count from 0.
@@ -592,20 +597,21 @@ class ProcessGroup(ABC):
         return self._shrink(silence_timeout_s)
 
     def meets_in(self, host: ProcessGroup) -> bool:  # noqa: ARG002 - for subclasses that do
-        """Whether the ranks of this group find each other through the group `host`. If so, `beside` can connect them again."""
+        """Whether the ranks of this group find each other through the group `host`. If so, `beside` can make a new group."""
         return False
 
     def beside(self, host: ProcessGroup) -> ProcessGroup:
-        """Make a group like this one, from the ranks of the new group `host`. The ranks find each other through `host`.
+        """Make a group like this one from the ranks of the new group `host`, through which the ranks find each other.
 
-        The caller aborts this group before this call. Called only if `meets_in` is true for the group that `host` replaces.
+        The caller must abort this group first. It calls this method only if `meets_in` is true for the group that `host`
+        replaces.
         """
         raise NotImplementedError  # only called if `meets_in` is true
 
     # ---- with newcomers ----
 
     def missing_for_admit(self) -> str | None:
-        """Why `admit` cannot work for this group, and what the user can do, in one sentence; None if `admit` can work."""
+        """Return a sentence that says why `admit` cannot work here and what to do instead. None if `admit` can work."""
         return (
             f"backend '{self.backend_name}' cannot let processes in that come later; use backend 'gloo' with "
             "init_method='file:///shared/folder'"
@@ -613,33 +619,33 @@ class ProcessGroup(ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The number of each rank's process. A process keeps its number in all groups that `shrink` or `admit` makes."""
+        """For each rank, the number of its process. A process keeps its number in all groups that `shrink` or `admit` makes."""
         return tuple(range(self.size))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this is the one-rank group of a process that started later and was not let in yet."""
+        """Whether this is the one-rank group of a newcomer: a process that started later and still waits to be let in."""
         return False
 
     def newcomers(self) -> int:
-        """How many processes wait to be let in by `admit`. Ranks may see different numbers. Costs a few reads of the store."""
+        """Return the number of processes that wait for `admit`. Ranks may see different numbers. Costs a few store reads."""
         return 0
 
     def admit(self, *, silence_timeout_s: float = DEFAULT_SILENCE_TIMEOUT_S, limit: int | None = None) -> ProcessGroup:
-        """Make a new group from this group's members and the waiting processes. A collective, which aborts this group.
+        """Make a new group from this group's members and the waiting newcomers. All members call `admit`.
 
-        A process that was started with SYNCLINE_JOIN=1 begins alone, in a group of one rank (`is_waiting`). The process calls
-        `admit` on this group of one rank to be let in. All ranks get the same new group, in which newcomers come after the old
-        members. A member that dies meanwhile is left out, as in `shrink`. The survivors agree on the members, even if some call
-        `shrink` and others `admit`.
+        A newcomer is a process that was started with SYNCLINE_JOIN=1. It begins alone, in a group of one rank (`is_waiting`),
+        and calls `admit` on this group to be let in. All ranks get the same new group, in which newcomers come after the old
+        members. A member that dies during the call is left out, as in `shrink`. The survivors agree on the members, even if
+        some survivors call `shrink` and others call `admit`.
 
-        Wait until all calls of this group have finished, then call `admit`. Do not use this group, its sub-groups, or memory
-        from its `allocate` afterwards.
+        The method aborts this group. So wait until all calls of this group have finished, then call `admit`. Do not use this
+        group, its sub-groups, or memory from its `allocate` afterwards.
 
         Args:
-            silence_timeout_s: for a member, as in `shrink`. For a newcomer, how long it waits to be let in, in seconds.
-            limit: let in at most this many processes, in the order in which they came. The others go on waiting. None lets
-                all in.
+            silence_timeout_s: on a member, the same as in `shrink`. On a newcomer, how long to wait to be let in, in seconds.
+            limit: the largest number of newcomers to let in, in the order in which they came. Further newcomers go on waiting.
+                None lets all newcomers in.
 
         Returns:
             The new group, with the name and the time limit of this group.
@@ -660,15 +666,15 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish all issued calls, then release what the group holds. All ranks call this. A second call does nothing.
+        """Finish all issued calls, then release the group's resources. All ranks call this. A second call does nothing.
 
-        After its calls have finished, a rank waits at most 60 seconds for the other ranks. It is no error if another rank does
-        not call `close`.
+        After its calls have finished, a rank waits at most 60 seconds for the other ranks. If another rank does not call
+        `close`, this rank raises no error.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """End the group without waiting for calls in flight. Any rank may call this alone.
+        """End the group without waiting for calls in flight. A rank may call this method without the other ranks.
 
         A thread that waits for a call of this group gets a `TransportError`.
         """

@@ -1,4 +1,4 @@
-"""The public names of `syncline.collectives`. That package loads this module when a program first uses a public name."""
+"""The public names of `syncline.collectives`. The package loads this module when a program first uses a public name."""
 
 from .api.adasum import adasum_coalesced
 from .api.coalescing import all_gather_coalesced, all_reduce_coalesced, broadcast_coalesced

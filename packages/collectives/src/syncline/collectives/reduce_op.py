@@ -25,7 +25,7 @@ class ReduceOp(enum.Enum):
     BAND        bitwise and (logical and for bool); integers and bool only
     BOR         bitwise or; integers and bool only
     BXOR        bitwise exclusive or; integers and bool only
-    PREMUL_SUM  sum of the terms, each multiplied by a factor; made by `premul_sum`
+    PREMUL_SUM  sum over the ranks of factor * tensor; make it with `premul_sum(factor)`
     =========== ====================================================================
 
     float16 and bfloat16 are accumulated in float32 and rounded once. Exception: over NCCL each addition is rounded, unless the
@@ -47,7 +47,7 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True)
 class PremulSum:
-    """The reduction that multiplies each rank's tensor by `factor`, and then sums. All ranks pass the same factor."""
+    """The reduction that multiplies each rank's tensor by `factor`, and then adds up. All ranks pass the same factor."""
 
     factor: float
 
@@ -61,7 +61,7 @@ Reduction: TypeAlias = ReduceOp | PremulSum
 
 
 def premul_sum(factor: float) -> PremulSum:
-    """The reduction sum(factor * tensor) over the ranks; for floating-point and complex dtypes only.
+    """Return the reduction that adds up factor * tensor over the ranks. It is for floating-point and complex dtypes only.
 
     Raises:
         InvalidArgumentError: the factor is not a finite number.
@@ -113,10 +113,10 @@ _CARRIED_OUT: dict[tuple[ReduceOp, torch.dtype], Reduction] = {
 
 
 def check_reduction(op: object, dtype: torch.dtype) -> None:
-    """Refuse a reduction that is not defined for a dtype.
+    """Raise an error if a reduction is not defined for a dtype.
 
     Raises:
-        InvalidArgumentError: `op` is no `Reduction`, is PREMUL_SUM without a factor, or is not defined for `dtype`.
+        InvalidArgumentError: `op` is not a `Reduction`, is PREMUL_SUM without a factor, or is not defined for `dtype`.
     """
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidArgumentError("PREMUL_SUM needs a factor: pass premul_sum(factor)")
@@ -160,9 +160,9 @@ _PREMUL_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None) if dist.is_availab
 
 
 def from_torch(op: Any) -> Reduction | None:
-    """The `Reduction` that equals `op`, a reduction of torch.distributed.
+    """Return the `Reduction` that equals `op`, a reduction of torch.distributed.
 
-    None if `op` is not a reduction of torch.distributed, or if the factor of `op` cannot be read.
+    Return None if `op` is not a reduction of torch.distributed, or if the factor of `op` cannot be read.
     """
     if not _OURS:  # a torch without torch.distributed
         return None
@@ -179,7 +179,7 @@ def from_torch(op: Any) -> Reduction | None:
 
 
 def checked_reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """The reduction that a backend carries out for `op`. For bool, SUM becomes BOR and PRODUCT becomes BAND.
+    """Check `op`, and return the reduction that a backend carries out. For bool, SUM becomes BOR and PRODUCT becomes BAND.
 
     `op` is a `Reduction`, or a reduction of torch.distributed.
 

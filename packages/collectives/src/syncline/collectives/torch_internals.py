@@ -1,14 +1,14 @@
-"""The private parts of torch that the collectives use. The table says what happens in a torch that lacks a part.
+"""The private parts of torch that the collectives use. The table shows the effect if the installed torch lacks a part.
 
 ==================================  ===================================================================================
 private to torch                    without it
 ==================================  ===================================================================================
 ``torch._C._dynamo.eval_frame``     ``torch.compiler.disable`` does the same, but loads all of torch.compile (seconds)
 ``is_functorch_wrapped_tensor``     for a tensor inside torch.func, the error wrongly says that its memory was freed
-``AsyncCollectiveTensor``           a result of torch's functional collectives is an error: pass its ``wait()``
+``AsyncCollectiveTensor``           a result of torch's functional collectives is an error: pass ``result.wait()``
 ``FakeTensor``                      a tensor of torch's fake mode is an error
 ``_len_torch_dispatch_stack``       under torch.distributed, tools such as CommDebugMode and make_fx see no collectives
-``_resolve_process_group``          a collective is an error under such a tool, and in a program of torch.compile
+``_resolve_process_group``          a collective is an error under these tools, and in a program of torch.compile
 ``dist.Backend._plugins``           registering our backends is an error
 ``_world.pg_map``                   ``init_as_mpi`` is an error: groups of another backend find no store
 ``_shutdown_backend``               nothing changes: torch itself asks each group to end (torch 2.7 and newer)
@@ -81,7 +81,7 @@ def group_named(name: str) -> object:
 
 
 def register_work(result: torch.Tensor, wait: Callable[[timedelta], bool]) -> None:
-    """Let torch's `wait_tensor(result)` call `wait`. The argument of `wait` is a time limit; 0 means no limit.
+    """Let torch's `wait_tensor(result)` call `wait` with a time limit. The limit 0 means that there is no limit.
 
     torch keeps no reference to a Python object here, so `wait` goes into a C++ object, a `PythonCallbackWork`.
     """

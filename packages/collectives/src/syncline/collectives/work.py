@@ -37,7 +37,7 @@ def _prepare_to_block(is_done: Callable[[], bool]) -> None:
 
 
 class GroupFuture(AnyFuture):
-    """The future of a collective of a group. A callback of this group can wait for the future without a deadlock.
+    """The future of a collective. A callback of the same group can wait for the future without a deadlock.
 
     If a callback given to `then` raises an error, the future that `then` returned fails with this error. (With torch's `then`,
     that future fails with a RuntimeError that has only the error's text.)
@@ -83,7 +83,7 @@ def new_future(tensors: Sequence[torch.Tensor]) -> TensorsFuture:
 
 
 def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> None:
-    """Complete a future with any error.
+    """Complete a future with an error of any class.
 
     Two kinds of errors do not work with torch. First, torch refuses an error that is not an `Exception`, such as
     KeyboardInterrupt. Second, a future of CUDA tensors pickles its value. If an error cannot be pickled (for example, because
@@ -92,7 +92,7 @@ def fail_future(future: AnyFuture, error: BaseException, devices: Devices) -> No
 
     Args:
         future: a future that is not complete.
-        error: the error that waiters raise.
+        error: the error that `future.wait()` raises.
         devices: the CUDA devices with which the future was made; see `devices_of`.
     """
     if not isinstance(error, Exception) or (devices and not _can_be_pickled(error)):
@@ -118,8 +118,8 @@ def _wait_as_torch_does(future: Any) -> None:
 def join_futures(futures: Sequence[TensorsFuture], tensors: list[torch.Tensor]) -> TensorsFuture:
     """Make a future whose value is `tensors`, and which is done when all `futures` are done.
 
-    If some of `futures` fail, the new future gets the error of the first failed one in the list. The error keeps its class.
-    (`torch.futures.collect_all(...).then(...)` would make a RuntimeError of the error's text.)
+    If some of `futures` fail, the new future gets the error of the first failed future in the list. The error keeps its class.
+    (`torch.futures.collect_all(...).then(...)` would turn the error into a RuntimeError with the same text.)
     """
     joined = new_future(tensors)
     lock = threading.Lock()
@@ -171,8 +171,8 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
     future's error, torch's `then` lets C++ see this error. In a callback, never wait for a future that this function has made;
     wait for the work instead.
 
-    This function attaches a callback to `future`, and this callback completes the new future. If the program attaches further
-    callbacks to the new future early enough, they run inside this callback, and the group knows that they are callbacks of its
+    This function attaches a callback to `future`, and this callback completes the new future. Callbacks that the program
+    attaches to the new future early enough run inside this callback. So the group knows that they are callbacks of its
     collective (see Note [Late callbacks] in `engine.queue`).
 
     Args:
@@ -191,7 +191,7 @@ def future_for_torch(future: AnyFuture, tensors: Sequence[torch.Tensor]) -> AnyF
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> Devices:
-    """The CUDA devices of tensors; None if there are none. The constructor of a torch future needs them."""
+    """Return the CUDA devices of tensors, or None if no tensor is on a CUDA device. A torch future is made with this value."""
     devices: list[int | str | torch.device] = list({tensor.device for tensor in tensors if tensor.is_cuda})
     return devices or None
 
@@ -200,18 +200,18 @@ class Work(ABC):
     """One collective that was issued and may still be running.
 
     The tensors that were handed to the collective belong to it until `wait` returns: do not read or write them earlier.
-    A Work has no truth value, because "did it finish?" and "is there one?" are different questions.
+    `if work:` raises a TypeError, because the program could mean "is there a work?" or "has the work finished?".
     """
 
     @abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the collective has finished. On CUDA, order the current stream after the collective instead.
+        """Block until the collective has finished. On CUDA, make the current stream wait for the collective instead.
 
         Args:
             timeout: seconds or a timedelta; None waits as long as the group's own time limit allows.
 
         Returns:
-            True, as torch.distributed does.
+            Always true, as in torch.distributed.
 
         Raises:
             CollectiveTimeout: `timeout` was reached. The collective itself goes on.
@@ -236,7 +236,7 @@ class Work(ABC):
 
     @abstractmethod
     def get_future(self) -> TensorsFuture:
-        """The outcome of this work as a `torch.futures.Future`, whose value is the list of output tensors.
+        """Return a `torch.futures.Future` of this work. Its value is the list of output tensors.
 
         A callback that is attached before the collective has finished runs on the thread that finishes the collective. A
         callback that is attached later runs at once, on the caller's thread. If a callback issues a collective, the collective
@@ -246,7 +246,7 @@ class Work(ABC):
     def before_end(self, action: Callable[[], None]) -> None:
         """Run a quick action when the call is over, before any `wait` returns. If the call is over already, run the action now.
 
-        The action must take no lock and call nothing of Syncline. (A work that ends when its future is done, such as
+        The action must not take a lock and must not call Syncline. (A work that ends when its future is done, such as
         `FutureWork`, runs the action as a callback of the future, perhaps a moment after `wait` has returned.)
         """
         self.get_future().add_done_callback(lambda _: action())
@@ -258,7 +258,7 @@ class Work(ABC):
 
 
 class FinishedWork(Work):
-    """A collective that ran to its end before the call returned."""
+    """The work of a collective that had finished when the call returned."""
 
     __slots__ = ("_tensors",)
 
@@ -289,7 +289,7 @@ class FinishedWork(Work):
 
 
 class PendingWork(Work):
-    """A collective that another thread finishes by calling `succeed` or `fail`. Only the first of these calls has an effect."""
+    """The work of a collective on another thread, which calls `succeed` or `fail`. Only the first call has an effect."""
 
     __slots__ = ("_before_end", "_describe", "_error", "_future", "_is_done", "_lock", "_tensors", "_waiting")
 
@@ -312,7 +312,7 @@ class PendingWork(Work):
         action()
 
     def leave_to_parent(self, error: BaseException) -> None:
-        """In a forked child, where no thread finishes this work: let every `wait` raise `error`."""
+        """Let every `wait` raise `error`. Called in a forked child, where no thread will finish this work."""
         # The parent's threads may have held the old lock when it forked. See Note [Forks] in `forks`.
         self._lock = threading.Lock()
         self._waiting = None
@@ -401,7 +401,7 @@ class PendingWork(Work):
 
 
 class FutureWork(Work):
-    """A work that is over when a future is done. Made for several collectives, or for a collective and a computation after it.
+    """A work that is over when a future is done, for example for a collective and a computation after this collective.
 
     Args:
         future: its value is the list of output tensors.
