@@ -1,4 +1,4 @@
-"""Adasum: adds up gradients of different ranks if they are orthogonal, and averages gradients if they are equal."""
+"""Adasum combines the gradients of different ranks: it adds up orthogonal gradients, and averages equal gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .default_group import resolve_group
 
 
 def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None) -> None:
-    """Combine the tensors of all ranks in place by the rule of Adasum. Each tensor is combined separately.
+    """Combine the tensors of all ranks in place by the rule of Adasum, separately for each tensor of the list.
 
     For the tensors a and b of two ranks, the result is
 
@@ -25,11 +25,12 @@ def adasum_coalesced(tensors: Sequence[torch.Tensor], group: ProcessGroup | None
     Adaptive Summation", MLSys 2021.) With Adasum you can keep the learning rate of one process for any number of ranks.
 
     Args:
-        tensors: floating point, one dtype and device; the same shapes on every rank. Overwritten; all ranks get the same bits.
-        group: the default group if None.
+        tensors: floating-point tensors of one dtype on one device. The shapes are the same on every rank. The tensors are
+            overwritten with the result, which has the same bits on all ranks.
+        group: the group; None means the default group.
 
-    Cost: log2(p) exchanges of all tensors between two ranks if p is a power of two, else log2(q) + 2 exchanges. Extra memory:
-    two copies of all tensors. Products are added up in float64.
+    Cost: if p is a power of two, log2(p) exchanges of all tensors between two ranks; otherwise log2(q) + 2 exchanges. Extra
+    memory: two copies of all tensors. The dot products are computed in float64.
 
     Raises:
         InvalidArgumentError: tensors are not floating point, or differ in dtype or device.

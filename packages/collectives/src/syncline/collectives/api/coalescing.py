@@ -1,4 +1,4 @@
-"""Collectives that join many tensors to few flat buffers, communicate, and copy the results back."""
+"""Collectives that copy many tensors into a few flat buffers, communicate, and copy the results back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan_buffers(nbytes: Sequence[int], kinds: Sequence[object], buffer_size_byt
         buffer_size_bytes: the largest size of a buffer. A tensor above this size gets a buffer of its own.
 
     Returns:
-        For each buffer the indices of its tensors, ascending. The buffers are ordered by their first index.
+        For each buffer, the indices of its tensors in ascending order. The buffers are ordered by their first index.
     """
     buffers: list[list[int]] = []
     filling: dict[object, tuple[list[int], int]] = {}
@@ -59,7 +59,7 @@ def broadcast_coalesced(
     root: int = 0,
     buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> None:
-    """Copy the root's tensors to every rank, flattened into few buffers. At most two broadcasts run at a time.
+    """Copy the root's tensors to every rank, in a few flat buffers. At most two broadcasts run at a time.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. The root only reads them.
@@ -68,7 +68,7 @@ def broadcast_coalesced(
         root: the rank whose tensors are copied: a rank in the group, from 0.
         buffer_size_bytes: the largest flat buffer for several tensors, in bytes. A larger tensor has a buffer of its own.
 
-    Extra memory: two buffers. Bytes on the wire: as many as for a `broadcast` of all tensors.
+    Extra memory: two buffers. The ranks send as many bytes as in a `broadcast` of each tensor.
 
     Raises:
         InvalidArgumentError: the buffer size is not positive, or a tensor cannot be used (see `ProcessGroup`).
@@ -110,9 +110,9 @@ def all_reduce_coalesced(
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order. Overwritten.
-        op: a reduction that is defined for every dtype among the tensors.
+        op: a reduction that is defined for the dtypes of all tensors.
         group: the group; None means the default group.
-        async_op: return a `Work` at once.
+        async_op: if true, return a `Work` at once.
 
     Extra memory: a copy of all tensors.
     """
@@ -140,11 +140,11 @@ def all_gather_coalesced(
     """Give every rank the tensors of all ranks, in one all_gather for each 250 MiB of inputs of one dtype and device.
 
     Args:
-        output_tensor_lists: one list for each rank, with tensors like those of `input_tensor_list`. List r is overwritten with
-            the tensors of rank r.
+        output_tensor_lists: one list for each rank, with tensors of the same shapes and dtypes as in `input_tensor_list`. The
+            tensors of list r are overwritten with the tensors of rank r.
         input_tensor_list: the same number, shapes and dtypes on every rank, in the same order. Not changed.
         group: the group; None means the default group.
-        async_op: return a `Work` at once.
+        async_op: if true, return a `Work` at once.
 
     Raises:
         InvalidArgumentError: there is not one list for each rank, or a list differs from the input in number, shapes or dtypes.

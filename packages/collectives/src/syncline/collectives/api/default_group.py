@@ -1,4 +1,4 @@
-"""The default group of this process, and NonMember, a placeholder for a group that this rank is not in."""
+"""The default group of this process. Also `NonMember`, a placeholder for a group that this rank is not in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _followers: list[Callable[[ProcessGroup], None]] = []
 
 
 class NonMember:
-    """The result of `new_group` on a rank that is not in the new group. Using it as a group raises an error."""
+    """The result of `new_group` on a rank that is not in the new group. Every use as a group raises an error."""
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class NonMember:
         self._rank = rank
 
     def error_message(self) -> str:
-        """Why this rank cannot use the group."""
+        """Return the error message for a rank that uses a group without being in the group."""
         return (
             f"rank {self._rank} is not in group '{self.name}', which has ranks {list(self.ranks)}; call its collectives only "
             "on those ranks (get_rank(group) is -1 elsewhere)"
@@ -91,32 +91,32 @@ def init_process_group(
 
     Under mpirun, mpiexec or srun the function needs no argument, no exported variable and no port.
 
-    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. In such a process, pass the job's
+    A process with SYNCLINE_JOIN=1 in its environment joins a running job over Gloo. In this process, pass the job's
     `init_method` ("file://") or the job's store; `rank`, `world_size` and the launcher's values are ignored. The process is
     alone in its group until this process and the members of the job call `admit`.
 
     Args:
         backend: a name from `backend_names()`. None takes the environment variable `SYNCLINE_BACKEND`, or else the backend in
-            the site file (see `startup.settings`). If neither is set: MPI under an MPI launcher; Gloo under another launcher,
-            or if you pass `init_method`, `store` or `world_size`; otherwise a group of one rank. In these three cases NCCL is
-            added for CUDA tensors if there are GPUs and CuPy.
-        init_method: where the ranks of Gloo meet: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or "env://"; see
-            `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
+            the site file (see `startup.settings`). If neither of these is set, the choice is automatic: MPI under an MPI
+            launcher; Gloo under another launcher, or if you pass `init_method`, `store` or `world_size`; otherwise a group of
+            one rank. An automatic choice adds NCCL for CUDA tensors if there are GPUs and CuPy.
+        init_method: how the ranks find each other over Gloo: "file:///shared/folder", "tcp://host:port?secret_file=PATH" or
+            "env://"; see `rendezvous.store_at`. "mpi://" is the same as backend "mpi".
         timeout: the time limit of each collective, in seconds or as a timedelta. Default: `SYNCLINE_TIMEOUT_S`, else the site
             file's limit, else 30 minutes.
-        world_size: number of ranks; -1 takes the launcher's number. Another value must agree with the launcher.
-        rank: this process's rank; -1 takes the launcher's rank. Another value must agree with the launcher.
-        store: the store in which the ranks of Gloo meet, instead of an `init_method`: a store of the package `stores`, or a
-            `torch.distributed.Store`. The store must not contain keys of an earlier run.
+        world_size: number of ranks; -1 takes the launcher's number. Any other value must agree with the launcher.
+        rank: this process's rank; -1 takes the launcher's rank. Any other value must agree with the launcher.
+        store: use this store instead of an `init_method`: a store of the package `stores`, or a `torch.distributed.Store`. The
+            ranks of Gloo find each other in the store. The store must not contain keys of an earlier run.
         communicator: an mpi4py communicator. Its ranks become the group's ranks, and only these ranks call this function. Use
-            a communicator if other ranks of the MPI job serve data, simulate or do inference.
-        reproducible: reductions give the same bits in every run; the backend's documentation states the cost. Default: the site
-            file's value, else False. (Within one run, all ranks always get the same bits.)
-        check_calls: the ranks compare their calls before each collective (not before sends and receives). If a script is
-            wrong, a `DisagreementError` names both calls. Costs a small all_gather for each collective. Meant for debugging.
+            a communicator if some ranks of the MPI job do other work, such as serve data, simulate or do inference.
+        reproducible: if true, reductions give the same bits in every run; the backend's documentation states the cost.
+            Default: the site file's value, else False. (Within one run, all ranks always get the same bits.)
+        check_calls: for debugging. If true, the ranks compare their calls before each collective (not before sends and
+            receives). If the calls differ, a `DisagreementError` shows the calls. Costs a small all_gather for each collective.
 
     Returns:
-        The default group, which `get_default_group()` returns from now on.
+        The default group. From now on `get_default_group()` returns this group.
 
     Raises:
         MisuseError: there is a default group already.
@@ -240,8 +240,8 @@ def _load(choice: BackendChoice) -> Backend:
 def destroy_process_group() -> None:
     """Finish all calls in flight and close the default group. Every rank calls this function.
 
-    Without a default group, the function does nothing. If it is called while an exception is being handled, for example in a
-    `finally:` block, the function aborts the group instead of closing it. Closing would wait for other ranks, and these ranks
+    Without a default group, the function does nothing. If the caller is handling an exception, for example in a `finally:`
+    block, the function aborts the group instead of closing it. Closing the group would wait for other ranks, and these ranks
     may wait in a collective that this rank will never start.
     """
     global _default
@@ -258,12 +258,12 @@ def destroy_process_group() -> None:
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> bool:
     """Make `new` the default group if `old` is the default group. Returns whether `old` was the default group.
 
-    All ranks of `new` call this function. It calls each function that was given to `follow_default_group`, and such a function
-    may communicate.
+    All ranks of `new` call `replace_default_group`, which calls each function that was given to `follow_default_group`. These
+    functions may communicate.
 
     Raises:
-        TransportError: a rank was lost while one of these functions ran. `new` is the default group nevertheless. The caller
-            must make a group without the lost rank, and call this function again.
+        TransportError: a rank was lost while a function of `follow_default_group` ran. `new` is the default group nevertheless.
+            The caller must make a group without the lost rank, and call `replace_default_group` again.
     """
     global _default
     with _lock:
@@ -299,10 +299,10 @@ _GROUPS = (ProcessGroup, NonMember)
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group that a function works on: the given group, or the default group if `group` is None.
+    """Return `group`, or the default group if `group` is None.
 
     Raises:
-        NotInitializedError: None was given and there is no default group.
+        NotInitializedError: `group` is None and there is no default group.
         MisuseError: this rank is not in the group.
         InvalidArgumentError: `group` is not a group.
     """
@@ -320,7 +320,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, default: int | None = None) -> int:
-    """Return a rank of `group`, from two arguments such as `src` and `group_src`. The caller gives one of the two.
+    """Return a rank of `group`, from two arguments such as `src` and `group_src`. The caller gives only one of the arguments.
 
     Args:
         group: the group.
@@ -329,7 +329,8 @@ def rank_in(group: ProcessGroup, rank: int | None, group_rank: int | None, *, de
         default: the result if `rank` and `group_rank` are None.
 
     Raises:
-        InvalidArgumentError: both were given, or none was given and there is no default, or `rank` is not in the group.
+        InvalidArgumentError: `rank` and `group_rank` are both given. Or both are None and there is no default. Or `rank` is not
+            in the group.
     """
     for given in (rank, group_rank):
         if given is not None and not is_integer(given):

@@ -186,7 +186,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
     See [`ProcessGroup.barrier`][syncline.collectives.ProcessGroup.barrier].
 
     Raises:
-        InvalidArgumentError: `device_ids` was given. (torch uses it to choose a GPU; our groups know their devices.)
+        InvalidArgumentError: `device_ids` was given. (torch uses `device_ids` to choose a GPU; our groups know their devices.)
     """
     if device_ids is not None:
         raise InvalidArgumentError(

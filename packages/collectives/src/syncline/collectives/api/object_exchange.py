@@ -71,7 +71,7 @@ def message_device(group: ProcessGroup, otherwise: torch.device | None = None) -
 
     Args:
         group: the group of the collectives.
-        otherwise: the device if the group does not serve the CPU; None for this process's current GPU.
+        otherwise: the result if the group does not serve the CPU. None means this process's current GPU.
     """
     if "cpu" in group.device_types:
         return torch.device("cpu")

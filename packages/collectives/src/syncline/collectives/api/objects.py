@@ -1,6 +1,6 @@
 """Collectives on Python objects, which are sent as pickles. Use these functions only between ranks that you trust.
 
-A function that has its name from torch.distributed also has the arguments of torch's function.
+A function with the name of a function in torch.distributed takes the same arguments as torch's function.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ _placements: weakref.WeakKeyDictionary[ProcessGroup, Placement] = weakref.WeakKe
 
 
 def placement_of(group: ProcessGroup | None = None) -> Placement:
-    """On which nodes the ranks of a group run, and this process's number among the ranks of its node.
+    """Return the nodes on which the ranks of a group run, and this process's number among the ranks of its node.
 
-    The function communicates only if the ranks have not exchanged their hosts: if the group comes from torch.distributed, or if
-    ranks of the group were lost or admitted. For such a group the first call is a collective, so every rank must call this
-    function.
+    In most groups, the ranks have already exchanged the names of their hosts, so this function does not communicate. The
+    exceptions are groups from torch.distributed, and groups after the loss or admission of ranks. For these groups the first
+    call is a collective, so every rank must call this function.
 
     Args:
-        group: the default group if None.
+        group: the group; None means the default group.
     """
     chosen = resolve_group(group)
     found = _placements.get(chosen)
@@ -50,7 +50,7 @@ def get_local_rank(group: ProcessGroup | None = None) -> int:
     """This process's number among the ranks of the group on its node, from 0. May communicate; see `placement_of`.
 
     Args:
-        group: the default group if None.
+        group: the group; None means the default group.
     """
     return placement_of(group).local_rank
 
@@ -59,7 +59,7 @@ def get_local_size(group: ProcessGroup | None = None) -> int:
     """How many ranks of the group are on this process's node. May communicate; see `placement_of`.
 
     Args:
-        group: the default group if None.
+        group: the group; None means the default group.
     """
     return placement_of(group).local_world_size
 
@@ -70,24 +70,24 @@ def get_node_rank(group: ProcessGroup | None = None) -> int:
     May communicate; see `placement_of`.
 
     Args:
-        group: the default group if None.
+        group: the group; None means the default group.
     """
     return placement_of(group).node
 
 
 def default_device(group: ProcessGroup | None = None) -> torch.device:
-    """The device that this rank should compute on. A collective: every rank of the group calls it.
+    """Return the device that this rank should compute on. A collective: every rank of the group calls this function.
 
-    If no rank of the node sees a CUDA device, the result is the CPU. Otherwise, in the order of the ranks, each rank of a node
-    takes the first device that it sees and that is still free. So if all ranks see all devices, each rank takes the device with
-    the number of its local rank. If the launcher shows each rank a different, single device (`srun --gpus-per-task=1`), each
-    rank takes `cuda:0`.
+    If no rank of the node sees a CUDA device, the result is the CPU. Otherwise the ranks of a node choose in the order of their
+    ranks: each rank takes the first device that it sees and that no earlier rank has taken. So if all ranks see all devices,
+    each rank takes the device with the number of its local rank. If the launcher shows each rank a different, single device
+    (`srun --gpus-per-task=1`), each rank takes `cuda:0`.
 
     Args:
-        group: the default group if None.
+        group: the group; None means the default group.
 
     Raises:
-        LaunchError: a node has fewer devices than ranks, or some ranks see no device. Every rank of the node raises it.
+        LaunchError: a node has fewer devices than ranks, or some ranks see no device. Every rank of the node raises this error.
     """
     chosen = resolve_group(group)
     seen = exchange_objects((host_identity(), visible_devices()), group=chosen)

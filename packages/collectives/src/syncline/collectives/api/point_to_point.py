@@ -36,7 +36,7 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Begin to receive a tensor, from any rank if no source is given.
+    """Begin to receive a tensor. Without a source, receive from any rank.
 
     See [`ProcessGroup.recv`][syncline.collectives.ProcessGroup.recv].
     """
@@ -66,7 +66,7 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive a tensor, from any rank if no source is given. Returns the sender's rank in the default group."""
+    """Receive a tensor. Without a source, receive from any rank. Returns the sender's rank in the default group."""
     chosen = resolve_group(group)
     work = irecv(tensor, src, group, tag, group_src)
     work.wait(chosen.timeout_s)
@@ -77,7 +77,7 @@ def recv(
 
 @dataclass
 class P2POp:
-    """One transfer of `batch_isend_irecv`: `isend` or `irecv`, and its arguments (`peer` is `dst` or `src`)."""
+    """One transfer for `batch_isend_irecv`: the function `isend` or `irecv`, and its arguments (`peer` is `dst` or `src`)."""
 
     op: Callable[..., Work]
     tensor: torch.Tensor

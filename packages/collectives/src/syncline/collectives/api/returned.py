@@ -1,21 +1,21 @@
 """Collectives that return new tensors. Inputs stay unchanged, and autograd works.
 
 In `all_gather_rows` and `all_to_all_rows` the numbers of rows may differ between ranks. The ranks exchange these numbers before
-the rows.
+they exchange the rows.
 
 =============================  ================================  ==============================================
 function                       what every rank gets              gradient (of the sum of all ranks' losses)
 =============================  ================================  ==============================================
 `all_reduce_copy`              the reduced tensor                reduced the same way (SUM and AVG only)
-`all_gather_rows`              the rows of all ranks             added up; each rank gets the part of its rows
+`all_gather_rows`              the rows of all ranks             summed; each rank gets the gradient of its rows
 `reduce_scatter_rows`          its share of the reduced rows     gathered (SUM and AVG only)
-`broadcast_copy`               the root's tensor                 added up on the root, zeros elsewhere
+`broadcast_copy`               the root's tensor                 summed on the root, zeros on other ranks
 `all_to_all_rows`              the rows sent to it               sent back
 `broadcast_object`             the root's object                 none
 =============================  ================================  ==============================================
 
-The functions that end in `_coalesced` take a list, and send its tensors together. With `async_op=True` a function returns a
-`PendingResult`, and autograd does not work.
+Functions whose names end in `_coalesced` take a list, and send its tensors together. With `async_op=True` a function returns
+a `PendingResult`, and autograd does not work.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PendingResult(Generic[T]):
         """Wait for the collective, and return its result. Every call returns the same objects.
 
         Raises:
-            CollectiveTimeout, TransportError, DisagreementError: as `Work.wait`.
+            CollectiveTimeout, TransportError, DisagreementError: for the same reasons as `Work.wait`.
         """
         for work in self._works:
             work.wait()
@@ -86,11 +86,11 @@ def all_reduce_copy(
     Args:
         tensor: any shape, the same on every rank; only read.
         op: see `ReduceOp` and `premul_sum`.
-        group: the default group if None.
-        async_op: return a `PendingResult` of the tensor.
-        prescale: each rank's tensor is multiplied by this factor before the reduction. Integers are multiplied in float64 and
-            rounded towards zero; float16 and bfloat16 are multiplied in float32.
-        postscale: the result is multiplied by this factor.
+        group: the group; None means the default group.
+        async_op: if true, return a `PendingResult` of the tensor.
+        prescale: a factor by which each rank's tensor is multiplied before the reduction. Integers are multiplied in float64
+            and rounded towards zero; float16 and bfloat16 are multiplied in float32.
+        postscale: a factor by which the result is multiplied.
 
     Returns:
         A contiguous tensor like `tensor`, bitwise the same on every rank.
@@ -109,7 +109,7 @@ def all_reduce_copy_coalesced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """`all_reduce_copy` of several tensors, sent together as in `all_reduce_coalesced`. Returns a list."""
+    """Do `all_reduce_copy` for several tensors, which travel together as in `all_reduce_coalesced`. Returns a list."""
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_reduce_copy", chosen.place(), tensors=tensors)
     if not async_op and _needs_gradients(tensors):
@@ -162,8 +162,9 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
     Args:
         tensor: at least one dimension. The first dimension may differ between ranks, and may be 0. The other dimensions and the
             dtype are the same on every rank.
-        group: the default group if None.
-        async_op: return a `PendingResult` of the tensor. The ranks exchange the numbers of rows before the function returns.
+        group: the group; None means the default group.
+        async_op: if true, return a `PendingResult` of the tensor. The ranks exchange the numbers of rows before the function
+            returns.
 
     Returns:
         The rows of rank 0, then the rows of rank 1, and so on. Every rank gets the same tensor.
@@ -172,7 +173,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 
     Raises:
         InvalidArgumentError: the tensor has no dimension.
-        DisagreementError: dtypes or other dimensions differ. Every rank raises it.
+        DisagreementError: the dtypes differ, or dimensions other than the first differ. Every rank raises this error.
     """
     return _first(all_gather_rows_coalesced([tensor], group, async_op), async_op=async_op)
 
@@ -180,7 +181,7 @@ def all_gather_rows(tensor: torch.Tensor, group: ProcessGroup | None = None, asy
 def all_gather_rows_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """`all_gather_rows` of several tensors, with one all-gather for each dtype. Returns a list.
+    """Do `all_gather_rows` for several tensors, with one all-gather for each dtype. Returns a list.
 
     Every rank passes the same number of tensors.
     """
@@ -251,7 +252,7 @@ class _AllGatherRows(torch.autograd.Function):
 
 
 def row_shares(rows: int, size: int) -> list[int]:
-    """How many of `rows` each of `size` ranks gets. The first `rows % size` ranks get one row more. A pure function."""
+    """Divide `rows` among `size` ranks. The first `rows % size` ranks get one row more than the others. A pure function."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
@@ -269,14 +270,14 @@ def reduce_scatter_rows(
     Args:
         tensor: at least one dimension; the same shape on every rank; only read.
         op: see `ReduceOp` and `premul_sum`.
-        group: the default group if None.
-        async_op: return a `PendingResult` of the tensor.
+        group: the group; None means the default group.
+        async_op: if true, return a `PendingResult` of the tensor.
         prescale: as in `all_reduce_copy`.
         postscale: as in `all_reduce_copy`.
 
     Returns:
-        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more, and the call does one `reduce`
-        for each rank.
+        This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more. In this case the call costs
+        one `reduce` for each rank.
     """
     return _first(
         reduce_scatter_rows_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op
@@ -292,7 +293,7 @@ def reduce_scatter_rows_coalesced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Any:
-    """`reduce_scatter_rows` of several tensors, with one reduce_scatter for each dtype. Returns a list."""
+    """Do `reduce_scatter_rows` for several tensors, with one reduce_scatter for each dtype. Returns a list."""
     chosen = resolve_group(group)
     checks.refuse_no_tensors("reduce_scatter_rows", chosen.place(), tensors=tensors)
     if not async_op and _needs_gradients(tensors):
@@ -347,8 +348,8 @@ def broadcast_copy(
     Args:
         tensor: any shape, the same on every rank; only read.
         src: the root, a rank of the default group.
-        group: the default group if None.
-        async_op: return a `PendingResult` of the tensor.
+        group: the group; None means the default group.
+        async_op: if true, return a `PendingResult` of the tensor.
         group_src: the root, a rank of the group.
     """
     chosen = resolve_group(group)
@@ -388,9 +389,9 @@ def all_to_all_rows(
     Args:
         tensor: has at least one dimension, and is not changed. The dtype and all dimensions but the first are the same on every
             rank.
-        splits: how many rows go to each rank; None sends the same number to each.
-        group: the default group if None.
-        async_op: return a `PendingResult`. The ranks exchange the numbers of rows before the function returns.
+        splits: how many rows go to each rank; None sends the same number of rows to each rank.
+        group: the group; None means the default group.
+        async_op: if true, return a `PendingResult`. The ranks exchange the numbers of rows before the function returns.
 
     Returns:
         The rows in the order of the ranks that sent them, and how many rows came from each rank.
@@ -399,7 +400,7 @@ def all_to_all_rows(
 
     Raises:
         InvalidArgumentError: the splits do not fit the rows.
-        DisagreementError: dtypes or other dimensions differ. Every rank raises it.
+        DisagreementError: the dtypes differ, or dimensions other than the first differ. Every rank raises this error.
     """
     chosen = resolve_group(group)
     checks.refuse_no_tensors("all_to_all_rows", chosen.place(), tensor=tensor)
@@ -465,7 +466,7 @@ def broadcast_object(obj: Any, src: int | None = None, group: ProcessGroup | Non
     Args:
         obj: the root's object, which must be picklable.
         src: the root, a rank of the default group. Without `src` and `group_src`, the root is rank 0 of the group.
-        group: the default group if None.
+        group: the group; None means the default group.
         group_src: the root, a rank of the group.
     """
     chosen = resolve_group(group)

@@ -30,7 +30,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | float | N
 
     Raises:
         InvalidArgumentError: `ranks` is empty, has a rank twice, or has a number that is no rank of the default group.
-        DisagreementError: the ranks name different members. All ranks raise it, and no group is made.
+        DisagreementError: the ranks name different members. All ranks raise this error, and no group is made.
     """
     world = get_default_group()
     chosen = _sorted(range(world.size) if ranks is None else ranks)
@@ -48,12 +48,12 @@ def new_subgroups(
     """Divide a group into groups of `group_size` consecutive ranks.
 
     Returns:
-        The group that this rank is in, and for each new group its ranks in the default group. (torch returns handles of all
-        groups, but a handle of a group that this rank is not in is of no use.)
+        The new group that this rank is in. Also, for each new group, the list of its ranks in the default group. (torch returns
+        handles of all groups, but a handle of a group that this rank is not in is of no use.)
 
     Raises:
         InvalidArgumentError: the size does not divide the number of ranks.
-        DisagreementError: the ranks give different sizes. All ranks raise it, and no group is made.
+        DisagreementError: the ranks give different sizes. All ranks raise this error, and no group is made.
     """
     parent = resolve_group(group)
     if not is_integer(group_size) or group_size < 1 or parent.size % group_size != 0:
@@ -74,11 +74,11 @@ def new_subgroups_by_enumeration(
     """Make one group for each list of ranks of the default group. No rank may be in two lists.
 
     Returns:
-        The group that this rank is in (a `NonMember` if this rank is in none), and the lists.
+        The new group that this rank is in (a `NonMember` if this rank is in no new group), and the lists.
 
     Raises:
         InvalidArgumentError: a rank is in two lists, or does not exist.
-        DisagreementError: the ranks give different lists. All ranks raise it, and no group is made.
+        DisagreementError: the ranks give different lists. All ranks raise this error, and no group is made.
     """
     world = get_default_group()
     try:
@@ -95,7 +95,7 @@ def new_subgroups_by_enumeration(
 
 
 def verify_request(group: ProcessGroup, request: str) -> None:
-    """Check that all ranks of a group ask for the same new groups. Every rank of the group calls this.
+    """Check that all ranks of a group ask for the same new groups. Every rank of the group calls this function.
 
     Cost: an all_reduce of 16 bytes. If the requests differ, the ranks also gather the first 1024 bytes of each request, in
     two all-gathers. (A request may name all ranks. Without this limit, the gathered bytes would grow with the square of the
@@ -103,10 +103,10 @@ def verify_request(group: ProcessGroup, request: str) -> None:
 
     Args:
         group: the group.
-        request: what this rank asks for, such as "new_group([0, 1])".
+        request: this rank's request as text, such as "new_group([0, 1])".
 
     Raises:
-        DisagreementError: the requests differ. All ranks raise it.
+        DisagreementError: the requests differ. All ranks raise this error.
     """
     if are_same_on_all_ranks(request.encode(), group=group):
         return
@@ -118,7 +118,7 @@ def different_requests(requests: Sequence[str], place: str) -> str:
     """The error message for requests that differ. A pure function.
 
     Args:
-        requests: what each rank asks for, by rank; see `verify_request`.
+        requests: the request of each rank, in the order of the ranks; see `verify_request`.
         place: this rank and the group, in words.
     """
     said = Statements.of(requests).in_words()

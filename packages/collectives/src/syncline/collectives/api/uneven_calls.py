@@ -51,11 +51,11 @@ class UnevenCalls:
         self._steps: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def add_step(self, shadow: Callable[[], None]) -> int:
-        """Add a kind of step: several collectives that are announced together. All ranks add the same steps in the same order.
+        """Define a step: several collectives that are announced together. All ranks define the same steps in the same order.
 
         Args:
             shadow: a method that calls the collectives of the step, with zeros. On a rank that has joined, `join` calls this
-                method when other ranks announce the step. The method's object is not kept alive.
+                method when other ranks announce the step. `UnevenCalls` keeps only a weak reference to the method's object.
 
         Returns:
             The step's number, for `announce_step`.
@@ -67,7 +67,7 @@ class UnevenCalls:
         """Announce an `all_reduce_copy_coalesced` of these tensors. Joined ranks take part with zeros.
 
         Raises:
-            MisuseError: a rank has joined, and `op` is neither SUM nor AVG. All ranks that have not joined raise it.
+            MisuseError: a rank has joined, and `op` is neither SUM nor AVG. Ranks that have not joined raise this error.
             DisagreementError: another rank announced a step.
         """
         op = from_torch(op) or op
@@ -78,10 +78,10 @@ class UnevenCalls:
             self._tell(([(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in tensors], op))
 
     def announce_complete(self, what: str) -> None:
-        """Announce a collective that needs all ranks.
+        """Announce a collective that needs the tensors of all ranks, so that joined ranks cannot take part with zeros.
 
         Raises:
-            MisuseError: a rank has joined. All ranks that have not joined raise it.
+            MisuseError: a rank has joined. Ranks that have not joined raise this error.
             DisagreementError: another rank announced a step.
         """
         if self._call_roll():
@@ -92,7 +92,7 @@ class UnevenCalls:
             )
 
     def announce_step(self, number: int) -> PendingResult[None]:
-        """Announce a step by starting a roll call, without waiting for it. The step may begin at once.
+        """Announce a step: start a roll call, and do not wait until it has finished. The step may begin at once.
 
         Wait for the returned `PendingResult` at the end of the step. Its `wait` raises a `DisagreementError` if another rank
         announced another step, or a single collective.
@@ -104,8 +104,8 @@ class UnevenCalls:
         """Take part in the calls of other ranks until all ranks have joined. A rank calls this method when it has no work left.
 
         Returns:
-            The rank that had work for the longest time. If there are several such ranks, the largest. All ranks return the same
-            number.
+            The rank that had work for the longest time. If several ranks finished last together, the largest of these ranks.
+            All ranks return the same number.
         """
         while True:
             present, entries = self._hear(*self._issue(_Entry.JOINED, 0))
