@@ -93,7 +93,7 @@ def all_reduce_copy(
         postscale: a factor by which the result is multiplied.
 
     Returns:
-        A contiguous tensor like `tensor`, bitwise the same on every rank.
+        A contiguous tensor with the shape and dtype of `tensor`. Its bits are the same on every rank.
     """
     return _first(
         all_reduce_copy_coalesced([tensor], op, group, async_op, prescale=prescale, postscale=postscale), async_op=async_op

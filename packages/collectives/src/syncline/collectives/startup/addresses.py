@@ -5,9 +5,9 @@ nothing. A host with several interfaces has one name and several addresses, and 
 
 So rank 0 opens a "door" at each of its addresses: a listening socket that sends a secret word to each peer. Only this job knows
 the word. All other ranks try all doors, and report which doors they have reached. The job uses the first door that every rank
-has reached. Rank 0 gets the address of this door. Each other rank has a connection to this door, and gets the address of the
-rank's own end of this connection. (The word is needed because a proxy may accept any connection, and several hosts may have the
-same address, such as the address of a bridge for containers.)
+has reached. The address of this door becomes the address of rank 0. Each other rank has a connection to this door: the address
+of the rank's own end of the connection becomes the address of the rank. (The word is needed because a proxy may accept any
+connection, and several hosts may have the same address, such as the address of a bridge for containers.)
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class OwnAddress:
 
 
 def chosen_interfaces(environ: Mapping[str, str], site: str | None = None) -> tuple[str, ...]:
-    """The names of the network interfaces that the user has chosen; empty if none. A pure function.
+    """Return the names of the network interfaces that the user has chosen; empty without a choice. A pure function.
 
     Args:
         environ: the environment variables. If GLOO_SOCKET_IFNAME is set, it names the interfaces, separated by commas.
-        site: the value of `interface` in the site file, in the same format. Used if the variable is not set.
+        site: the value of `interface` in the site file, in the same format. Used if GLOO_SOCKET_IFNAME is not set.
     """
     chosen = environ.get(INTERFACE_VARIABLE) or site or ""
     return tuple(name for name in chosen.replace(" ", "").split(",") if name)
 
 
 def loopback_domain() -> str:
-    """A text that is the same for processes that reach each other at the loopback address."""
+    """Return a text that is equal in two processes if they reach each other at the loopback address."""
     host = host_identity()
     with suppress(OSError):
         return f"{host.hostname}/{host.boot_id}/{os.readlink('/proc/self/ns/net')}"
@@ -81,10 +81,10 @@ def loopback_domain() -> str:
 
 
 def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
-    """The addresses at which other hosts may reach this host, IPv4 first.
+    """Return the addresses at which other hosts may reach this host, IPv4 first.
 
-    If `interfaces` is not empty, the result has all addresses of these interfaces instead, also loopback addresses, in the
-    order of `interfaces`.
+    If `interfaces` is not empty, return all addresses of these interfaces instead, including loopback addresses. Their order is
+    the order of `interfaces`.
 
     Raises:
         LaunchError: one of `interfaces` does not exist, is down, or has no address.
@@ -104,10 +104,10 @@ def own_addresses(interfaces: Sequence[str] = ()) -> list[OwnAddress]:
 
 
 def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
-    """The addresses of `own_addresses` that are not loopback addresses, for a job of several hosts.
+    """Return the addresses of `own_addresses` that are not loopback addresses, for a job of several hosts.
 
     Raises:
-        LaunchError: `own_addresses` raises it, or there are only loopback addresses.
+        LaunchError: there are only loopback addresses, or `own_addresses` raises the error.
     """
     found = own_addresses(interfaces)
     if all(entry.is_loopback for entry in found):
@@ -120,7 +120,7 @@ def addresses_for_others(interfaces: Sequence[str]) -> list[OwnAddress]:
 
 
 def address_towards(address: str) -> str:
-    """This host's own address on the route to `address`, which belongs to another host. Sends nothing.
+    """Return this host's own address on the route to `address`, an address of another host. The function sends nothing.
 
     Raises:
         LaunchError: the system has no route to the address.
@@ -189,12 +189,12 @@ class Doors:
 
 @dataclass
 class Tried:
-    """What one rank found when it tried to connect to each listening socket of rank 0 (each of its doors: see `Doors`).
+    """The result when one rank has tried to connect to each door of rank 0. A door is a listening socket: see `Doors`.
 
     Attributes:
         host: the name of the rank's host.
         own: maps the number of each door that the rank has reached to the address of the rank's own end of the connection.
-        failed: maps the number of each other door to the reason why the rank did not reach it, in words.
+        failed: maps the number of each other door to the reason, in words, why the rank did not reach this door.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -212,7 +212,7 @@ class Tried:
 
 
 def try_doors(places: Sequence[Place], word: str, scope: CancelScope) -> Tried:
-    """Connect to all doors of rank 0 (the sockets at `places`) at once. Return which doors answer with the word."""
+    """Connect to all doors of rank 0 (the sockets at `places`) at once. The result says which doors answer with `word`."""
     tried = Tried()
     end_s = time.monotonic() + min(_LONGEST_TRY_S, scope.remaining_s())
     with selectors.DefaultSelector() as selector, ExitStack() as opened:
@@ -252,7 +252,7 @@ def _note(tried: Tried, number: int, end: Any, word: str) -> None:
 
 
 def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dict[int, str]:
-    """For each rank the address at which the others reach it. A pure function.
+    """Return, for each rank, the address at which the other ranks reach this rank. A pure function.
 
     Args:
         places: the doors of rank 0. A door is an address and a port at which rank 0 listens.

@@ -27,17 +27,17 @@ class ConnectRequest:
     """The request with which `init_process_group` asks a backend to connect the ranks of the job.
 
     Attributes:
-        launch: the launcher's facts about this process, or None if nothing launched it.
+        launch: the values that the launcher gave this process, or None if no launcher started this process.
         rank, world_size: the arguments that the caller gave to `init_process_group`, or None.
         init_method: the URL where the ranks meet ("env://", "file://...", "tcp://..."; see `rendezvous`), or None.
-        store: a store of Syncline or torch in which the ranks meet, or None. The store takes the place of `init_method`, and
+        store: a store of Syncline or torch in which the ranks meet, or None. The store is used instead of `init_method`, and
             has no keys of an earlier run.
         timeout_s: the group's time limit in seconds.
         group_name: the group's name in error messages.
         reproducible: if true, reductions must give the same bits in every run. A backend that cannot do this must refuse to
             connect.
-        host_group: a group of the same ranks on host memory, or None. A backend for GPUs may use the `send` and `recv` of this
-            host group as long as the new group lives.
+        host_group: a group of the same ranks for tensors in host memory, or None. A backend for GPUs may use the `send` and
+            `recv` of this host group as long as the new group lives.
         check_calls: if true, the ranks must compare each collective before it starts. A backend that cannot do this must refuse
             to connect.
         thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend with several algorithms.
@@ -48,7 +48,8 @@ class ConnectRequest:
         spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two polls.
         joins: if true, this process starts later than the other ranks, and waits until the other ranks let this process in
             (`ProcessGroup.admit`).
-        devices: the types of device whose tensors the group will get, such as {"cpu"}; None: all that the backend can serve.
+        devices: the types of device whose tensors the group will get, such as {"cpu"}. None means all types that the backend
+            serves.
     """
 
     launch: Launch | None
@@ -71,7 +72,7 @@ class ConnectRequest:
 
     @classmethod
     def from_settings(cls, settings: Settings, environ: Mapping[str, str], timeout_s: float, **given: Any) -> ConnectRequest:
-        """A request from the site's settings. Environment variables override the settings, and `given` fields override both."""
+        """Make a request. Fields in `given` override environment variables, and these override the site's settings."""
         said = {
             "reproducible": settings.reproducible,
             "thresholds": settings.thresholds.overridden(environ),
@@ -87,7 +88,7 @@ class ConnectRequest:
 
 
 def apply_to_process(settings: Settings) -> None:
-    """Apply the settings that concern the process and not a group: where reports go, and which frames tracebacks show."""
+    """Apply the settings for the whole process: the folder for reports, and the frames that tracebacks show."""
     show_all_frames(settings.full_tracebacks)
     set_report_folder(settings.report_dir)
 
@@ -100,17 +101,17 @@ class Backend(ABC):
 
     @property
     def meets_in_store(self) -> bool:
-        """Whether the ranks can meet in a store. If not, `connect` refuses a request with a store."""
+        """Whether the ranks can meet in a store. If this is false, `connect` refuses a request with a store."""
         return False
 
     @property
     def serves_newcomers(self) -> bool:
-        """Whether a process can join a job that runs. If not, `connect` gets no request with `joins`."""
+        """Whether a process can join a job that runs. If this is false, `connect` gets no request with `joins`."""
         return False
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Why this backend cannot work here, with the remedy, in one sentence; None if it can."""
+        """Return a sentence that says why this backend cannot work here, and the remedy. None if the backend can work."""
 
     @abstractmethod
     def connect(self, request: ConnectRequest) -> ProcessGroup:

@@ -131,9 +131,9 @@ def detect_launch(environ: Mapping[str, str], *, is_given: bool = False) -> Laun
         is_given: whether the caller has passed rank and world size. Then incomplete variables are no error.
 
     Raises:
-        LaunchError: a variable that should be a number is not a number, the rank is not below the world size, two launchers
-            describe this process and differ, or a variable says that there are several processes but other variables are
-            missing.
+        LaunchError: a variable that should be a number is not a number, or the rank is not below the world size. Or two
+            launchers describe this process and differ. Or a variable says that there are several processes, and other variables
+            are missing.
     """
     # A run id of `syncline run` is not torchrun's: see point 1 of the note.
     if _is_set(_TORCHRUN, environ) and not environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID_PREFIX):
@@ -212,15 +212,15 @@ _OF_A_JOB = (
 def take_launch(environ: MutableMapping[str, str], *, is_given: bool = False) -> Launch | None:
     """Call `detect_launch`. If it finds a launcher, mark in `environ` that this process is the rank that the launcher started.
 
-    A child process inherits the launcher's variables and the mark, so it knows that it is not itself this rank. See Note [The
-    place of a process].
+    A child process inherits the launcher's variables and the mark. By the mark, the child knows that it is not itself the rank.
+    See Note [The place of a process].
 
     Args:
         environ: the environment variables; the mark is the variable SYNCLINE_PLACE.
         is_given: whether the caller has passed rank and world size. Then a child of a rank gets None instead of an error.
 
     Raises:
-        LaunchError: `detect_launch` raises it, or this process is a child of a rank.
+        LaunchError: this process is a child of a rank, or `detect_launch` raises the error.
     """
     launch = detect_launch(environ, is_given=is_given)
     if launch is None:
@@ -251,7 +251,7 @@ def launch_by(communicator: Any) -> Launch:
 
 
 def parent_rank(environ: Mapping[str, str]) -> int | None:
-    """Return the process id of the rank whose child this process is; None if this process is not a child of a rank."""
+    """If this process is a child of a rank, return the rank's process id, otherwise None."""
     pid, _, place = environ.get(PLACE_VARIABLE, "").partition(" ")
     # No process has taken a place, or this process has taken it, or the launcher's variables now describe another place.
     if not pid.isdigit() or int(pid) == os.getpid() or place.split()[:1] != _place(0, environ).split()[1:2]:
@@ -298,10 +298,10 @@ SRUN_PMIX, SRUN_PMI2, OPEN_MPI, HYDRA = "srun --mpi=pmix", "srun --mpi=pmi2", "O
 
 
 def process_manager(environ: Mapping[str, str]) -> str | None:
-    """The process manager of this MPI job: SRUN_PMIX, SRUN_PMI2, OPEN_MPI or HYDRA; None if not known. A pure function.
+    """Return the process manager of this MPI job: SRUN_PMIX, SRUN_PMI2, OPEN_MPI or HYDRA. A pure function.
 
-    An mpirun may run inside a step of Slurm, or start its daemons with srun. Then mpirun connects the processes, although
-    Slurm's variables are visible.
+    Return None if the process manager is not known. An mpirun may run inside a step of Slurm, or start its daemons with srun.
+    Then mpirun connects the processes, although Slurm's variables are visible.
     """
     # Test this first, because ranks of an mpirun inside a step see Slurm's variables, too.
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -321,7 +321,7 @@ def tolerates_faults(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_init_method(init_method: str | None) -> str | None:
-    """The scheme of an `init_method`, such as "tcp" of "tcp://host:1234"; None if `init_method` is None. A pure function.
+    """Return the scheme of an `init_method`, such as "tcp" of "tcp://host:1234". None gives None. A pure function.
 
     Raises:
         InvalidArgumentError: the scheme is not among `INIT_METHODS`; the message lists them.

@@ -27,10 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Met:
-    """What a rank has learnt about the others when all ranks have met in the store.
+    """The information that a rank has about other ranks after all ranks have met in the store.
 
     Attributes:
-        processes: maps each rank of this node to the identity of its process. Empty if the system does not tell identities.
+        processes: maps each rank of this node to the identity of its process. Empty if the operating system does not offer
+            identities of processes.
         share_loopback: whether all ranks certainly reach each other at the loopback address.
     """
 
@@ -43,21 +44,21 @@ def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
 
     A rank learns only the processes of its own node, because it cannot watch processes of other nodes.
 
-    Cost with L ranks on this node: L + 8 requests of fixed size, for any number of ranks, and more requests while the rank
-    waits. Each rank that does not come costs a few more requests: see `_absent`.
+    Cost: with L ranks on this node, each rank sends L + 8 requests of fixed size to the store, for any number of ranks. A rank
+    that waits sends more requests. Each rank that does not come costs a few more requests: see `_absent`.
 
     Args:
-        store: a store for these ranks and this meeting only.
+        store: a store that only these ranks use, only for this call.
         rank: this rank.
         size: the number of ranks.
-        scope: the time limit for everything.
+        scope: the time limit of the whole function.
 
     Raises:
         TimeoutError: some ranks did not call this function in time; the error names them.
-        DisagreementError: the ranks were given different sizes, or run different versions; all ranks raise it. Or `size` ranks
-            have met here before this rank came; then only this rank raises it.
+        DisagreementError: the ranks were given different sizes, or run different versions. Then all ranks raise this error. Or
+            `size` ranks have met in the store before this rank came. Then only this rank raises this error.
         StoreError: the store failed.
-        BaseException: the reason with which `scope` was cancelled.
+        BaseException: `scope` was cancelled; the exception is the reason that was given to `CancelScope.cancel`.
     """
     mine = own_identity()
     node = None if mine is None else f"node/{mine.node}"
@@ -159,12 +160,12 @@ def _key(rank: int) -> str:
 
 
 def address_by_store(store: Store, rank: int, size: int, interfaces: Sequence[str], scope: CancelScope) -> str:
-    """The address at which ranks on other hosts reach this rank. All ranks call this function, after `meet` has returned.
+    """Return the address at which ranks on other hosts reach this rank. All ranks call this function after `meet`.
 
     Cost, for N ranks: three requests from each rank, and N more from rank 0.
 
     Raises:
-        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise it.
+        LaunchError: a host cannot reach rank 0 at any address, or has no usable address itself. All ranks raise this error.
         TimeoutError: a rank did not take part.
     """
     if rank == 0:
@@ -221,7 +222,7 @@ def address_by_group(group: ProcessGroup, interfaces: Sequence[str], timeout_s: 
     function `address_by_store` does the same over a store.
 
     Raises:
-        LaunchError: for the same reasons as in `address_by_store`. All ranks raise it.
+        LaunchError: for the same reasons as in `address_by_store`. All ranks raise this error.
     """
     if len(set(exchange_objects(loopback_domain(), group=group))) == 1:
         return LOOPBACK

@@ -1,9 +1,9 @@
 """Find out whether mpi4py has an MPI library that this launcher can start, start the library, and abort the MPI job.
 
-This module also finds out whether the library takes CUDA memory. A child process tries this, because the library may crash.
+This module also finds out whether the library accepts CUDA memory. A child process tries this, because the library may crash.
 
-The checks run before MPI starts, because an MPI library that cannot start ends the process. `syncline run` must not load torch,
-and uses this module, so this module does not import torch.
+The checks run before MPI starts, because an MPI library that cannot start ends the process. This module does not import torch,
+because `syncline run` uses this module and must not load torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_LIBRARY = (
 
 
 def missing_library() -> str | None:
-    """Why mpi4py cannot load an MPI library; None if it can. Loads the library, but does not start it."""
+    """Load mpi4py's MPI library without starting MPI. Return None, or a text that says why this is impossible."""
     return _NO_MPI4PY if find_spec("mpi4py") is None else _library_problem()
 
 
@@ -56,7 +56,7 @@ def _library_problem() -> str | None:
 
 @functools.cache
 def conflict_with_launcher() -> str | None:
-    """Why this process's launcher cannot start mpi4py's MPI library; None if it can, or if MPI runs already."""
+    """Return a text that says why the launcher cannot start mpi4py's MPI library. None if it can, or if MPI runs already."""
     from mpi4py import MPI
 
     if MPI.Is_initialized():
@@ -88,7 +88,7 @@ def _load() -> None:
 
 
 def start_mpi(timeout_s: float) -> None:
-    """Start MPI if it does not run, for code that uses mpi4py without a group.
+    """Start MPI if MPI does not run yet. For code that uses mpi4py without a group.
 
     This function does not check whether MPI fits the launcher; see `conflict_with_launcher`.
     """
@@ -173,7 +173,9 @@ LEAST_SHM_BYTES = 64 << 20
 
 
 def launcher_conflict(environ: Mapping[str, str], vendor: str, version: tuple[int, ...], is_from_pypi: bool) -> str | None:
-    """Why the launcher cannot start this MPI library, with the remedy; None if no reason is known. A pure function.
+    """Return a text that says why the launcher cannot start this MPI library, and the remedy. A pure function.
+
+    Return None if no reason is known.
 
     Args:
         environ: the environment variables.
@@ -222,7 +224,7 @@ def is_from_pypi(vendor: str) -> bool:
 
 
 def other_mpi(launcher: str, told: int, library: str, found: int) -> str:
-    """The message for a launcher and a library that see different numbers of processes. A pure function."""
+    """Return the error message if the launcher and the library see different numbers of processes. A pure function."""
     unset = "-u SLURM_STEP_ID" if launcher == "Slurm" else "-u PMI_SIZE -u OMPI_COMM_WORLD_SIZE"
     lines = [
         f"{launcher} started {told} rank(s), but {library} sees {found}: launcher and library belong to different MPIs, or "
@@ -239,7 +241,7 @@ def other_mpi(launcher: str, told: int, library: str, found: int) -> str:
 
 
 def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm") -> str | None:
-    """The warning if /dev/shm may be too small for MPICH to start; None if it is large enough."""
+    """Return a warning if /dev/shm may be too small for MPICH to start, or None if /dev/shm is large enough."""
     try:
         total_bytes = shutil.disk_usage(folder)[0]
     except OSError:
@@ -254,7 +256,7 @@ def little_shared_memory(vendor: str, local_size: int, folder: str = "/dev/shm")
 
 
 def abort_job(status: int) -> None:
-    """End all ranks of the MPI job. Before this, wait 0.3 seconds, so that mpiexec can read what this rank has printed."""
+    """Wait 0.3 seconds, so that mpiexec can read the output of this rank. Then end all ranks of the MPI job."""
     from mpi4py import MPI
 
     time.sleep(_FORWARDING_S)
@@ -289,7 +291,7 @@ print("aware")
 
 @dataclass(frozen=True)
 class CudaAwareness:
-    """Whether MPI takes CUDA memory, and a sentence that gives the reason for this answer."""
+    """Whether MPI accepts CUDA memory, and a sentence that gives the reason for this answer."""
 
     is_aware: bool
     in_words: str
@@ -298,7 +300,7 @@ class CudaAwareness:
 def try_cuda_awareness(
     environ: Mapping[str, str] = os.environ, child: str = _CHILD, timeout_s: float = _CUDA_TRIAL_S
 ) -> CudaAwareness:
-    """Find out whether MPI takes CUDA memory: a child process of one rank transfers and reduces such memory by MPI."""
+    """Find out whether MPI accepts CUDA memory: a child process, an MPI job of one rank, transfers and reduces CUDA memory."""
     own = {name: value for name, value in environ.items() if not _is_the_launchers(name)}
     try:
         done = subprocess.run([sys.executable, "-c", child], env=own, capture_output=True, text=True, timeout=timeout_s)

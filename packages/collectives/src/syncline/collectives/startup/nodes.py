@@ -50,7 +50,7 @@ class Placement:
 
 
 def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
-    """The placement of a rank, from the identity of every rank's host."""
+    """Return the placement of a rank. `identities` has the identity of each rank's host, in the order of the ranks."""
     numbers: dict[HostIdentity, int] = {}
     node_of = tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
     return Placement(
@@ -64,7 +64,7 @@ def place(rank: int, identities: Sequence[HostIdentity]) -> Placement:
 
 
 def in_words(host: HostIdentity) -> str:
-    """Encode the identity as one text, which `from_words` decodes."""
+    """Encode an identity as one text, which `from_words` decodes."""
     return f"{host.boot_id} {host.hostname}"
 
 

@@ -1,4 +1,4 @@
-"""Find backends by name, choose one backend, or combine several: one for each type of device.
+"""Find backends by name, choose one backend, or combine several backends: one for each type of device.
 
 A Python package, Syncline included, offers a backend by an entry point in "syncline.backends".
 """
@@ -55,9 +55,9 @@ def load_backend(name: str) -> Backend:
 
 
 def what_is_missing(name: str) -> str | None:
-    """Say why the backend `name` cannot work in this process; None if it can.
+    """Return a text that says why the backend `name` cannot work in this process, or None if the backend can work.
 
-    If no backend of this name is installed, the text says so, and lists the installed backends.
+    If no backend with this name is installed, the text says so, and lists the installed backends.
 
     Raises:
         InvalidArgumentError: as in `load_backend`.
@@ -100,22 +100,22 @@ def choose_backend(
     rendezvous_given: bool = False,
     settings: Settings | None = None,
 ) -> BackendChoice:
-    """Choose a backend: the one that the argument names, else the environment variable SYNCLINE_BACKEND, else the site file.
+    """Choose a backend. The argument comes first, then the environment variable SYNCLINE_BACKEND, then the site file.
 
-    An `init_method` mpi:// names the backend "mpi", and comes before the environment variable. If nothing names a backend, the
-    choice is automatic:
+    The `init_method` mpi:// has the same effect as the argument "mpi". If nothing names a backend, the choice is automatic:
 
     - MPI, if an MPI launcher started this process and nothing that MPI needs is missing;
     - otherwise Gloo, if there is a launcher or a rendezvous;
     - otherwise the backend "in_process", which makes a group of one rank.
 
-    An automatic choice serves tensors on the CPU. If nothing that NCCL needs is missing, NCCL is added for tensors on GPUs.
+    An automatic choice serves tensors on the CPU. If NCCL can work in this process, NCCL is added for tensors on GPUs.
 
     Args:
         argument: the `backend` argument of `init_process_group`.
         environ: the environment variables.
         launch: what the launcher told this process; None if there is no launcher.
-        missing: a function that takes a backend's name and says why this backend cannot work; see `what_is_missing`.
+        missing: a function that takes a backend's name, and returns the reason why this backend cannot work, or None; see
+            `what_is_missing`.
         scheme: the scheme of the `init_method`; "mpi" means the same as the argument "mpi".
         rendezvous_given: whether the caller said how the ranks meet, by an `init_method`, a store or a world size.
         settings: the settings from the site file.
@@ -176,7 +176,7 @@ class PerDeviceBackend(Backend):
         self._backends = dict(backends)
 
     def missing(self) -> str | None:
-        """The problem of the first backend that has a problem; None if no backend has one."""
+        """Return the problem of the first backend that has a problem, or None if no backend has a problem."""
         lacks = (backend.missing() for backend in self._backends.values())
         return next((lack for lack in lacks if lack is not None), None)
 

@@ -1,8 +1,8 @@
-"""Rendezvous: a store that all ranks of a job share, for a backend whose library does not connect the ranks itself.
+"""Rendezvous: make a store that all ranks of a job share. A backend needs the store if its library cannot connect the ranks.
 
 Our TCP store listens on only one address, and accepts only clients with the job's secret. Our file store never reads data of an
-earlier run. torch's own stores are less careful: TCPStore listens on all addresses and asks for no credential, and FileStore
-reads data of an earlier run. So we use torch's rendezvous only under torchrun, whose agent has already opened a TCPStore.
+earlier run. torch's own stores are less safe: TCPStore listens on all addresses and asks for no credential, and FileStore reads
+data of an earlier run. So we use torch's rendezvous only under torchrun, whose agent has already opened a TCPStore.
 
 The last part of the module parses the URL of an `init_method`.
 """
@@ -43,19 +43,19 @@ _close_at_exit: list[Callable[[], None]] = []
 
 
 def rendezvous(request: ConnectRequest) -> tuple[dist.Store, int, int]:
-    """A store that all ranks share, this process's rank, and the number of ranks."""
+    """Return a store that all ranks share, this process's rank, and the number of ranks."""
     return meeting_place(request)[:3]
 
 
 def meeting_place(request: ConnectRequest) -> tuple[dist.Store, int, int, str | None]:
-    """The three results of `rendezvous`, then the address at which all ranks reach this rank (None if not known yet)."""
+    """Return the results of `rendezvous`, and the address at which all ranks reach this rank (None if it is not known yet)."""
     rank, size = _place(request)
     store, address = _shared_store(request, rank, size)
     return store, rank, size, address
 
 
 def as_torch_store(store: Store | dist.Store) -> dist.Store:
-    """The user's store as a store of torch."""
+    """Return a store of torch for the user's store."""
     return AsTorchStore(store) if isinstance(store, Store) else store
 
 
@@ -128,7 +128,7 @@ def _over_mpi(request: ConnectRequest) -> tuple[dist.Store, str]:
 
 
 def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """The store to which a URL leads. All ranks that call this function with the same URL share the store.
+    """Return the store for a URL. All ranks that call this function with the same URL share the store.
 
     ``file:///folder``
         Ranks meet in a folder that all of them can reach; see `stores.file_rendezvous`. The folder may contain files of earlier
@@ -138,12 +138,12 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
         ``?secret_file=PATH`` or from the variable SYNCLINE_SECRET. On the loopback address, no file or variable is needed: the
         ranks share the secret of their user; see `user_secret`.
     ``env://``
-        Under torchrun, the store of torchrun's agent. Without torchrun, the same as tcp:// with MASTER_ADDR and MASTER_PORT.
+        Under torchrun, the store of torchrun's agent. Without torchrun, the same as ``tcp://$MASTER_ADDR:$MASTER_PORT``.
 
     Raises:
         InvalidArgumentError: the URL has none of these forms.
-        LaunchError: there is no secret, or more than one, or other users could read the secret file. Or ``env://`` lacks
-            MASTER_ADDR or MASTER_PORT.
+        LaunchError: there is no secret, there are two secrets, or other users could read the secret file. Or MASTER_ADDR or
+            MASTER_PORT is not set for ``env://``.
         StoreError: the ranks did not find each other; see `TCPStore`, `TCPStoreServer`, `FileStore`.
     """
     scheme = check_init_method(init_method)
@@ -160,7 +160,7 @@ def store_at(init_method: str, rank: int, size: int, timeout_s: float, environ: 
 
 
 def store_of_running_job(init_method: str, timeout_s: float) -> dist.Store:
-    """The store in which the ranks of a job meet, for a process that starts later. `init_method` names a folder.
+    """Return the store of a running job, for a process that joins the job later. `init_method` names the job's folder.
 
     Raises:
         InvalidArgumentError: `init_method` does not name a folder.
@@ -180,7 +180,7 @@ def _left_at_exit(store: FileStore) -> dist.Store:
 
 
 def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The host in this URL, if the host is a loopback address; None for other hosts and for URLs without a host."""
+    """Return the host of a URL if the host is a loopback address. Return None for other hosts and for URLs without a host."""
     scheme = check_init_method(init_method)
     if scheme == "tcp":
         host = parse_address(init_method).host
@@ -192,7 +192,7 @@ def loopback_host(init_method: str, environ: Mapping[str, str] = os.environ) -> 
 
 
 def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str = "") -> str:
-    """The secret that only the ranks of the job know.
+    """Return the secret that only the ranks of the job know.
 
     Args:
         secret_file: the path of the file with the secret, or None.
@@ -201,7 +201,7 @@ def find_secret(secret_file: str | None, environ: Mapping[str, str], host: str =
             SYNCLINE_SECRET, the result is the secret of this user; see `user_secret`.
 
     Raises:
-        LaunchError: there is no secret, there are two, or other users could read the secret file.
+        LaunchError: there is no secret, there are two secrets, or other users could read the secret file.
     """
     value = environ.get(SECRET_VARIABLE)
     if value and secret_file is not None:
@@ -248,11 +248,11 @@ def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | No
     Args:
         group: a group of the ranks.
         timeout_s: the store's time limit in seconds.
-        address: the address at which the other ranks reach this rank; None: find it, see `address_by_group`.
+        address: the address at which the other ranks reach this rank. If None, the function calls `address_by_group`.
 
     Raises:
-        LaunchError: `address` is None, and `address_by_group` found no address. All ranks raise it.
-        StoreUnavailableError: rank 0 cannot serve the store, or a rank lacks pyzmq. All ranks raise it.
+        LaunchError: `address` is None, and `address_by_group` found no address. All ranks raise this error.
+        StoreUnavailableError: rank 0 cannot serve the store, or a rank lacks pyzmq. All ranks raise this error.
     """
     address = address or address_by_group(group, chosen_interfaces(os.environ), timeout_s)
     told: tuple[str, int, str] | str | None = None
@@ -306,7 +306,7 @@ def _close_all() -> None:
 
 @dataclass(frozen=True)
 class Address:
-    """The address where rank 0 serves a TCP store, from a URL. `secret_file` is the path in the URL, or None."""
+    """The parts of a URL: host and port where rank 0 serves a TCP store, and the path of the secret file (or None)."""
 
     host: str
     port: int
@@ -314,10 +314,10 @@ class Address:
 
 
 def parse_folder(url: str) -> Path:
-    """The folder that a file:// URL names.
+    """Return the folder that a file:// URL names.
 
     Raises:
-        InvalidArgumentError: after `file://` there is no absolute path, or more than a path, such as a host or a query.
+        InvalidArgumentError: the URL has no absolute path, or has other parts than a path, such as a host or a query.
     """
     parts = urlsplit(url)
     if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
@@ -328,7 +328,7 @@ def parse_folder(url: str) -> Path:
 
 
 def parse_address(url: str) -> Address:
-    """Host, port and secret file of a tcp:// URL.
+    """Return the host, the port and the secret file of a tcp:// URL.
 
     Raises:
         InvalidArgumentError: the host or the port is missing, or the URL has more parts than host, port and secret_file.
@@ -347,7 +347,7 @@ def parse_address(url: str) -> Address:
 
 
 def address_by_environment(url: str, environ: Mapping[str, str]) -> Address:
-    """The address in MASTER_ADDR and MASTER_PORT, and the secret file of an env:// URL.
+    """Return the host and port in MASTER_ADDR and MASTER_PORT, and the secret file of an env:// URL.
 
     Raises:
         LaunchError: one of the variables is missing, or the port is not a number from 1 to 65535.

@@ -33,17 +33,17 @@ class AlgorithmThresholds:
 
     Attributes:
         eager_bytes: a collective uses the eager algorithm if a rank reads at most this many bytes from its peers. A larger
-            value means fewer waits per call, but each rank reads and reduces all data, and the group needs more shared memory.
+            value means fewer waits per call. But each rank reads and reduces all data, and the group needs more shared memory.
         window_bytes: the smallest memory that `allocate` puts in a window (memory that all ranks of a node can read and write).
             Also the smallest tensor for which a collective checks whether the tensors of all ranks are in a window. A smaller
-            value means that more tensors are reduced in place, but each tensor takes whole pages.
+            value means that more tensors are reduced in place. But each tensor takes whole memory pages.
         staged_bytes: the smallest tensor outside of windows that a reduction copies into shared memory and out again. A smaller
             value means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
             for the other ranks at least twice.
-        ring_bytes: use Syncline's ring between nodes if a part (the tensor's size divided by the number of ranks) has at least
-            this size. A smaller value means that more reductions use the whole bandwidth of a TCP network, but a ring takes as
-            many steps as there are nodes. Switch the ring off if the network itself reduces, or if the MPI library is tuned for
-            the network.
+        ring_bytes: a reduction uses Syncline's ring between nodes if a part (the tensor's size divided by the number of ranks)
+            has at least this size. A smaller value means that more reductions use the whole bandwidth of a TCP network. But a
+            ring takes as many steps as there are nodes. Switch the ring off if the network itself reduces, or if the MPI
+            library is tuned for the network.
     """
 
     eager_bytes: int = 512 << 10
@@ -52,7 +52,7 @@ class AlgorithmThresholds:
     ring_bytes: int = 128 << 10
 
     def overridden(self, environ: Mapping[str, str] = os.environ) -> AlgorithmThresholds:
-        """A copy of these sizes. An environment variable such as SYNCLINE_RING_BYTES, if set, replaces its size (`ring_bytes`).
+        """Return a copy in which environment variables replace sizes. For example, SYNCLINE_RING_BYTES replaces `ring_bytes`.
 
         Raises:
             InvalidArgumentError: a variable is not a positive integer.
@@ -99,7 +99,7 @@ class Settings:
     path: str | None = None
 
     def changed(self) -> list[str]:
-        """The keys whose values are not the defaults, as lines of a site file."""
+        """Return the settings that differ from the defaults, as lines of a site file."""
         defaults = Settings()
         return [f"{key} = {_in_toml(getattr(self, key))}" for key in _KEYS if getattr(self, key) != getattr(defaults, key)]
 
@@ -109,7 +109,7 @@ class Settings:
         return AlgorithmThresholds(**{entry.name: getattr(self, entry.name) for entry in fields(AlgorithmThresholds)})
 
     def spin_s_overridden(self, environ: Mapping[str, str] = os.environ) -> float:
-        """The value of the environment variable `SYNCLINE_SPIN_S`; the setting `spin_s` if the variable is not set.
+        """Return the value of the environment variable `SYNCLINE_SPIN_S`, or `spin_s` if the variable is not set.
 
         Raises:
             InvalidArgumentError: the variable is not a number of seconds.

@@ -1,4 +1,4 @@
-"""Print an uncaught error: in full on one rank of a node, and without the frames inside Syncline and torch.
+"""Print an uncaught error in full on only one rank of a node, and leave out the stack frames inside Syncline and torch.
 
 Note [Who speaks]
 ~~~~~~~~~~~~~~~~~
@@ -63,13 +63,13 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def show_all_frames(are_shown: bool) -> None:
-    """Set whether tracebacks that are printed at exit have the frames inside Syncline and torch."""
+    """Set whether tracebacks at exit show the stack frames inside Syncline and torch."""
     global _shows_all_frames
     _shows_all_frames = are_shown
 
 
 def handle_uncaught_elsewhere() -> None:
-    """From now on, set no excepthook in this process. Called by `syncline run`, which handles uncaught exceptions itself."""
+    """Set no excepthook in this process from now on. `syncline run` calls this, because it handles exceptions itself."""
     global _is_handled
     _is_handled = True
 
@@ -87,7 +87,7 @@ def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) 
     text.
 
     Args:
-        is_connected: returns whether the ranks are connected. The hook calls it.
+        is_connected: a function that returns whether the ranks are connected. The hook calls this function.
         has_siblings: whether a launcher started this process.
     """
     # Do not set the hook twice, nor at a Python prompt, nor if `syncline run` prints the error.
@@ -129,14 +129,14 @@ class _OncePerNode:
 
 @dataclass(frozen=True)
 class LastWords:
-    """The text that a rank prints at its end. If `is_all` is false, the text only points to another rank of this node."""
+    """The last text that a rank prints. If `is_all` is false, the text only points to another rank of this node."""
 
     text: str
     is_all: bool
 
 
 def last_words(who: str, did: str, error: BaseException, trace: TracebackType | None) -> LastWords:
-    """The text that this rank prints for an uncaught exception. See Note [Who speaks].
+    """Return the text that this rank prints for an uncaught exception. See Note [Who speaks].
 
     Args:
         who: this rank in words.
@@ -170,7 +170,7 @@ def _is_vague(error: BaseException) -> bool:
 
 
 def also_failed(error: BaseException, trace: TracebackType | None) -> str:
-    """One line for a rank that fails after another rank has printed the reason. Leaves out the text of a `SynclineError`."""
+    """Return one line for a rank that fails after another rank has printed the reason. It has no text of a `SynclineError`."""
     place = ""
     for frame in traceback.extract_tb(trace):
         # The last frame of the user's code counts, because it is nearest to the error.
@@ -186,7 +186,7 @@ def also_failed(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def flush_output() -> None:
-    """Flush standard output and standard error. A stream that is closed or full, or whose reader has ended, is no error."""
+    """Flush standard output and standard error. Ignore streams that are closed or full, or whose reader has ended."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -208,10 +208,10 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def in_text(error: BaseException, trace: TracebackType | None) -> str:
-    """An exception as Python prints it, without frames inside Syncline and torch, and without the causes of a `SynclineError`.
+    """Return the text that Python prints for an exception, but without stack frames inside Syncline and torch.
 
-    All frames and causes are shown if SYNCLINE_FULL_TRACEBACKS or the setting `full_tracebacks` asks for them, if logging is at
-    DEBUG, or if the exception may be a bug of Syncline.
+    The text also lacks the causes of a `SynclineError`. But the text has all frames and causes if SYNCLINE_FULL_TRACEBACKS or
+    the setting `full_tracebacks` asks for them, if logging is at DEBUG, or if the exception may be a bug of Syncline.
     """
     shown = error
     if isinstance(error, SynclineError):
@@ -298,22 +298,22 @@ def is_first(name: str, began_s: float, folder: Path | None = None) -> bool:
 
     A file lists the keys under which processes have printed, and the times. If no other process has printed under `name`,
     the function adds this process to the file. A shell, or torchrun's agent, may start several runs that fail with the same
-    error. So the function ignores an entry from before `began_s`: the entry belongs to an earlier run. The function
-    also ignores entries that are older than `FRESH_S` seconds.
+    error. So the function ignores entries from before `began_s`, which belong to earlier runs. The function also ignores
+    entries that are older than `FRESH_S` seconds.
 
     Args:
         name: a key for the text that this process would print. Two processes have the same key only if they have the same
             parent process and would print the same text.
         began_s: when this process's run began, in seconds since the epoch: see `run_began_s`.
-        folder: the folder of this file. None: see `private_folder`.
+        folder: the folder of the file. None means the default of `private_folder`.
     """
     return spoke_before(name, began_s, "", folder) is None
 
 
 def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None = None) -> str | None:
-    """Return the `who` of the process that has spoken (printed its error in full) for this name; None if none has spoken.
+    """Return the `who` of the process that has spoken (printed its error in full) for this name, or None.
 
-    If none has spoken, and `who` is given, the function writes to the file of `is_first` that this process now speaks.
+    If no process has spoken, and `who` is given, the function writes to the file of `is_first` that this process now speaks.
 
     Args:
         name: as for `is_first`; for ranks that are connected, a key of their run.
@@ -357,11 +357,11 @@ def _lock(file: IO[str]) -> None:
 
 
 def run_began_s() -> float:
-    """The earliest time at which a process of this process's run may have started, in seconds since the epoch.
+    """Return the earliest time at which a rank of this run may have started, in seconds since the epoch.
 
     If a process manager of MPI started this process, the result is `_STARTS_WITHIN_S` before the start of this process, because
-    other ranks may have started earlier. Otherwise the result is the start of this process, and no earlier time: a parent such
-    as torchrun's agent may start this run right after another run, whose failures must not count for this run.
+    other ranks may have started earlier. Otherwise the result is the start time of this process. It is not earlier, because a
+    parent such as torchrun's agent may start this run right after another run, whose failures must not count for this run.
     """
     return started_s() - (0.0 if process_manager(os.environ) is None else _STARTS_WITHIN_S)
 

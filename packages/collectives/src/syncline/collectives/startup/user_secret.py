@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
 
 
 def user_secret(folder: Path | None = None) -> str:
-    """The secret of this user on this machine. The first process that calls this function makes the secret.
+    """Return the secret of this user on this machine. The first process that calls this function makes the secret.
 
     Args:
         folder: the folder of the secret's file; by default a folder of this user in the folder for temporary files.
@@ -50,7 +50,7 @@ def user_secret(folder: Path | None = None) -> str:
 
 
 def private_folder(folder: Path | None = None) -> Path:
-    """A folder on this machine that only this user can use. The function makes the folder if it does not exist.
+    """Return a folder on this machine that only this user can use. The function makes the folder if it does not exist.
 
     Args:
         folder: the folder; by default a folder of this user in the folder for temporary files.
