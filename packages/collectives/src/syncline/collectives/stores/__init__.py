@@ -1,4 +1,4 @@
-"""Stores: small key-value tables through which the processes of a job find each other."""
+"""Stores: small tables of keys and values, through which the processes of a job find each other."""
 
 from .file import FileStore, file_rendezvous, join_latest_run
 from .store import PrefixStore, Store

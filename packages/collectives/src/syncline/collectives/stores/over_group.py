@@ -1,4 +1,4 @@
-"""GroupStore: a table on rank 0 of a process group. Other ranks reach the table by send and receive, without a port."""
+"""GroupStore: a table on rank 0 of a process group. The other ranks use the table through send and receive, without a port."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _GOODBYES_S = 5.0
 
 
 class GroupStore(ServedStore):
-    """A store for the ranks of a group. The group must not be used for anything else.
+    """A store for the ranks of a group. The program must not use the group for anything else.
 
-    Rank 0 serves the others from a thread that checks for requests every 0.2 ms to 20 ms, and with many ranks less often. The
-    interval grows while no request comes. A call costs four messages on other ranks, and none on rank 0. A call that waits
-    for a key repeats its request.
+    A thread on rank 0 answers the requests of the other ranks. It checks for requests every 0.2 ms to 20 ms, and with many
+    ranks less often. The interval grows while no request comes. A call costs four messages on other ranks, and no message on
+    rank 0. A call that waits for a key repeats its request.
 
     Args:
         group: the group whose ranks share the store. All ranks make a `GroupStore`, and all call `close`, which also closes the
@@ -52,7 +52,7 @@ class GroupStore(ServedStore):
         self._server = _Server(group) if group.rank == 0 else None
 
     def describe(self) -> str:
-        """The store and its group in words."""
+        """Return the kind of the store, and its group, in words."""
         return f"store on rank 0 of group '{self._group.name}'"
 
     @override
@@ -78,8 +78,8 @@ class GroupStore(ServedStore):
     def close(self) -> None:
         """Tell rank 0 that this rank will send no more requests, and close the group. A second call does nothing.
 
-        Rank 0 waits a few seconds at most for all other ranks to call `close`. The group is aborted instead of closed if a rank
-        does not call `close` in time, if rank 0 is gone, or if an earlier call on this rank ended before its answer came. In a
+        Rank 0 waits a few seconds at most until all other ranks have called `close`. In three cases `close` aborts the group:
+        a rank does not call `close` in time, rank 0 is gone, or an earlier call on this rank ended before its answer came. In a
         forked child of a rank, `close` does nothing.
         """
         if os.getpid() != self._pid:

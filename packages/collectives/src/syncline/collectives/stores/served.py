@@ -1,4 +1,4 @@
-"""A table that one process serves to others: the protocol, the server's side, and the client's side.
+"""A table that one process serves to other processes: the protocol, the server's side, and the client's side.
 
 A message is a code (an `Op` or a `Status`), then fields. Before each field comes its length. No field is ever unpickled or
 evaluated. `Service` does no I/O: it gets the time as an argument and returns the answers, so tests need no network. The TCP
@@ -26,7 +26,7 @@ _SECONDS = struct.Struct(">d")
 
 
 class ProtocolError(Exception):
-    """The other side sent something that the protocol does not allow."""
+    """The other side of the connection sent a message that the protocol does not allow."""
 
 
 class Op(IntEnum):
@@ -43,7 +43,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """The result of a request, with which the answer begins. The comments show the fields that follow."""
+    """The result of a request. An answer begins with its `Status`. The comments show the fields that follow."""
 
     DONE = 1  # the fields of the operation
     TIMED_OUT = 2  # the keys that are missing
@@ -57,7 +57,7 @@ def pack(code: int, *fields: bytes) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[int, list[bytes]]:
-    """The code and the fields of a message.
+    """Return the code and the fields of a message.
 
     Raises:
         ProtocolError: a length does not fit the message.
@@ -90,7 +90,7 @@ def unpack_seconds(field: bytes) -> float:
     """Decode a time limit.
 
     Raises:
-        ProtocolError: the field is not a number, is negative, or is longer than any store waits.
+        ProtocolError: the field is not a number, is negative, or exceeds `LONGEST_STORE_TIMEOUT_S`.
     """
     if len(field) == _SECONDS.size:
         seconds: float = _SECONDS.unpack(field)[0]
@@ -143,7 +143,7 @@ class _WaitingRequest:
 
 
 class Service(Generic[Client]):
-    """The server's table. Answers the requests of clients. `Client` is the type of a client's id, which the caller chooses."""
+    """The server's table, which answers requests. `Client` is the type of a client's id. The caller chooses this type."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -158,10 +158,10 @@ class Service(Generic[Client]):
         }
 
     def request(self, client: Client, message: bytes, now: float) -> list[tuple[Client, bytes]]:
-        """Process one request. Returns the answers that are due: to this client, and to clients that waited for this change.
+        """Process one request. Returns answers to this client, and to the clients whose wait ends because of this request.
 
         Raises:
-            ProtocolError: the message is not a request. Nothing was changed.
+            ProtocolError: the message is not a request. The table is not changed.
         """
         op, fields = unpack(message)
         # A client may have only one request in flight, because an answer does not say to which request it belongs.
@@ -174,14 +174,14 @@ class Service(Generic[Client]):
         return [(client, self._carry_out(op, fields)), *self._arrived(list(self._waiting))]
 
     def expire(self, now: float) -> list[tuple[Client, bytes]]:
-        """The answers to clients whose time limit was reached. These clients wait no more."""
+        """End the waits whose time limit is reached, and return the answers to these clients."""
         late = [(client, waiting) for client, waiting in self._waiting.items() if waiting.until <= now]
         for client, _ in late:
             del self._waiting[client]
         return [(client, pack(Status.TIMED_OUT, *self._missing(waiting))) for client, waiting in late]
 
     def next_expiry(self) -> float | None:
-        """The time at which `expire` must be called next; None if no client waits."""
+        """Return the time at which the caller must call `expire` next, or None if no client waits."""
         return min((waiting.until for waiting in self._waiting.values()), default=None)
 
     def forget(self, client: Client) -> None:

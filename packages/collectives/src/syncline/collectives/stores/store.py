@@ -1,4 +1,4 @@
-"""Store: the contract of a small key-value table that the processes of a job share to find each other.
+"""Store: the contract of a small table of keys and values that the processes of a job share to find each other.
 
 PrefixStore gives access to those keys of another store that begin with a given prefix.
 """
@@ -30,14 +30,14 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class Store(ABC):
-    """A handle on a table from text to bytes. All processes (or threads) of a job share the table.
+    """A handle on a table. The keys are text, and the values are bytes. All processes (or threads) of a job share the table.
 
-    **Who may call:** any thread of any process that has a handle, at any time. No method is a collective. A call that waits in
-    one thread does not block other threads of the same handle, or other processes.
+    **Callers:** any thread of any process that has a handle may call a method, at any time. No method is a collective. A call
+    that waits in one thread does not block other threads that use the handle, or other processes.
 
-    **Atomicity:** each of `set`, `add`, `compare_set` and `delete_key` happens at one instant between call and return, in one
-    order that is the same for all handles. After the call has returned, every handle sees its effect. `check` and `wait` may
-    look at their keys one after the other.
+    **Atomicity:** each call of `set`, `add`, `compare_set` or `delete_key` is atomic. All handles see these calls in the same
+    order. After the call has returned, every handle sees its effect. `check` and `wait` may look at their keys one after the
+    other.
 
     **Values** are bytes. A str is stored as UTF-8. Numbers are stored as decimal text, as in torch: if `add` has returned 3,
     `get` returns ``b"3"``.
@@ -64,7 +64,7 @@ class Store(ABC):
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: timedelta | float) -> None:
-        """Change the limit of this handle, in seconds or as a timedelta. Calls that already wait keep their limit.
+        """Set the time limit of this handle, in seconds or as a timedelta. Calls that already wait keep the old limit.
 
         Raises:
             InvalidArgumentError: `timeout` is zero, negative or not a number.
@@ -73,11 +73,11 @@ class Store(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """The kind and the place of this store, in words for messages."""
+        """Return a text for messages that says of which kind this store is, and where it is."""
 
     @abstractmethod
     def set(self, key: str, value: bytes | str) -> None:
-        """Store `value` under `key`, and replace an earlier value."""
+        """Store `value` under `key`. An earlier value is overwritten."""
 
     @abstractmethod
     def get(self, key: str, timeout: timedelta | float | None = None) -> bytes:
@@ -112,26 +112,26 @@ class Store(ABC):
         """Store `desired` if the value is `expected`. A key that does not exist counts as an empty value.
 
         Returns:
-            As in torch. If `desired` was stored: `desired`. If the key has another value: this value. If the key does not exist
-            and `expected` is not empty, nothing is stored: `expected`.
+            `desired` if `desired` was stored. The key's value if this value is not `expected`. If the key does not exist and
+            `expected` is not empty, nothing is stored, and the result is `expected`. These rules are the same as in torch.
         """
 
     @abstractmethod
     def delete_key(self, key: str) -> bool:
-        """Remove `key`. Returns whether it existed."""
+        """Remove `key`. Returns whether the key existed."""
 
     @abstractmethod
     def num_keys(self) -> int:
-        """The number of keys. A store may also count its own internal keys, as torch's FileStore does."""
+        """Return the number of keys. A store may also count its own internal keys, as torch's FileStore does."""
 
     def clone(self) -> Self:
-        """Another handle on the same table, with its own time limit. Close the handles only when neither is used any more."""
+        """Make another handle on the same table, with its own time limit. Keep both handles open while you use either handle."""
         made = copy.copy(self)
         _stores.add(made)
         return made
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Release the resources of this handle. The keys stay. If the handle had resources, later calls on it are errors."""
+        """Release the resources of this handle. The keys stay. Do not use the handle afterwards: calls may raise errors."""
 
     def _limit_s(self, timeout: timedelta | float | None) -> float:
         return _limited(timeout, self._timeout_s)
@@ -155,7 +155,7 @@ def as_bytes(value: bytes | str) -> bytes:
 
 
 def as_key(key: str) -> str:
-    """Check that a key is text, and return it.
+    """Check that a key is text, and return the key.
 
     Raises:
         InvalidArgumentError: the key is not a str.
@@ -166,7 +166,7 @@ def as_key(key: str) -> str:
 
 
 def as_keys(keys: Sequence[str]) -> list[str]:
-    """Check a list of keys, and return it.
+    """Check a list of keys, and return the list.
 
     Raises:
         InvalidArgumentError: `keys` is a single str (it would be taken for a list of letters), or an entry is not a str.
@@ -177,7 +177,7 @@ def as_keys(keys: Sequence[str]) -> list[str]:
 
 
 def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeout:
-    """The error for keys that were not set within `timeout_s` seconds."""
+    """Return the error for keys that were not set within `timeout_s` seconds."""
     names = ", ".join(repr(key) for key in keys)
     return StoreTimeout(
         f"{where}: nobody set {names} within {timeout_s:g} s (timeout); either the process that should set it has failed "
@@ -186,10 +186,10 @@ def key_timeout(keys: Iterable[str], where: str, timeout_s: float) -> StoreTimeo
 
 
 def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
-    """Call `done` again and again, at least once, until `done` returns true. Use this if no event announces the change.
+    """Call `done` again and again, at least once, until `done` returns true. Use `poll` if no event announces the change.
 
-    The pauses grow from 1 to 50 milliseconds. Each pause is shortened by a random part, so that processes do not ask at the
-    same time.
+    The pauses grow from 1 to 50 milliseconds. Each pause is shortened by a random part, so that processes do not all call
+    `done` at the same time.
 
     Returns:
         Whether `done` returned true before `scope` was over.
@@ -204,7 +204,7 @@ def poll(done: Callable[[], bool], scope: CancelScope) -> bool:
 
 
 class PrefixStore(Store):
-    """The key `k` of this store is the key `prefix/k` of `store`. So users with different prefixes can share one `store`.
+    """A store that keeps the key `k` as the key `prefix/k` of `store`. So users with different prefixes can share one `store`.
 
     Args:
         prefix: the beginning of the keys, without the slash that follows.
@@ -224,7 +224,7 @@ class PrefixStore(Store):
         return self._store
 
     def describe(self) -> str:
-        """The underlying store and the prefix in words."""
+        """Return the underlying store and the prefix in words."""
         return f"{self._store.describe()}, keys {self._prefix}*"
 
     @override
@@ -256,7 +256,7 @@ class PrefixStore(Store):
         return self._store.delete_key(self._full(key))
 
     def num_keys(self) -> int:
-        """How many keys the whole underlying store has, as in torch's PrefixStore."""
+        """Return the number of keys of the whole underlying store, as torch's PrefixStore does."""
         return self._store.num_keys()
 
     def _full(self, key: str) -> str:

@@ -67,14 +67,14 @@ def removing() -> Mutation[bool]:
 
 
 def missing(keys: Iterable[str], present: Container[str]) -> list[str]:
-    """The keys that are not in `present`, in the order of `keys`."""
+    """Return the keys that are not in `present`, in the order of `keys`."""
     return [key for key in keys if key not in present]
 
 
 def apply(values: dict[str, bytes], key: str, change: Mutation[Answer]) -> Answer:
     """Carry out `change` on one value of a table in memory, and return the change's answer.
 
-    The caller makes sure that no other thread uses the table meanwhile.
+    The caller must make sure that no other thread uses the table during the call.
     """
     new, answer = change(values.get(key))
     if new is None:
@@ -121,7 +121,7 @@ class InMemoryStore(LockedStore):
         self._changed = threading.Condition()
 
     def describe(self) -> str:
-        """The words "in-memory store". There is no address to show."""
+        """Return the words "in-memory store". There is no address to show."""
         return "in-memory store"
 
     @override

@@ -46,7 +46,7 @@ from .store import LONGEST_STORE_TIMEOUT_S, Store, as_bytes, as_key, as_keys, ke
 
 
 class TorchStoreTimeout(StoreTimeout, dist.DistStoreError):
-    """A key was not set in time. The class derives from torch's error, too, because torch's code catches torch's error."""
+    """A key was not set in time. The class also derives from torch's error class, because torch's code catches this class."""
 
 
 class AsTorchStore(dist.Store):
@@ -68,7 +68,7 @@ class AsTorchStore(dist.Store):
         self._alive.add(self)
 
     def release(self) -> None:
-        """Allow this object to be freed. torch must not use it afterwards."""
+        """Allow this object to be freed. After this call torch must not use this object."""
         self._alive.discard(self)
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -106,7 +106,7 @@ class AsTorchStore(dist.Store):
         return self._store.num_keys()
 
     def clone(self) -> AsTorchStore:
-        """Another object on the same store. Any thread may use it."""
+        """Make another object on the same store. Any thread may use the new object."""
         return AsTorchStore(self._store)
 
     deleteKey = delete_key  # noqa: N815 - the name that C++ looks for
@@ -116,8 +116,8 @@ class AsTorchStore(dist.Store):
 class FromTorchStore(Store):
     """A store of torch as a `Store` of Syncline.
 
-    A call that waits asks torch's store again and again. Some peculiarities of torch's stores remain: FileStore counts an
-    internal key in `num_keys`, and TCPStore closes the connection of a client that calls `add` on a value that is no number.
+    A call that waits asks torch's store again and again. Two differences from other stores remain: FileStore counts an internal
+    key in `num_keys`, and TCPStore closes the connection of a client that calls `add` on a value that is not a number.
 
     Args:
         store: the store with the values.
@@ -130,7 +130,7 @@ class FromTorchStore(Store):
         self._store = store
 
     def describe(self) -> str:
-        """The class of torch's store, and its address if it has one."""
+        """Return the class of torch's store, and the address of a TCPStore."""
         name = f"torch.distributed.{type(self._store).__name__}"
         return f"{name} at {self._store.host}:{self._store.port}" if isinstance(self._store, dist.TCPStore) else name
 

@@ -32,10 +32,10 @@ from ..store import poll
 
 
 class Folder:
-    """A folder of this user; see Note [A folder of our own]. Any thread or process may use it.
+    """A folder of this user; see Note [A folder of our own]. Any thread or process may use the object.
 
     Args:
-        path: the folder; it is made, for the owner only, if it does not exist.
+        path: the folder. If the folder does not exist, the constructor makes the folder, for the owner only.
 
     Raises:
         StoreUnavailableError: the folder is a symbolic link, belongs to another user, or others can write it.
@@ -62,7 +62,7 @@ class Folder:
             os.close(descriptor)
 
     def open_file(self, folder: int, name: str, flags: int) -> int:
-        """Open the file `name` with the `flags` of `os.open`, and return its descriptor. `folder` comes from `opened`."""
+        """Open the file `name` with the `flags` of `os.open`. Return its descriptor. `folder` is a descriptor from `opened`."""
         path = self.path / name
         descriptor = _open_here(path, flags | os.O_NONBLOCK, folder)  # opening a pipe would block without O_NONBLOCK
         try:
@@ -158,7 +158,7 @@ class LinkLock:
         """A context that holds the lock.
 
         Raises:
-            StoreTimeout: other processes held the lock for all of `timeout_s` seconds.
+            StoreTimeout: the lock was not free within `timeout_s` seconds.
             OSError: the folder cannot be written, or its file system has no hard links.
         """
         with self._folder.opened() as folder:

@@ -58,24 +58,24 @@ def file_rendezvous(
     rendezvous_id: str = "rendezvous",
     timeout: timedelta | float | None = None,
 ) -> FileStore:
-    """Make a new file store for this run. The caller needs no id of the run.
+    """Make a new file store for this run. Unlike `FileStore`, this function needs no id of the run from the caller.
 
     All processes of the run call this function with the same `path`, `world_size` and `rendezvous_id`. On rank 0 the function
-    returns when all ranks have called it; on another rank, when rank 0 has answered this rank.
+    returns when all ranks have called the function. On another rank, the function returns when rank 0 has answered this rank.
 
     Args:
         path: a folder that all processes reach under this name; it may contain files of earlier runs.
         rank: this process's rank.
         world_size: the number of processes.
         rendezvous_id: a name. Runs that meet in the same folder at the same time need different names. The allowed characters
-            are those of `FileStore`'s `run_id`.
+            are the same as for the `run_id` of `FileStore`.
         timeout: the time limit of the rendezvous, and of the new store; seconds or a timedelta.
 
     Raises:
-        StoreTimeout: some ranks did not come in time. On rank 0, the message names them.
-        StoreUnavailableError: the folder cannot be written, or others can write it.
-        StoreError: a record in the folder was not written by a rendezvous. All ranks raise the error at once, not at their time
-            limit. Or rank 0 answered this rank, and then failed.
+        StoreTimeout: some ranks did not come in time. On rank 0, the message names the missing ranks.
+        StoreUnavailableError: the folder cannot be written, or other users can write it.
+        StoreError: a record in the folder was not written by a rendezvous. Then all ranks raise the error at once, before their
+            time limit. Or rank 0 answered this rank, and then failed.
         DisagreementError: the ranks were given different values of `world_size`.
         InvalidArgumentError: `rank` is not below `world_size`.
     """
@@ -102,13 +102,13 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Say that this process no longer uses a run's store. When the last process of the run says so, the store is removed.
+    """Say that this process no longer uses a run's store. The call of the last process of the run removes the store.
 
     Errors of the store are ignored.
 
     Args:
         store: the store that `file_rendezvous` or `join_latest_run` returned.
-        rendezvous_id: the value that was given to `file_rendezvous` or `join_latest_run`.
+        rendezvous_id: the same value as in the call of `file_rendezvous` or `join_latest_run`.
     """
     with suppress(StoreError):
         _leave(FileStore(store.folder.parent, rendezvous_id), store.folder)
@@ -117,15 +117,15 @@ def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
 def join_latest_run(
     path: str | os.PathLike[str], *, rendezvous_id: str = "rendezvous", timeout: timedelta | float | None = None
 ) -> FileStore:
-    """The store of the latest run whose rank 0 came to this folder, for a process that starts later than the run.
+    """Return the store of the latest run in this folder, for a process that joins the run later.
 
-    If no run has come yet, or if all processes of the latest run have called `leave_run`, the function waits for the next run.
-    A killed process never calls `leave_run`. This function does not check whether the run's processes are alive. The caller
-    must check this.
+    If no run has come to the folder yet, or if all processes of the latest run have called `leave_run`, the function waits for
+    the next run. A killed process never calls `leave_run`, so all processes of the latest run may be dead. The caller must
+    check whether these processes are alive.
 
     Args:
-        path: as for `file_rendezvous`.
-        rendezvous_id: as for `file_rendezvous`.
+        path: the same as in `file_rendezvous`.
+        rendezvous_id: the same as in `file_rendezvous`.
         timeout: the time limit of the wait, and of the store that is returned; seconds or a timedelta.
 
     Raises:

@@ -34,7 +34,7 @@ def encode(key: str, value: bytes | None) -> bytes:
 
 
 def decode(data: bytes) -> tuple[list[tuple[str, bytes | None]], int]:
-    """The complete records at the beginning of `data`, and the number of bytes that they take.
+    """Return the complete records at the beginning of `data`, and the number of bytes of these records.
 
     Raises:
         ValueError: a record is complete, but `encode` cannot have made it.
@@ -84,11 +84,11 @@ class Log:
        date.
 
     Args:
-        folder: the folder of the file. The file is created, for the owner only, if it does not exist.
+        folder: the folder of the file. If the file does not exist, the constructor creates the file, for the owner only.
 
     Attributes:
-        values: the table as of the last `refresh` or `append`.
-        lock: every thread of this process must hold `lock` while the thread uses this object.
+        values: the table after the last `refresh` or `append`.
+        lock: a thread must hold `lock` while the thread uses this object.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -100,16 +100,16 @@ class Log:
             pass
 
     def in_fork(self) -> None:
-        """In a forked child, forget the table, so that the next `refresh` reads the whole file.
+        """Forget the table, so that the next `refresh` reads the whole file. Called in a forked child.
 
-        A thread of the parent may have been half-way through `refresh` at the fork.
+        At the fork, a thread of the parent may have been in the middle of `refresh`.
         """
         self.lock = threading.Lock()
         self._end = 0
         self.values = {}
 
     def refresh(self) -> None:
-        """Read new records, which others have appended, and change `values` accordingly.
+        """Read the records that other processes have appended, and update `values`.
 
         Raises:
             StoreError: the file has a record that this version of Syncline cannot have written.
@@ -132,7 +132,7 @@ class Log:
     def append(self, key: str, value: bytes | None) -> None:
         """Write one record (see `encode`) to the end of the file.
 
-        The caller must hold the `LinkLock` of the folder, and must have called `refresh` since it took this lock.
+        The caller must take the `LinkLock` of the folder, then call `refresh`, then call `append`.
         """
         record = encode(key, value)
         with self._open(os.O_RDWR) as file:
@@ -166,15 +166,16 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 class FileStore(table.LockedStore):
-    """A store in the folder `path/run_id`, which is made if it does not exist.
+    """A store in the folder `path/run_id`. If the folder does not exist, the constructor makes the folder.
 
     The store needs no daemon, port or lock server. Hard links and close-to-open consistency are enough, so NFS, Lustre, BeeGFS,
     GPFS and local file systems work. A change costs about twenty operations on the file system, including one sync. A read
     costs two opens and one read. A call that waits reads every 1 to 50 ms. The store's file grows with every change, so use the
     store only to let processes meet, not as a database.
 
-    Data of an earlier run is in the folder of *that* run, and is never read. So `run_id` has no default: give an id that only
-    this run has, such as the scheduler's job number and step number together. If you have no such id, use `file_rendezvous`.
+    Each run has its own folder, so a run never reads the data of an earlier run. For this reason `run_id` has no default: give
+    an id that only this run has, such as the scheduler's job number and step number together. Without such an id, use
+    `file_rendezvous`.
 
     The store refuses a folder that other users can write. Only the owner can read and write the store's files.
 
@@ -184,8 +185,8 @@ class FileStore(table.LockedStore):
         timeout: seconds or a timedelta; see `Store`. `timeout` also limits how long a change waits for the store's lock.
 
     Raises:
-        StoreUnavailableError: the folder cannot be made or written, others can write it, it is a symbolic link, or its file
-            system has no hard links.
+        StoreUnavailableError: the folder cannot be made or written, other users can write the folder, the folder is a symbolic
+            link, or its file system has no hard links.
         InvalidArgumentError: `run_id` cannot be the name of a folder.
     """
 
@@ -204,7 +205,7 @@ class FileStore(table.LockedStore):
         return self._folder
 
     def describe(self) -> str:
-        """This store in words, with the folder of this run."""
+        """Return the kind of the store, and the folder of this run, in words."""
         return f"file store {self._folder}"
 
     @override
@@ -236,7 +237,7 @@ class FileStore(table.LockedStore):
         return len(self._values())
 
     def list_keys(self) -> list[str]:
-        """All keys that have a value. Other kinds of stores do not have this method."""
+        """Return all keys that have a value. Other kinds of stores do not have this method."""
         return list(self._values())
 
     def change(self, key: str, change: table.Mutation[table.Answer]) -> table.Answer:

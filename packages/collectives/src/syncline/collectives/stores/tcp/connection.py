@@ -30,13 +30,13 @@ _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process id: a fo
 
 
 class HungUpError(ConnectionError):
-    """The server closed the connection during the handshake: it has another secret, or it is about to end."""
+    """The server closed the connection during the handshake, because it has another secret or is about to end."""
 
 
 class Connection:
-    """A connection whose two ends have proved that they have the same secret. Only one thread at a time may use it.
+    """A connection whose two ends have proved that they have the same secret. Only one thread at a time may use a connection.
 
-    A connection that broke is not made again: the server may have carried out the last request, so sending this request again
+    A broken connection is not made again: the server may have carried out the last request, so sending this request again
     would not be safe.
 
     Args:
@@ -49,7 +49,7 @@ class Connection:
         HungUpError: the server closed the connection.
         StoreAuthenticationError: the server does not have our secret.
         ProtocolError: the program at this port is not a store.
-        OSError: nobody listens, the connection broke (ConnectionError), or the time limit was reached (TimeoutError).
+        OSError: no program listens, the connection broke (ConnectionError), or the time limit was reached (TimeoutError).
     """
 
     def __init__(self, host: str, port: int, secret: bytes, scope: CancelScope) -> None:
@@ -85,10 +85,10 @@ class Connection:
     def exchange(self, table: bytes, message: bytes, scope: CancelScope) -> tuple[bytes, bytes]:
         """Send a request, and wait for the answer. Returns the id of the server's table, and the answer.
 
-        `table` is the id of the table that the client has used so far; empty if the client has had no answer yet. Another
-        server, whose table has another id, refuses the request.
+        `table` is the id of the table that the client has used so far; empty if the client has had no answer yet. A new server
+        at the same address has a table with another id, and refuses the request.
 
-        After an error, close the connection, because the answer may still arrive.
+        After an error, close the connection. Otherwise a late answer could be taken for the answer to the next request.
 
         Raises:
             OSError: the connection broke (ConnectionError), or the time limit was reached (TimeoutError).
@@ -106,7 +106,7 @@ class Connection:
         return answered_by, b"".join(parts)
 
     def close(self) -> None:
-        """Close the connection. Call it only in the process that connected, not in a forked child."""
+        """Close the connection. Call this method only in the process that connected, not in a forked child."""
         self._socket.disable_monitor()
         self._events.close(0)
         self._socket.close(0)
@@ -131,7 +131,7 @@ class Connection:
 
 
 def other_secret(where: str) -> StoreAuthenticationError:
-    """The error for a client and a server with different secrets."""
+    """Return the error for a client and a server with different secrets."""
     return StoreAuthenticationError(
         f"{where}: this process and the server do not hold the same secret, so nothing was read or written; "
         "give both the same one, and check that the port belongs to a server of this job"

@@ -1,4 +1,4 @@
-"""ServerLoop: one thread that serves all clients of a TCP store. No client can block another one."""
+"""ServerLoop: one thread that serves all clients of a TCP store. No client can block another client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServerLoop:
     The constructor makes the sockets. Afterwards only the thread that calls `run` uses the sockets.
 
     Args:
-        endpoint: the one address to listen on, in ZeroMQ's form.
+        endpoint: the address to listen on, in ZeroMQ's format.
         secret: the shared secret.
         limit_bytes: the longest message of a client.
         proof_timeout_s: how long a client may take to prove that it has the secret.
@@ -66,7 +66,7 @@ class ServerLoop:
         self._context.term()
 
     def run(self) -> None:
-        """Serve until `stop`, then close every socket."""
+        """Serve clients until `stop` is called, then close every socket."""
         poller = zmq.Poller()
         poller.register(self._zap_socket, zmq.POLLIN)
         poller.register(self._client_socket, zmq.POLLIN)

@@ -23,15 +23,15 @@ DEFAULT_PROOF_TIMEOUT_S = 10.0
 
 
 class TCPStoreServer:
-    """Serves a table to every `TCPStore` that has the same secret, on a thread of its own, until `close`.
+    """Serves a table to every `TCPStore` that has the same secret. The server has its own thread, which runs until `close`.
 
-    The server listens on exactly one address. A client that does not prove that it has the secret can neither read nor write.
-    For such a client the server keeps at most about 100 KiB, until `proof_timeout` is over. Such a client delays no other
-    client.
+    The server listens on exactly one address. A client must prove that it has the secret before it can read or write. For a
+    client that has not proved this yet, the server keeps at most about 100 KiB of memory, until `proof_timeout` is over. This
+    client delays no other client.
 
     Args:
-        host: the one address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
-        port: the port; 0 takes a free port, and the attribute `port` says which.
+        host: the address to listen on, as a number or a name; not a wildcard such as ``0.0.0.0``.
+        port: the port. 0 takes a free port, whose number is then in the attribute `port`.
         secret: at least 16 bytes, known only to the processes of the job; `new_secret` makes one.
         max_message_bytes: the longest message that a client may send; a value must be a little shorter.
         proof_timeout: how long a client may take to prove that it has the secret, in seconds or as a timedelta; 10 s if None.

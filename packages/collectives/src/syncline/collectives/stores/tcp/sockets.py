@@ -45,7 +45,7 @@ _PROTOCOL = b"syncline store 2 "
 
 
 def new_secret() -> str:
-    """Make a secret that nobody can guess: 256 random bits as text. Give it to all processes of the job."""
+    """Make a secret that nobody can guess: 256 random bits as text. Give the secret to all processes of the job."""
     return secrets.token_hex(32)
 
 
@@ -65,12 +65,12 @@ def as_secret(secret: bytes | str) -> bytes:
 
 
 def private_key(secret: bytes, role: str) -> bytes:
-    """The 32 bytes of the private key of `role` ("server" or "client")."""
+    """Return the private key of `role` ("server" or "client"), as 32 bytes."""
     return hmac.digest(secret, _PROTOCOL + role.encode(), "sha256")
 
 
 def require_pyzmq() -> None:
-    """Raise unless ZeroMQ with CURVE can be used.
+    """Raise an error if ZeroMQ with CURVE (its encryption) cannot be used.
 
     Raises:
         StoreUnavailableError: pyzmq is missing, or was built without CURVE.
@@ -89,12 +89,12 @@ def require_pyzmq() -> None:
 
 
 def split(message: bytes) -> list[bytes]:
-    """The parts of a message, at least one; see Note [Parts of a message]."""
+    """Cut a message into parts. There is at least one part; see Note [Parts of a message]."""
     return [message[start : start + _PART_BYTES] for start in range(0, len(message), _PART_BYTES)] or [b""]
 
 
 def set_options(socket: zmq.Socket[bytes], secret: bytes, role: str) -> None:
-    """Set limits, keepalive, a close that does not wait, and the keys of `role` ("server" or "client")."""
+    """Set the options of a socket: size limits, keepalive, no wait at close, and the keys of `role` ("server" or "client")."""
     from zmq.utils import z85
 
     socket.linger = 0
@@ -109,7 +109,7 @@ def set_options(socket: zmq.Socket[bytes], secret: bytes, role: str) -> None:
 
 
 def public_key(secret: bytes, role: str) -> bytes:
-    """The public key of `role`, in ZeroMQ's form: text of 40 characters (Z85)."""
+    """Return the public key of `role` in ZeroMQ's format: text of 40 characters (Z85)."""
     import zmq
     from zmq.utils import z85
 
@@ -117,5 +117,5 @@ def public_key(secret: bytes, role: str) -> bytes:
 
 
 def endpoint(host: str, port: int) -> str:
-    """An address in ZeroMQ's form. `host` is a numeric address."""
+    """Return an address in ZeroMQ's format. `host` is a numeric address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -25,8 +25,8 @@ GRACE_S = 5.0
 class TCPStore(ServedStore):
     """A client of a `TCPStoreServer`.
 
-    During a call, each thread has a connection of its own, so a thread that waits blocks no other thread. Connections are kept
-    for later calls. Cost of a call: one round trip; six more for a new connection.
+    During a call, each thread has its own connection, so a thread that waits blocks no other thread. The object keeps its
+    connections for later calls. A call costs one round trip. A call that makes a new connection costs six more.
 
     If the connection breaks during a call, the call fails at once. The call is not repeated, because an `add` might count
     twice. A connection that broke between two calls is replaced. If a new server then answers at this address, the call fails,
@@ -62,7 +62,7 @@ class TCPStore(ServedStore):
         self._keep_idle(self._connect_patiently(CancelScope(self._timeout_s)))
 
     def describe(self) -> str:
-        """The store with its address and port, in words."""
+        """Return the kind of the store, with its address and port, in words."""
         return f"TCP store at {self._host}:{self._port}"
 
     @override
@@ -74,11 +74,11 @@ class TCPStore(ServedStore):
         self._call_waiting(Op.WAIT, as_keys(keys), self._limit_s(timeout))
 
     def clone(self) -> TCPStore:
-        """Another handle on the same table, with its own connections and time limit."""
+        """Make another handle on the same table, with its own connections and time limit."""
         return TCPStore(self._host, self._port, secret=self._secret, timeout=self.timeout)
 
     def close(self) -> None:
-        """Close the connections. Later calls are errors; calls in flight on other threads go on. A second call does nothing."""
+        """Close the connections. Later calls raise errors, but calls in flight go on. A second `close` does nothing."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
