@@ -18,7 +18,7 @@ WAITING = -1
 
 @dataclass(frozen=True)
 class Generation:
-    """The members of one group. When members are lost, or newcomers are let in, the next generation follows, with a new group.
+    """The members of one group. When members are lost or newcomers are let in, a new group with the next generation follows.
 
     A newcomer is a process that joins the running job.
 
@@ -33,7 +33,7 @@ class Generation:
     me: int
 
     def next(self, members: Sequence[int]) -> Generation:
-        """The generation after this one, with the given members."""
+        """Return the next generation, with the given members."""
         return Generation(self.number + 1, tuple(members), self.me)
 
     @property
@@ -63,19 +63,21 @@ class Reconnector(ABC):
         self.generation = generation
 
     def missing(self) -> str | None:
-        """Why the members cannot connect again, in one sentence; None if they can."""
+        """Return a sentence that says why the members cannot connect again. None if they can connect."""
         return None
 
     def missing_for_admit(self) -> str | None:
-        """Why no newcomer can join, in one sentence; None if newcomers can join."""
+        """Return a sentence that says why no newcomer can join. None if newcomers can join."""
         return "its members do not meet in a store; use backend 'gloo' with init_method='file:///shared/folder'"
 
     def newcomers(self) -> Sequence[int]:
-        """The numbers of the newcomers that wait to be let in."""
+        """Return the numbers of the newcomers that wait to be let in."""
         return ()
 
     def admit(self, silence_timeout_s: float, limit: int | None = None) -> Transport:
-        """Connect the survivors as in `shrink`, and at most `limit` newcomers (None: all). A newcomer calls this to be let in.
+        """Connect the survivors and at most `limit` newcomers. None means all newcomers. See `shrink`.
+
+        A newcomer also calls this method, to be let in.
 
         Raises:
             CollectiveTimeout: the members did not let this newcomer in.
@@ -84,30 +86,30 @@ class Reconnector(ABC):
         raise NotImplementedError  # only called if `missing_for_admit` gives None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Release the resources for connecting again. All members call this, after the group's transport was closed."""
+        """Release the resources of this object. All members call this method after the group's transport was closed."""
 
     def leavers(self) -> GroupLeavers | None:
-        """Make the `GroupLeavers` of this generation; None if ranks do not announce that they leave the job.
+        """Make the `GroupLeavers` of this generation. Return None if ranks do not announce that they leave the job.
 
         A `GroupLeavers` counts the collectives that this rank starts in the group, and finds the collectives that never finish
-        because a rank has left. `ShrinkableGroup` calls this method once for each generation.
+        because a rank has left the job. `ShrinkableGroup` calls this method once for each generation.
         """
         return None
 
     def raise_alarm(self, generation: Generation, why: str) -> None:  # noqa: B027 - the library may tell the members itself
-        """Tell the members of a generation that their group has failed, and why, so that no member waits uselessly."""
+        """Tell the members of a generation that their group has failed, and the reason, so that no member waits uselessly."""
 
     def alarm(self, generation: Generation) -> str | None:  # noqa: ARG002 - the library may tell the member itself
-        """Why a member of a generation has raised the alarm; None if no member has."""
+        """Return the reason with which a member of a generation has raised the alarm. None if there was no alarm."""
         return None
 
     @abstractmethod
     def shrink(self, silence_timeout_s: float) -> Transport:
-        """Connect the survivors. On return, `generation` is their new generation.
+        """Connect the survivors. On return, the attribute `generation` is their new generation.
 
-        Every survivor calls this method. A survivor whose call fails may call again.
+        Every survivor calls this method. A survivor whose call fails may call this method again.
 
         Raises:
-            RankGivenUpError: the others have gone on without this member.
-            TransportError: the members could not connect, although none of them died.
+            RankGivenUpError: the other members have gone on without this member.
+            TransportError: the members could not connect, although no member died.
         """

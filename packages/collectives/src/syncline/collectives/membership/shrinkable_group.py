@@ -1,4 +1,4 @@
-"""ShrinkableGroup: a `HostGroup` from which the survivors of a loss, and newcomers, can make a new group."""
+"""ShrinkableGroup: a `HostGroup` that its survivors can replace by a new group after a loss, together with newcomers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .reconnector import Reconnector
 
 
 class ShrinkableGroup(HostGroup):
-    """A `HostGroup` that can be replaced: the members that are left, with or without newcomers, connect and make a new group.
+    """A `HostGroup` that can be replaced: the surviving members, with or without newcomers, connect and make a new group.
 
     If a collective fails on a rank, the rank writes an alarm to the reconnector's store. (Over MPI there is no store: MPI
     itself tells the ranks.) The other ranks look for the alarm when a collective takes long. So all ranks leave a broken group
-    soon, even if no connection shows them the loss.
+    soon, even a rank whose own connections still work.
 
     Args:
-        transport: connects the present members, those of `reconnector.generation`.
-        reconnector: connects the members again.
+        transport: connects the members of `reconnector.generation`.
+        reconnector: connects the members again after a loss.
         options: the other arguments of `HostGroup`.
     """
 

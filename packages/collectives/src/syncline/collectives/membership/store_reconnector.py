@@ -1,6 +1,6 @@
 """StoreReconnector: after a loss, the members of a group meet again in the store in which they met at the start.
 
-There they vote on the members of the next group (`MembershipVote`), and let newcomers in (`JoinQueue`).
+In the store, the members vote on the members of the next group (`MembershipVote`), and let newcomers in (`JoinQueue`).
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class MembershipVote:
         4. it reads the decision. If the decision does not contain a member, `agree` raises `RankGivenUpError` in this member
 
     The operating system tells which members have ended (`ProcessIdentity`). If a member is silent for too long, the decision
-    leaves this member out. The member reads the decision when it comes back. Newcomers are added to the proposal (step 3), and
-    read the decision, too. Each generation has exactly one decision, whichever members die meanwhile, because one compare_set
-    wins. A member that dies after step 1 may be in the decision. Then the next generation cannot connect, and its members vote
-    again.
+    leaves this member out. The member reads the decision when it comes back. A survivor adds newcomers to its proposal (step
+    3). Newcomers also read the decision. Each generation has exactly one decision, even if members die during the vote, because
+    only one compare_set wins. A member that dies after step 1 may be in the decision. Then the next generation cannot connect,
+    and its members vote again.
 
     Args:
-        store: a store for this generation only; it must outlive every member.
+        store: a store for this generation only. The store must live longer than every member.
         members: the numbers of all members of the generation, in the order of their ranks.
         me: this process's number as a member.
-        has_ended: returns whether the member with a number has certainly ended; false if this is not known.
-        is_running: returns whether the member with a number certainly runs and is not stopped; false if this is not known, as
-            for a member on another host.
+        has_ended: takes a member's number. Returns whether the member has certainly ended; false if this is not known.
+        is_running: takes a member's number. Returns whether the member certainly runs and is not stopped; false if this is not
+            known, for example for a member on another host.
     """
 
     def __init__(
@@ -84,11 +84,12 @@ class MembershipVote:
 
         Args:
             silence_timeout_s: how long to wait for a silent member, in seconds.
-            newcomers: returns the newcomers to propose. Survivors may propose different newcomers: only one proposal wins.
+            newcomers: returns the newcomers to propose. Survivors may propose different newcomers, because only one proposal
+                wins.
 
         Raises:
-            RankGivenUpError: the others have gone on without this member. Or the running members that have not called `agree`
-                outnumber the members that have called it.
+            RankGivenUpError: the other members have gone on without this member. Or the running members that have not called
+                `agree` outnumber the members that have called `agree`.
             StoreError: the store itself is lost.
         """
         self._store.set(f"here/{self._me}", b"")
@@ -144,9 +145,10 @@ class JoinQueue:
         5. reads the decisions, from generation 0 on,
            until a decision has its number; then all members connect
 
-    Note [Who is left] above says what a generation is, and how the members agree. A newcomer that dies before
-    step 3 is not proposed, if it is on the same machine as the proposing member. A newcomer that dies later is a lost member:
-    the next generation cannot connect, and the members vote again. Because of step 4, this newcomer is not proposed again.
+    Note [Who is left] above defines a generation, and describes how the members agree. A newcomer that dies before step 3 is
+    not proposed, if the newcomer is on the same machine as the proposing member. A newcomer that dies later counts as a lost
+    member: the next generation cannot connect, and the members vote again. Because of step 4, this newcomer is not proposed
+    again.
 
     Args:
         store: the store in which the members meet.
@@ -163,7 +165,7 @@ class JoinQueue:
         return self._first_size + self._store.add("newcomers", 1) - 1
 
     def waiting(self) -> list[int]:
-        """The numbers of the waiting newcomers, ascending. The processes of some of them may have ended."""
+        """Return the numbers of the waiting newcomers, in ascending order. Some newcomers may have ended."""
         # If no newcomer ever came, `get` would wait for one.
         if not self._store.check(["newcomers"]):
             return []
@@ -171,7 +173,7 @@ class JoinQueue:
         return [number for number in numbers if self._store.check([_waiting(number)])]
 
     def leave(self, numbers: Iterable[int]) -> None:
-        """Remove newcomers from the queue. Any process may call this method. Several processes may remove the same newcomer."""
+        """Remove newcomers from the queue. Any process may call this method, even for newcomers that are removed already."""
         for number in numbers:
             self._store.delete_key(_waiting(number))
 
@@ -244,15 +246,15 @@ class StoreReconnector(Reconnector):
 
     @abstractmethod
     def has_ended(self, member: int) -> bool:
-        """Whether a member has certainly ended; false if this is not known."""
+        """Whether a member has certainly ended. False if this is not known."""
 
     def is_running(self, member: int) -> bool:  # noqa: ARG002 - a subclass that can find this out overrides the method
-        """Whether a member certainly runs and is not stopped; false if this is not known."""
+        """Whether a member certainly runs and is not stopped. False if this is not known."""
         return False
 
     @abstractmethod
     def connect(self, generation: Generation, timeout_s: float) -> Transport:
-        """Connect the members of a generation. All these members call this method.
+        """Connect the members of a generation. All members of the generation call this method.
 
         Raises:
             TransportError: members did not call this method within `timeout_s` seconds, or a member has ended.
