@@ -1,7 +1,7 @@
 """Our MPI backend under torch's name "mpi", for libraries that accept only the names of torch's own backends.
 
 torch makes a group of backend "mpi" with `ProcessGroupMPI.create`. But only a torch that was built with MPI has this
-class, and torch's wheels are built without MPI. So `init_as_mpi` adds a class of this name.
+class, and torch's wheels are built without MPI. So `init_as_mpi` adds a class with the name `ProcessGroupMPI` to torch.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def reduction_of(options: Any) -> Reduction:
     """Return the reduction in `options`, an options object of torch or one of torch's reductions. None means SUM.
 
     Raises:
-        InvalidArgumentError: we have no such reduction.
+        InvalidArgumentError: `options` has no reduction that Syncline supports.
     """
     if options is None:
         return ReduceOp.SUM
@@ -37,12 +37,12 @@ def reduction_of(options: Any) -> Reduction:
 
 
 def word(reduction: Reduction) -> str | None:
-    """The text for a reduction in torch's functional operators, such as "sum"; None for a reduction that has no such text."""
+    """Return the name of a reduction in torch's functional operators, such as "sum". None if the operators have no name."""
     return reduction.value if isinstance(reduction, ReduceOp) else None
 
 
 def root_of(options: Any) -> int:
-    """The root that torch's options name. `options` may also be the root's number. None means 0."""
+    """Return the root in torch's options. `options` may also be the root's number. None means root 0."""
     if options is None:
         return 0
     return options if isinstance(options, int) else int(options.rootRank)
@@ -60,19 +60,19 @@ def check_first_device(options: Any, tensors: Sequence[torch.Tensor], call: str)
 
 
 def time_limit_s(timeout: timedelta | None) -> float | None:
-    """The time limit in seconds. None (the group's limit) if `timeout` is None, zero or negative, as in torch."""
+    """Return the time limit in seconds. As in torch, None, zero or a negative `timeout` gives None: the group's limit."""
     if timeout is None or timeout.days < 0 or not timeout:
         return None
     return timeout.total_seconds()
 
 
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a call as a list. torch's groups take one tensor, or a list with one tensor for each device."""
+    """Return the tensors of a call as a list. torch's groups take one tensor, or a list with one tensor for each device."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def some(tensors: Any, call: str) -> list[Any]:
-    """The entries of a list that must not be empty.
+    """Return the entries of a list that must not be empty.
 
     Raises:
         InvalidArgumentError: the list is empty.
@@ -84,13 +84,13 @@ def some(tensors: Any, call: str) -> list[Any]:
 
 
 def only(tensors: Any, what: str) -> Any:
-    """The only entry of a list.
+    """Return the only entry of a list.
 
     In torch's groups, a list may have one entry for each device of a process. In our groups, only one device of each process
     takes part in a call.
 
     Raises:
-        InvalidArgumentError: the list has more entries, or none.
+        InvalidArgumentError: the list has more than one entry, or is empty.
     """
     if len(tensors) != 1:
         raise InvalidArgumentError(f"expected one {what}, for one device in each process, found {len(tensors)}")
@@ -104,8 +104,8 @@ class TorchSideWork(dist.Work):
 
     Args:
         ours: our work.
-        timeout_s: the time limit of `wait` without an argument, in seconds; None: the group's limit.
-        on_asked: called once, with this object, when somebody first waits for the work or asks for its future.
+        timeout_s: the time limit of `wait` without an argument, in seconds. None means the group's limit.
+        on_asked: a function that is called once, with this object, before the first `wait` or `get_future`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the collective has finished. On CUDA, order the current stream after the collective instead."""
+        """Block until the collective has finished. On CUDA, make the current stream wait for the collective instead."""
         self._asked()
         limit_s = time_limit_s(timeout)
         return self.ours.wait(self._timeout_s if limit_s is None else limit_s)
@@ -128,7 +128,7 @@ class TorchSideWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Call `wait`, which on CUDA orders the current stream after the collective."""
+        """Call `wait`, which on CUDA makes the current stream wait for the collective."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -151,7 +151,7 @@ class TorchSideWork(dist.Work):
         """The sender's rank in the group, for a receive that has finished.
 
         Raises:
-            InvalidArgumentError: this is not a receive, or it has not finished.
+            InvalidArgumentError: this is not the work of a receive, or the receive has not finished.
         """
         source = self.ours.source_rank()
         if source is None:
@@ -162,7 +162,7 @@ class TorchSideWork(dist.Work):
 
     @disable_dynamo
     def get_future(self) -> TensorsFuture:
-        """A future of the output tensors that also works in C++; see Note [Futures that fail] in `work`."""
+        """Return a future of the output tensors that also works in C++; see Note [Futures that fail] in `work`."""
         self._asked()
         future = self.ours.get_future()
         # A callback that runs on our queue's thread may wait for the future. This works only with futures of our own class.
@@ -183,7 +183,7 @@ class CoalescedWork(Work):
         self._works = works
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait for all works. The time limit holds for each work separately."""
+        """Wait for all works. The time limit applies to each work separately."""
         for work in self._works:
             work.wait(timeout)
         return True
@@ -197,11 +197,11 @@ class CoalescedWork(Work):
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[torch.Tensor]:
-        """The outputs of all works, in their order."""
+        """Return the output tensors of all works, in the order of the works."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> TensorsFuture:
-        """A future that completes when all works have finished."""
+        """Return a future that completes when all works have finished."""
         return join_futures([work.get_future() for work in self._works], self.result())
 
 
@@ -226,11 +226,12 @@ class CallIssuer(dist.ProcessGroup):
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Within `join(divide_by_initial_world_size=False)`, torch's DDP passes the work of an all-reduce of one number to its
     reducer, which waits for the work in backward. Then no Python code holds the work. C++ keeps only the C++ half of the work,
-    and the `wait` of this half would never return. So the group holds the latest works of this kind.
+    and the `wait` of this half would never return. So the group keeps a reference to the latest works of all-reduces of one
+    number.
 
     In torch 2.6, C++ keeps only the C++ half of every work, and may wait for a work long after the call. So with torch 2.6 the
-    group holds each work until somebody waits for the work or asks for its future. C++ may first wait for a work and then ask
-    for its future, or the reverse. So the group still holds the latest of these works afterwards.
+    group keeps each work until C++ or Python waits for the work or asks for its future. C++ may first wait for a work and then
+    ask for its future, or the reverse. So the group keeps the latest of these works a little longer.
 
     Args:
         ours: our group, which becomes `syncline_group`.

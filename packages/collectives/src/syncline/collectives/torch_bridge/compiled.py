@@ -1,9 +1,9 @@
 """Kernels for three operators of compiled programs. Torch's own kernels of these operators do not reach a group in Python.
 
-torch.compile turns collectives into functional operators. Most of these operators reach our groups. But three of them go to the
-group's C++ backend, which our groups do not have: two operators that write into a given tensor (the compiler's bucketing of
-FSDP makes them), and the operator for batches of sends and receives. For these three we register our own kernels in place of
-torch's.
+torch.compile turns collectives into functional operators. Most of these operators reach our groups. But three operators call
+the group's C++ backend, which our groups do not have. Two of the three write into a given tensor: torch.compile uses them when
+it puts the collectives of FSDP into buckets. The third operator is for batches of sends and receives. For these three operators
+we register our own kernels in place of torch's kernels.
 
 Note [Kernels of torch and the GIL]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -34,8 +34,8 @@ _served: dict[str, torch.library.Library] = {}
 def serve(device_types: frozenset[str]) -> None:
     """Register our kernels of the three operators, for tensors on these types of device. A second call for a type does nothing.
 
-    If torch.library has no `get_kernel`, torch's own kernels stay. On our groups, torch's kernels raise an error that there is
-    no backend.
+    If torch.library has no `get_kernel`, torch's own kernels stay. On our groups, torch's kernels raise the error that the
+    group has no backend.
     """
     for device in device_types - _served.keys():
         if not hasattr(torch.library, "get_kernel"):

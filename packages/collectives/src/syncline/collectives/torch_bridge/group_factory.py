@@ -38,17 +38,18 @@ _excepthooks = (sys.excepthook, sys.excepthook)
 def share_default_group() -> None:
     """Make our default group the default group of torch.distributed, for libraries that ask torch.distributed for the rank.
 
-    Call this function after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true. `get_rank()`
-    and collectives use our group, and new groups of torch are made from our group. `torch.distributed.destroy_process_group()`
-    does not close our group. But if the caller is handling an exception, `destroy_process_group()` aborts our group.
+    Call this function after our `init_process_group`. From then on `torch.distributed.is_initialized()` is true. torch's
+    `get_rank()` and torch's collectives use our group. torch makes new groups from our group.
+    `torch.distributed.destroy_process_group()` does not close our group. But if the caller is handling an exception,
+    `destroy_process_group()` aborts our group.
 
-    If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. All other groups of
-    torch.distributed are destroyed then, so make them again. A newcomer (a process that joins the job later) also
-    calls this function.
+    If `Elastic` or `hvd.elastic` makes a new default group, torch.distributed gets the new group, too. Then all other groups of
+    torch.distributed are destroyed, and the program must make these groups again. A newcomer (a process that joins the job
+    later) also calls this function.
 
     All ranks must call this function, because it makes a store for torch. If the ranks of our group met in a store, torch uses
-    the same store with a prefix for its keys. Otherwise torch gets a `GroupStore` over a new group of the same ranks (or
-    a HashStore if there is only one rank).
+    the same store, with a prefix for its keys. Otherwise torch gets a `GroupStore` over a new group of the same ranks (or a
+    HashStore if there is only one rank).
 
     Raises:
         NotInitializedError: we have no default group.
@@ -109,8 +110,8 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
 
     Raises:
         InvalidArgumentError: `pg_options` were given, or torch asks for a device that the backend does not serve.
-        LaunchError: the group has only some ranks, and there is no group of all ranks with this backend.
-        BackendUnavailableError: the backend lacks something on this machine.
+        LaunchError: the new group has only some ranks, and there is no group of all ranks with this backend.
+        BackendUnavailableError: a library or package that the backend needs is missing on this machine.
     """
     if pg_options is not None:
         raise InvalidArgumentError(f"backend '{torch_name}' has no options, found {pg_options!r}; leave pg_options out")

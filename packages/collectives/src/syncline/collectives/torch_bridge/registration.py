@@ -70,9 +70,10 @@ def check_torch(version: str, *, is_available: bool) -> None:
 
 
 def devices_there(devices: list[str]) -> list[str]:
-    """Leave out "cuda" if this machine has no CUDA device, unless "cuda" is the only device of the backend.
+    """Leave out "cuda" if this machine has no CUDA device and the list has other devices.
 
-    Some libraries make tensors on each device for which a backend is registered, which fails without such a device.
+    The reason is that some libraries make a tensor on each device for which a backend is registered. Without a CUDA device,
+    this fails for "cuda".
     """
     # Counting does not start CUDA if the driver's library is present, so forked children can still use CUDA.
     has_cuda = torch.cuda.device_count() > 0
@@ -130,7 +131,7 @@ register()
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return on any rank only after all ranks have called this function. On a time-out, rank 0's error names missing ranks.
+    """Wait until all ranks have called this function. On a time-out, rank 0 raises an error that names the missing ranks.
 
     Args:
         group: a group of torch.distributed; None means torch's default group.
@@ -138,7 +139,7 @@ def monitored_barrier(
         wait_all_ranks: whether the error names all missing ranks, or only the first.
 
     Raises:
-        CollectiveTimeout: not all ranks called in time. On rank 0 the message names missing ranks. On other ranks the message
-            says that rank 0 did not answer.
+        CollectiveTimeout: some rank did not call this function in time. On rank 0 the message names missing ranks. On other
+            ranks the message says that rank 0 did not answer.
     """
     ours(as_process_group(group), timeout, wait_all_ranks)

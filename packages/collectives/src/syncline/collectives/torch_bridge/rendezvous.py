@@ -38,8 +38,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator
     Raises:
         InvalidArgumentError: the URL has a host or a path after "mpi://".
         LaunchError: torchrun, or another launcher that does not start MPI programs, started this process. Or the given `rank`
-            or `world_size` contradicts the launcher. Or there is no launcher, and the given `rank` is not 0, or the given
-            `world_size` is not 1.
+            or `world_size` contradicts the launcher. Without a launcher, only rank 0 and world size 1 are allowed.
     """
     rank, world_size = _asked_for(url)
     launch = take_launch(os.environ)
@@ -87,7 +86,7 @@ def _over_mpi(launch: Launch, rank: int, world_size: int, timeout_s: float) -> t
 
 
 def store_over(group: ProcessGroup) -> dist.Store:
-    """Make a store for the ranks of a group. All ranks of the group call this function. Other calls can still use the group."""
+    """Make a store for the ranks of a group. All ranks of the group call this. The program can still use the group."""
     if group.size == 1:
         return dist.HashStore()
     met_in = group.meeting_store()

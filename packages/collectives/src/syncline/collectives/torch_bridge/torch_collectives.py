@@ -66,7 +66,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Combine each tensor, in place, with the tensors of the same index on other ranks. Tensors may share a collective."""
+        """Combine each tensor, in place, with the tensors at the same index on other ranks. Tensors may share a collective."""
         mine, reduction = some(tensors, "allreduce_coalesced"), reduction_of(opts)
         return self._issue(
             "all_reduce_coalesced",
@@ -253,7 +253,7 @@ class TorchCollectives(CallIssuer):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Send rows of `input` to each rank, and receive rows from each. Without sizes, all ranks get equally many rows."""
+        """Send rows of `input` to each rank, and receive rows from each rank. Without sizes, the rows are divided equally."""
         group, sizes = self.syncline_group, (output_split_sizes or None, input_split_sizes or None)
         return self._issue(
             "all_to_all",
@@ -306,7 +306,7 @@ class TorchCollectives(CallIssuer):
 
     @disable_dynamo
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Start a barrier. On every rank, its work is over only after all ranks have called this method."""
+        """Start a barrier. The returned work is over when all ranks have called this method."""
         group = self.syncline_group
         return self._issue("barrier", [], lambda is_async: group.barrier(async_op=is_async), opts, timeout)
 
@@ -346,16 +346,16 @@ def _there(work: Work | None) -> Work:
 def all_reduce_together(group: ProcessGroup, tensors: Sequence[torch.Tensor], op: Reduction) -> Work:
     """Combine all tensors of all ranks, as if each tensor came from a different rank. Every tensor gets the result.
 
-    In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced`, in contrast, reduces
-    each tensor separately.
+    In torch's C++ groups, a process may pass one tensor for each of its devices. `all_reduce_coalesced` is different: it
+    reduces each tensor separately.
 
     Args:
         group: our group. All its ranks call this function, with the same number of tensors.
         tensors: tensors of the same shape and dtype.
-        op: a reduction other than AVG and PREMUL_SUM, which also scale the result.
+        op: a reduction. AVG and PREMUL_SUM are not allowed, because they also scale the result.
 
     Raises:
-        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or the reduction is AVG or PREMUL_SUM.
+        InvalidArgumentError: there is no tensor, shapes or dtypes differ, or `op` is AVG or PREMUL_SUM.
     """
     tensors = resolved(some(tensors, "allreduce"))
     # With FakeTensors, the program only computes shapes; see Note [Tensors that are no memory] in `tensors.checks`.

@@ -49,7 +49,7 @@ _RING_FROM_RANKS = 4
 def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
     """Return one of our groups for a group of torch.distributed.
 
-    If `torch_backend` made the torch group, return the group of ours on which the torch group runs. Otherwise return a new
+    If the module `torch_backend` made the torch group, return our group that carries out its calls. Otherwise return a new
     `TorchGroup`.
 
     Args:
@@ -73,7 +73,7 @@ def as_process_group(torch_group: dist.ProcessGroup | None) -> ProcessGroup:
 
 
 class TorchGroup(ProcessGroup):
-    """A torch.distributed group as one of our groups. It issues each collective at once, on the caller's thread.
+    """A torch.distributed group as one of our groups. Each collective is issued at once, on the caller's thread.
 
     So collectives run in the order of the calls. If the callback of a future issues a collective, the order between this
     collective and the collectives of other threads is not defined. Closing this group does not close the torch group.
@@ -107,7 +107,7 @@ class TorchGroup(ProcessGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The types of the devices that the torch group serves. If `torch_group` is a backend of torch: CPU and CUDA."""
+        """The types of device on which the torch group accepts tensors. CPU and CUDA if `torch_group` is a backend of torch."""
         return self._device_types
 
     @property
@@ -115,7 +115,7 @@ class TorchGroup(ProcessGroup):
         """None: torch itself shows the calls in the profile."""
 
     def describe(self) -> str:
-        """The name of the torch group's backend, and torch's version."""
+        """Return the name of the torch group's backend, and torch's version."""
         return f"torch.distributed {self.torch_group.name()} of torch {torch.__version__}"
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class TorchGroup(ProcessGroup):
     @contextmanager
     @override
     def marked(self, mark: str) -> Iterator[None]:
-        """As `ProcessGroup.marked`. But `agree_on_calls` of this class compares only the marks, not the calls."""
+        """See `ProcessGroup.marked`. In this class, `agree_on_calls` compares only the marks, not the calls."""
         self._marks_said += 1
         self._latest_mark, self._marks_digest = mark, crc32(f"{mark}\n".encode(), self._marks_digest)
         yield

@@ -23,11 +23,11 @@ from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """The error for a device that the group does not serve. It is also a RuntimeError, because torch expects this type."""
+    """A tensor is on a device that the group does not serve. The class is also a RuntimeError, because torch expects that."""
 
 
 class TorchBackendShim:
-    """The object that torch gets when it asks a group of ours for the backend of a device. All calls go on to the group.
+    """The object that torch gets when it asks one of our groups for the backend of a device. The group carries out all calls.
 
     In torch, a group has a separate backend for each device. In Syncline, one group serves several devices.
     """
@@ -57,14 +57,14 @@ class TorchBackendShim:
         return Options(self.name(), timedelta(seconds=self._group.syncline_group.timeout_s))
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """False: torch lets single ranks call `allocate_tensor`, but our `allocate` needs all ranks."""
+        """Always false: torch lets single ranks call `allocate_tensor`, but our `allocate` needs all ranks."""
         return False
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Do nothing: the ranks are connected already."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
-        """Do nothing. torch calls this method on a rank that is in no new group. The other ranks do not need this rank."""
+        """Do nothing. torch calls this method on a rank that is in no new group. The new groups do not need this rank."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: our groups count their collectives from 0 on every rank."""
@@ -145,7 +145,7 @@ class TorchProcessGroup(TorchCollectives):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> TorchProcessGroup | None:
-        """Make a group of some ranks of this group. Other ranks need not call this method. If they do, they get None."""
+        """Make a group of some ranks of this group. Other ranks may call this method, too, and get None."""
         if self.rank() not in new_ranks:
             return None
         limit_s = time_limit_s(timeout) or time_limit_s(getattr(opts, "_timeout", None))
@@ -171,7 +171,7 @@ class TorchProcessGroup(TorchCollectives):
         return self._backend_name
 
     def go_by(self, name: str) -> None:
-        """Let the method `name` return this name from now on. `syncline run` passes the name that the script has asked for."""
+        """Make the method `name` return this name from now on. `syncline run` passes the name that the script has asked for."""
         self._asked_as = name
 
     @disable_dynamo

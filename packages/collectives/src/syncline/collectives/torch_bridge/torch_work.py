@@ -33,7 +33,7 @@ class TorchRequest(Request):
         self._over = False
 
     def wait(self, scope: CancelScope) -> None:
-        """Block until the transfer is over. `scope` has the time limit. Cancelling `scope` does not end the wait in torch."""
+        """Block until the transfer is over, at most for the time limit of `scope`. `scope.cancel` does not end the wait."""
         if self._over:
             return
         try:
@@ -49,7 +49,7 @@ class TorchRequest(Request):
         return self._over
 
     def source(self) -> int | None:
-        """The sender's rank, after a receive is over."""
+        """Return the sender's rank after a receive is over."""
         return self._source
 
 
@@ -63,8 +63,8 @@ def mapped(error: RuntimeError) -> TransportError:
 class TorchWork(Work):
     """A work of torch.distributed, and a last step (such as a copy) that must be done after the collective.
 
-    If nobody has asked for a future, the thread that calls `wait` does the last step. Otherwise torch's own thread does the
-    last step. So a work without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last
+    If the program has asked for a future, torch's own thread does the last step. Otherwise the thread that calls `wait` does
+    the last step. So a work without a future leaves no Python object on torch's thread. (Gloo's thread must not drop the last
     reference to the torch group: the group's destructor joins Gloo's thread, so this thread would wait for itself.)
 
     Args:
@@ -110,7 +110,7 @@ class TorchWork(Work):
         return True
 
     def wait_for(self, limit_s: float) -> bool:
-        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. If not, call this method again.
+        """Wait `limit_s` seconds at most. Return whether the work and its last step are over. The caller may call again.
 
         Raises:
             TransportError: the work failed. If torch ended the work at torch's time limit, the error is a `CollectiveTimeout`.
@@ -132,7 +132,7 @@ class TorchWork(Work):
         return self._done or (bool(self._torch_work.is_completed()) and self._completes())
 
     def exception(self) -> BaseException | None:
-        """The error, if the work has finished with an error."""
+        """Return the error if the work has finished with an error, otherwise None."""
         # Only the future has the error so far. `_completes` stores the error in this object.
         if self._error is None and self.is_completed() and self._future is not None:
             self._completes()
@@ -143,7 +143,7 @@ class TorchWork(Work):
         return self._tensors
 
     def get_future(self) -> TensorsFuture:
-        """A future that completes when `wait` would return."""
+        """Return a future that completes when the work and its last step are over."""
         with self._lock:
             if self._future is None:
                 delivery = _Delivery(self._deliver, self._torch_group)

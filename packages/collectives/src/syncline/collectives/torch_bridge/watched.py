@@ -45,10 +45,12 @@ class Seen(NamedTuple):
         operator: the functional operator's name.
         inputs: the tensors that the call reads.
         outputs: the tensors that the call overwrites, one for each input.
-        words: the operator's arguments between the tensors and the group's name. A None among them means that the operator
-            cannot express an argument of the call, so no tool sees the call.
-        gathers: the number of ranks, if an output must be this many times as large as its input; None: not checked.
-        scatters: the number of ranks, if an input must be this many times as large as its output; None: not checked.
+        words: the operator's arguments between the tensors and the group's name. A None among these arguments means that the
+            operator cannot express an argument of the call. Then no tool sees the call.
+        gathers: the number of ranks, if an output must be this many times as large as its input. None means that the sizes are
+            not checked.
+        scatters: the number of ranks, if an input must be this many times as large as its output. None means that the sizes
+            are not checked.
     """
 
     operator: str
@@ -167,7 +169,7 @@ class SeenWork(Work):
         return self._issued.is_completed()
 
     def exception(self) -> BaseException | None:
-        """The error of the collective, if it has one."""
+        """Return the error of the collective, or None."""
         return self._issued.exception()
 
     @override
@@ -175,7 +177,7 @@ class SeenWork(Work):
         return self._outputs
 
     def get_future(self) -> TensorsFuture:
-        """A future that completes when the results are copied."""
+        """Return a future that completes when the results are copied."""
 
         def deliver(done: AnyFuture) -> list[torch.Tensor]:
             done.value()
