@@ -125,7 +125,7 @@ class Store(ABC):
         """Return the number of keys. A store may also count its own internal keys, as torch's FileStore does."""
 
     def clone(self) -> Self:
-        """Make another handle on the same table, with its own time limit. Keep both handles open while you use either handle."""
+        """Make another handle on the same table, with its own time limit. Close no handle while you still use the other."""
         made = copy.copy(self)
         _stores.add(made)
         return made

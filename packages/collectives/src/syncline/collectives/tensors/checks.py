@@ -22,7 +22,7 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, ReduceOp, PremulSum, int, 
 def are_usual(values: Iterable[object]) -> bool:
     """Whether all arguments, and all entries of lists and tuples among them, have usual types (see `_USUAL`).
 
-    If so, none of them needs `resolved` or `has_fakes`. If not, the caller must call both.
+    If true, the caller need not call `resolved` and `has_fakes` for these arguments. If false, the caller must call them.
     """
     for value in values:
         kind = type(value)
@@ -66,7 +66,7 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_plain(tensor: torch.Tensor, device_types: frozenset[str]) -> bool:
-    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. If false, call both."""
+    """Whether a quick test shows that `unusable` and `unwritable` would find no problem. If false, call these functions."""
     return (
         type(tensor) in _PLAIN_TYPES
         and ("cpu" if tensor.is_cpu else tensor.device.type) in device_types
@@ -86,7 +86,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def no_memory(tensor: torch.Tensor) -> str | None:
-    """The problem if there is no memory at the tensor's address; see Note [Tensors that are no memory] in `checks`."""
+    """Return an error text if there is no memory at the tensor's address; see Note [Tensors that are no memory]."""
     kind = type(tensor)
     if is_lazy(tensor):
         return f"expected a tensor, found {kind.__name__}, which has no shape yet; run a forward first"
@@ -137,11 +137,11 @@ def is_list(value: object, kind: type = object) -> bool:
 
 
 def no_tensors(call_arguments: Mapping[str, object], *, only_on_root: str | None = None) -> str | None:
-    """The problem if an argument is not a tensor. An argument whose name ends in "s" must be a list of tensors.
+    """Return an error text if an argument is not a tensor. An argument whose name ends in "s" must be a list of tensors.
 
     Args:
         call_arguments: the arguments by name.
-        only_on_root: the name of an argument that only the root gives. Only the argument with this name may be None.
+        only_on_root: the name of an argument that only the root gives. Only this argument may be None.
     """
     for name, given in call_arguments.items():
         if given is None and name == only_on_root:
@@ -174,7 +174,7 @@ def refuse_no_tensors(collective: str, place: str, **call_arguments: object) -> 
 
 
 def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: str) -> str | None:
-    """The problem if a group of this backend, which serves `device_types`, cannot read or write the tensor at all."""
+    """Return an error text if a group with this backend and these `device_types` can neither read nor write the tensor."""
     if not isinstance(tensor, torch.Tensor):  # an unchecked caller may pass anything
         return f"expected a torch.Tensor, found {type(tensor).__name__}"  # type: ignore[unreachable]
     problem = no_memory(tensor)
@@ -192,7 +192,7 @@ def unusable(tensor: torch.Tensor, device_types: frozenset[str], backend_name: s
 
 
 def unwritable(tensor: torch.Tensor) -> str | None:
-    """The problem if several elements of the tensor share one place in memory, so that writing it makes no sense."""
+    """Return an error text if several elements of the tensor share one place in memory, so that writing it makes no sense."""
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         return (
             "the tensor would be written, but several of its elements share one place in memory (strides "
@@ -202,7 +202,7 @@ def unwritable(tensor: torch.Tensor) -> str | None:
 
 
 def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> str | None:
-    """The problem if a list does not have one tensor for each rank, each with the shape and dtype of `like`."""
+    """Return an error text if a list does not have one tensor for each rank, each with the shape and dtype of `like`."""
     if len(tensors) != size:
         return f"expected {size} {what} tensors, one for each rank, found {len(tensors)}"
     for index, tensor in enumerate(tensors):
@@ -214,7 +214,7 @@ def not_one_each(what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor,
 
 
 def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, size: int) -> str | None:
-    """The problem if a list does not have one tensor for each rank, each with the dtype of `mine`.
+    """Return an error text if a list does not have one tensor for each rank, each with the dtype of `mine`.
 
     The tensor at index `rank` must also have the shape of `mine`.
     """
@@ -229,14 +229,14 @@ def not_one_each_like(what: str, tensors: Sequence[torch.Tensor], mine: torch.Te
 
 
 def not_times(large: torch.Tensor, small: torch.Tensor, size: int, what: str) -> str | None:
-    """The problem if `large` does not have `size` times as many elements as `small`, or has another dtype."""
+    """Return an error text if `large` does not have `size` times as many elements as `small`, or has another dtype."""
     if large.dtype != small.dtype or large.numel() != size * small.numel():
         return f"expected the {what} to hold {size} times {tensor_in_words(small)}, found {tensor_in_words(large)}"
     return None
 
 
 def no_size(numel: object, dtype: object) -> str | None:
-    """The problem if a flat tensor of `numel` elements of `dtype` cannot exist."""
+    """Return an error text if a flat tensor of `numel` elements of `dtype` cannot exist."""
     if not isinstance(dtype, torch.dtype):
         return f"expected a torch.dtype, found {dtype!r}"
     if not is_integer(numel) or not 0 <= cast(int, numel) * dtype.itemsize < 2**63:
@@ -245,7 +245,10 @@ def no_size(numel: object, dtype: object) -> str | None:
 
 
 def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> str | None:
-    """The problem if `splits` (rows for each rank; None: equally many) do not divide a tensor's rows among `size` ranks."""
+    """Return an error text if `splits` do not divide a tensor's rows among `size` ranks.
+
+    `splits` has the number of rows for each rank. None means the same number for each rank.
+    """
     if tensor.dim() == 0:
         return f"expected the {what} to have at least one dimension to split, found a 0-dimensional tensor"
     rows = tensor.shape[0]
@@ -259,7 +262,7 @@ def bad_splits(what: str, tensor: torch.Tensor, splits: Sequence[int] | None, si
 
 
 def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> str | None:
-    """The problem if two outputs, or an output and an input, share memory."""
+    """Return an error text if two outputs, or an output and an input, share memory."""
     # Go through the tensors in the order of their first bytes: each can only overlap earlier tensors. Two inputs may overlap.
     extents = sorted((*_extent(tensor), is_output) for tensor, is_output in _marked(outputs, inputs) if tensor.numel())
     written_to = read_to = -1
@@ -274,7 +277,7 @@ def overlapping(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] 
 
 
 def not_own_part(part: torch.Tensor, block: torch.Tensor, rank: int) -> str | None:
-    """The problem if `part` shares memory with `block`, but is not exactly part number `rank` of `block`.
+    """Return an error text if `part` shares memory with `block`, but is not exactly part number `rank` of `block`.
 
     `block` consists of one part for each rank, in the order of the ranks.
     """

@@ -20,7 +20,7 @@ def untracked() -> torch.inference_mode:
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which this tensor may be written. Inside, new tensors are inference tensors only if this one is.
+    """A context in which `tensor` may be written. The context is in inference mode only if `tensor` is an inference tensor.
 
     Prefer this context to `untracked` for sparse tensors: CUDA's sparse operators fail in inference mode.
     """
@@ -34,7 +34,7 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 
 def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any of the tensors can be written only in the context `untracked`. This test costs less than the context."""
+    """Whether the context `untracked` is needed to write one of the tensors. This test costs less than the context."""
     for tensor in tensors:  # noqa: SIM110 - `any` with a generator would double the cost
         if tensor.requires_grad or tensor.is_inference():
             return True
@@ -42,9 +42,9 @@ def is_tracked(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two different indices mean the same place in memory.
+    """Whether two different indices of a tensor lead to the same place in memory.
 
-    Cost: a sort of the dimensions. If dimensions interleave (only in results of `as_strided`), also a look at every element.
+    Cost: a sort of the dimensions. If dimensions interleave (only in results of `as_strided`), also a check of every element.
     """
     # Without an element, no two elements can meet.
     if 0 in shape:
@@ -60,7 +60,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its memory holds its values in order, else a contiguous copy.
+    """Return the tensor itself if its memory holds its values in order, else a contiguous copy.
 
     A copy is needed for tensors that are not contiguous, and for tensors that torch conjugates or negates lazily (`conj()`,
     `conj().imag`).
@@ -71,21 +71,21 @@ def in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor with one dimension. A tensor with one dimension is returned as it is."""
+    """View a contiguous tensor as a tensor with one dimension. A tensor that has one dimension is returned unchanged."""
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as flat uint8.
 
-    The stride is set to 1 because torch calls a single element contiguous with any stride, but views it as another dtype only
-    with stride 1.
+    For torch, a tensor with a single element is contiguous with any stride. But torch can view this tensor as another dtype
+    only if the stride is 1. So the stride is set to 1.
     """
     return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def contents(tensor: torch.Tensor) -> memoryview:
-    """A memoryview of a flat uint8 tensor on the CPU. It shares the tensor's memory: use it only while the tensor lives."""
+    """Return a memoryview of the memory of a flat uint8 CPU tensor. Keep the tensor alive while you use the memoryview."""
     # Not `ctypes.string_at`: it takes the size as a C int, which overflows for large tensors. An array takes 64 bits.
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
 
@@ -116,9 +116,10 @@ def pack(
         size: the number of ranks.
 
     Returns:
-        The part (the data of one rank) and the whole (the data of all ranks). In an all-reduce, reduce or broadcast, both are
-        this rank's tensor, or a contiguous copy of it. In an all-to-all, the part has room for all outputs, and the whole has
-        all inputs. In a gather or scatter, the whole is None on the ranks that are not the root.
+        The part (the data of one rank) and the whole (the data of all ranks). In an all-reduce, reduce or broadcast, the part
+        and the whole are the same object: this rank's tensor, or a contiguous copy of this tensor. In an all-to-all, the part
+        has room for all outputs, and the whole has all inputs. In a gather or scatter, the whole is None on the ranks that are
+        not the root.
     """
     if name in _ONE_TENSOR:
         wire = in_plain_order(writes[0])
@@ -154,7 +155,7 @@ def unpack(
 
 
 def in_one_block(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors into a flat one. A single contiguous tensor is not copied."""
+    """Concatenate tensors into a flat tensor. A single contiguous tensor is not copied."""
     parts = [flat(in_plain_order(tensor)) for tensor in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

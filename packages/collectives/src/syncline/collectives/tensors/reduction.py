@@ -26,7 +26,7 @@ _PIECE_NUMEL = 64 * 1024
 
 
 def core_op(op: Reduction) -> ReduceOp:
-    """The operation that combines two terms: SUM if `op` is AVG or PREMUL_SUM, otherwise `op`.
+    """Return the operation that combines two terms: SUM if `op` is AVG or PREMUL_SUM, otherwise `op`.
 
     AVG divides after the sum. PREMUL_SUM multiplies each term before the sum.
     """
@@ -34,14 +34,14 @@ def core_op(op: Reduction) -> ReduceOp:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are combined: float32 for halves (float16, bfloat16), else the dtype itself."""
+    """Return the dtype in which values are combined: float32 for float16 and bfloat16, else the dtype itself."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combine one tensor of each rank, in the order of ranks, so that every rank that computes the result gets the same bits.
+    """Combine one tensor of each rank, in the order of the ranks. So every rank that computes the result gets the same bits.
 
-    Halves (float16, bfloat16) are widened to float32, combined and scaled in float32, and rounded once.
+    float16 and bfloat16 tensors are converted to float32, combined and scaled in float32, and rounded once.
 
     Args:
         op: a reduction that is defined for the dtype (see `check_reduction`).
@@ -61,7 +61,7 @@ def reduce_in_rank_order(op: Reduction, terms: Sequence[torch.Tensor]) -> torch.
 
 
 def reduce_into(out: torch.Tensor, op: Reduction, terms: Sequence[torch.Tensor]) -> None:
-    """As `reduce_in_rank_order`, but write the result to `out`, which may be one of the terms."""
+    """Do `reduce_in_rank_order`, and write the result to `out`, which may be one of the terms."""
     if len(terms) == 1 and not isinstance(op, PremulSum):  # with one term, only the factor changes anything
         if terms[0] is not out:
             out.copy_(terms[0])
@@ -92,10 +92,10 @@ def combine(op: Reduction, terms: Sequence[torch.Tensor], out: torch.Tensor) -> 
     """Combine the terms in rank order, in the dtype of `accumulation_dtype`, without the division of AVG.
 
     Args:
-        op: as for `reduce_in_rank_order`.
-        terms: as for `reduce_in_rank_order`.
+        op: see `reduce_in_rank_order`.
+        terms: see `reduce_in_rank_order`.
         out: a tensor with room for the result; may be one of the terms. Only the last operation writes `out`, and only if `out`
-            has the accumulation dtype.
+            has the dtype of `accumulation_dtype`.
 
     Returns:
         The tensor with the result: `out`, or a new tensor.

@@ -33,7 +33,7 @@ class Gatherer(Protocol):
 
 
 def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: bool) -> Work:
-    """Add up the COO tensors of all ranks, in place. Every rank ends with the same elements and bits, coalesced.
+    """Add up the COO tensors of all ranks, in place. Every rank gets the same coalesced tensor, with the same bits.
 
     Args:
         group: the process group; all its ranks call this function.
@@ -43,8 +43,8 @@ def all_reduce(group: Gatherer, tensor: torch.Tensor, op: Reduction, async_op: b
 
     Raises:
         InvalidArgumentError: `op` is another reduction.
-        DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise it, from the call or from
-            `wait()`.
+        DisagreementError: shape, dtype, number of sparse dimensions or `op` differ. All ranks raise this error, from the call
+            or from `wait()`.
 
     Cost: three all-gathers: of the element counts, the indices and the values. Every rank pads its indices and values to the
     largest count of any rank. So each of p ranks gathers p times the bytes of the largest tensor. If most elements are

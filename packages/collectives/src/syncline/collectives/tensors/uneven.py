@@ -1,4 +1,4 @@
-"""Reduce-scatter with results of different sizes, by one `reduce` to each rank."""
+"""Reduce-scatter with results of different sizes. It is made of one `reduce` to each rank."""
 
 from __future__ import annotations
 
