@@ -6,9 +6,9 @@
     │   │   └── InvalidTypeError     an argument that should be a function is not one (also a TypeError)
     │   ├── NotInitializedError      there is no default group yet, or it was destroyed
     │   ├── GroupClosedError         the group was closed or aborted
-    │   ├── UnknownBackendError      no backend of that name is installed
+    │   ├── UnknownBackendError      no backend with this name is installed
     │   ├── BackendUnavailableError  the backend is known, but something it needs is missing
-    │   ├── SiteFileError            the site file is missing, misspelt or of the wrong type
+    │   ├── SiteFileError            the site file is missing, or has an unknown key or a wrong value
     │   └── LaunchError              launcher, arguments and MPI contradict one another, or ranks cannot find each other
     ├── DisagreementError            each call may be right alone, but the calls of the ranks do not match
     └── TransportError               the communication between the ranks failed
@@ -64,7 +64,10 @@ def headline(error: BaseException) -> str:
 
 
 class SynclineError(RuntimeError):
-    """Base class of every error raised by a Syncline package. It is a RuntimeError, because scripts for torch catch these."""
+    """Base class of every error that a Syncline package raises.
+
+    The class is a RuntimeError, because scripts for torch catch RuntimeErrors.
+    """
 
     def reworded(self, message: str) -> Self:
         """Return a copy of the error that has another message, but the same type, attributes and cause."""
@@ -85,7 +88,7 @@ class InvalidArgumentError(MisuseError, ValueError):
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument should be a function, but is not. This class is also a TypeError, because torch raises a TypeError here."""
+    """An argument should be a function, but is not. The class is also a TypeError, because torch raises a TypeError then."""
 
 
 class NotInitializedError(MisuseError):

@@ -46,7 +46,7 @@ class Inherited(ABC):
 
     @abstractmethod
     def in_fork(self) -> None:
-        """Called in the child before any other code runs. Take no lock: the parent's locks may be held for ever."""
+        """Called in the child before any other code runs. Take no lock of the parent, because the lock may be held for ever."""
 
 
 def tell_in_forks(thing: Inherited) -> None:

@@ -30,10 +30,10 @@ DEFAULT_SILENCE_TIMEOUT_S = 30.0
 class ProcessGroup(ABC):
     """A set of ranks that issue the same collectives in the same order.
 
-    **Calls.** Every rank of the group calls every collective, with matching arguments, in the same order. Only `send` and
-    `recv` concern two ranks alone. Any thread may call a method. If several threads of a rank call collectives, the program
-    must make sure that the order of the calls is the same on every rank. A collective that a future's callback issues runs
-    inside the callback, before all queued calls of the group.
+    **Calls.** Every rank of the group calls every collective, with matching arguments, in the same order. `send` and `recv` are
+    no collectives: only two ranks call them. Any thread may call a method. If several threads of a rank call collectives, the
+    program must make sure that the order of the calls is the same on every rank. If a future's callback issues a collective,
+    the collective runs inside the callback, before all queued calls of the group.
 
     **Results.** Each collective returns a `Work`. With `async_op=False` the collective has finished when the method returns.
     With `async_op=True` the collective may still run: do not read or write its tensors until the work's `wait()` returns.
@@ -128,7 +128,8 @@ class ProcessGroup(ABC):
 
         Args:
             tensor: any shape, the same on every rank; a dtype that `op` is defined for. Overwritten with the result. For SUM,
-                AVG and `premul_sum`, a sparse COO tensor is allowed, with other indices on each rank; see `tensors.sparse`.
+                AVG and `premul_sum`, a sparse COO tensor is allowed. Its indices may differ between ranks. See
+                `tensors.sparse`.
             op: how the tensors are combined: a `ReduceOp`, a `premul_sum`, or a reduction of torch.distributed.
             async_op: if true, return at once, before the collective has finished.
 
@@ -527,7 +528,7 @@ class ProcessGroup(ABC):
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:  # noqa: ARG002 - for subclasses that can
         """Compare the collectives that the ranks have called since the group was made. All ranks call this method.
 
-        Do nothing if the ranks compare each call before it runs anyway, or if this group cannot compare calls.
+        Do nothing if the ranks already compare each call before the call runs, or if this group cannot compare calls.
 
         Returns:
             A work, or None if nothing is compared. With `async_op=True`, the work's `wait` raises the error below.
@@ -558,7 +559,7 @@ class ProcessGroup(ABC):
     # ---- after a loss ----
 
     def expect_losses(self, are_expected: bool) -> None:  # noqa: B027 - for groups that write reports
-        """Say whether the program goes on when a rank is lost. If it does, the group writes no report when a rank is lost."""
+        """Say whether the program goes on when a rank is lost. If the program goes on, the group writes no report of a loss."""
 
     def missing_for_shrink(self) -> str | None:
         """Return a sentence that says why `shrink` cannot work here and what to do instead. None if `shrink` can work."""
@@ -603,7 +604,7 @@ class ProcessGroup(ABC):
     def beside(self, host: ProcessGroup) -> ProcessGroup:
         """Make a group like this one from the ranks of the new group `host`, through which the ranks find each other.
 
-        The caller must abort this group first. It calls this method only if `meets_in` is true for the group that `host`
+        Before this call, the caller must abort this group, and must check that `meets_in` is true for the group that `host`
         replaces.
         """
         raise NotImplementedError  # only called if `meets_in` is true

@@ -199,7 +199,7 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def disable_dynamo_here(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator that excludes a function from tracing, but not the functions that it calls. It makes calls no slower."""
+    """A decorator that excludes a function from tracing, but not the functions that it calls. It does not slow calls down."""
     if eval_frame is None:
         disabled: Callable[P, T] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
         return disabled
@@ -240,10 +240,10 @@ def handle_of_current_stream(device: torch.device) -> int:
 
 
 def source_rank(torch_work: Any) -> int:
-    """The sender of a message that torch.distributed has received from any rank.
+    """Return the sender's rank after a receive from any rank over torch.distributed.
 
     Raises:
-        TransportError: this torch does not tell the sender.
+        TransportError: the installed torch does not tell the sender.
     """
     if not hasattr(torch_work, "_source_rank"):
         raise TransportError(

@@ -61,7 +61,7 @@ class NonMember:
 
     @staticmethod
     def refuse(group: object) -> None:
-        """Raise if `group` is a `NonMember`.
+        """Raise an error if `group` is a `NonMember`.
 
         Raises:
             MisuseError: `group` is a `NonMember`. The message says which ranks the group has.

@@ -10,7 +10,7 @@ function                       what every rank gets              gradient (of th
 `all_gather_rows`              the rows of all ranks             summed; each rank gets the gradient of its rows
 `reduce_scatter_rows`          its share of the reduced rows     gathered (SUM and AVG only)
 `broadcast_copy`               the root's tensor                 summed on the root, zeros on other ranks
-`all_to_all_rows`              the rows sent to it               sent back
+`all_to_all_rows`              the rows sent to it               sent back to the rank that sent the row
 `broadcast_object`             the root's object                 none
 =============================  ================================  ==============================================
 

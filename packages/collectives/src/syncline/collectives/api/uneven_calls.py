@@ -92,7 +92,7 @@ class UnevenCalls:
             )
 
     def announce_step(self, number: int) -> PendingResult[None]:
-        """Announce a step: start a roll call, and do not wait until it has finished. The step may begin at once.
+        """Announce a step: start a roll call, and do not wait for the roll call. The step may begin at once.
 
         Wait for the returned `PendingResult` at the end of the step. Its `wait` raises a `DisagreementError` if another rank
         announced another step, or a single collective.

@@ -256,7 +256,7 @@ def agreed_addresses(places: Sequence[Place], tried: Mapping[int, Tried]) -> dic
 
     Args:
         places: the doors of rank 0. A door is an address and a port at which rank 0 listens.
-        tried: for each rank except 0, which doors it has reached.
+        tried: for each rank except 0, the doors that the rank has reached.
 
     Raises:
         LaunchError: a rank has reached no door, or rank 0 has none.

@@ -41,8 +41,8 @@ class ConnectRequest:
         check_calls: if true, the ranks must compare each collective before it starts. A backend that cannot do this must refuse
             to connect.
         thresholds: the sizes of tensors that decide which algorithm a collective uses, for a backend with several algorithms.
-        stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank; 0: never.
-        communicator: an mpi4py communicator whose ranks are the group's, or None for all ranks of the MPI job.
+        stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank. 0 means never.
+        communicator: an mpi4py communicator, whose ranks become the ranks of the group. None means all ranks of the MPI job.
         interfaces: the network interfaces on which ranks of several hosts meet, and on which Gloo communicates; if empty, the
             backend finds interfaces.
         spin_s: for a backend that polls: how long a waiting rank polls before it begins to sleep between two polls.

@@ -240,7 +240,7 @@ def launch_by(communicator: Any) -> Launch:
     """Return the rank of this process and the number of ranks in the caller's mpi4py communicator, as a `Launch`.
 
     Raises:
-        InvalidArgumentError: the argument is not a communicator, or this process is not in it (MPI.COMM_NULL).
+        InvalidArgumentError: the argument is not a communicator, or is MPI.COMM_NULL (this process is not in the communicator).
     """
     if not hasattr(communicator, "Get_rank") or not communicator:
         raise InvalidArgumentError(
@@ -262,7 +262,7 @@ def parent_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def child_of_rank(rank: int | None, parent: int) -> str:
-    """The error message for a process that starts a group although it is a child of a rank. A pure function."""
+    """Return the error message for a child of a rank that starts a group. A pure function."""
     which = "a rank" if rank is None else f"rank {rank}"
     return (
         f"this process is a child of {which} (pid {parent}), and is not itself a rank of the job: do not start a group in it, "

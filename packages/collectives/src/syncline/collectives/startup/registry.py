@@ -113,7 +113,7 @@ def choose_backend(
     Args:
         argument: the `backend` argument of `init_process_group`.
         environ: the environment variables.
-        launch: what the launcher told this process; None if there is no launcher.
+        launch: the values that the launcher gave this process; None if there is no launcher.
         missing: a function that takes a backend's name, and returns the reason why this backend cannot work, or None; see
             `what_is_missing`.
         scheme: the scheme of the `init_method`; "mpi" means the same as the argument "mpi".

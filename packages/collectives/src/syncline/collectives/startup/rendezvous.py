@@ -240,7 +240,7 @@ def _over_tcp(address: Address, rank: int, timeout_s: float, environ: Mapping[st
 
 
 def tcp_store_of_rank_0(group: ProcessGroup, timeout_s: float, address: str | None = None) -> dist.Store:
-    """Start a TCP store on rank 0 of `group`, and connect all ranks to this store. All ranks of the group must call.
+    """Start a TCP store on rank 0 of `group`, and connect all ranks to this store. All ranks of the group call this function.
 
     The store listens on one address, and on a port that the system chooses. Rank 0 sends the address and the store's secret to
     the other ranks through the group.

@@ -140,7 +140,7 @@ def last_words(who: str, did: str, error: BaseException, trace: TracebackType | 
 
     Args:
         who: this rank in words.
-        did: what this rank did, as a verb such as "failed".
+        did: a verb for the text, such as "failed".
         error: the exception.
         trace: the exception's traceback.
     """
@@ -170,7 +170,10 @@ def _is_vague(error: BaseException) -> bool:
 
 
 def also_failed(error: BaseException, trace: TracebackType | None) -> str:
-    """Return one line for a rank that fails after another rank has printed the reason. It has no text of a `SynclineError`."""
+    """Return one line for a rank that fails after another rank has printed the reason.
+
+    The line leaves out the text of a `SynclineError`.
+    """
     place = ""
     for frame in traceback.extract_tb(trace):
         # The last frame of the user's code counts, because it is nearest to the error.

@@ -73,7 +73,7 @@ class Store(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return a text for messages that says of which kind this store is, and where it is."""
+        """Return the kind and the place of this store, as text for messages."""
 
     @abstractmethod
     def set(self, key: str, value: bytes | str) -> None:

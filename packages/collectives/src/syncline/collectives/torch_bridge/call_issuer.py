@@ -37,7 +37,7 @@ def reduction_of(options: Any) -> Reduction:
 
 
 def word(reduction: Reduction) -> str | None:
-    """Return the name of a reduction in torch's functional operators, such as "sum". None if the operators have no name."""
+    """Return the name that torch's functional operators have for a reduction, such as "sum". None if there is no name."""
     return reduction.value if isinstance(reduction, ReduceOp) else None
 
 

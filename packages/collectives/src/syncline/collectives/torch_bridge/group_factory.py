@@ -106,7 +106,7 @@ def create(torch_name: str, backend: str | None, devices: list[str], options: An
         backend: our name of the backend; None chooses one for each device.
         devices: the devices that were registered with torch for the backend.
         options: torch's `DistributedBackendOptions`.
-        pg_options: the argument of this name that a script passed to torch's `init_process_group` or `new_group`.
+        pg_options: the argument `pg_options` that a script passed to torch's `init_process_group` or `new_group`.
 
     Raises:
         InvalidArgumentError: `pg_options` were given, or torch asks for a device that the backend does not serve.

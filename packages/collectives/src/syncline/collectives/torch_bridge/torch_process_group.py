@@ -23,7 +23,7 @@ from .torch_collectives import TorchCollectives
 
 
 class UnservedDeviceError(InvalidArgumentError, RuntimeError):
-    """A tensor is on a device that the group does not serve. The class is also a RuntimeError, because torch expects that."""
+    """torch asks for a device that the group does not serve. The class is also a RuntimeError: torch expects a RuntimeError."""
 
 
 class TorchBackendShim:

@@ -102,7 +102,7 @@ def file_rendezvous(
 
 
 def leave_run(store: FileStore, rendezvous_id: str = "rendezvous") -> None:
-    """Say that this process no longer uses a run's store. The call of the last process of the run removes the store.
+    """Say that this process no longer uses a run's store. When the last process of the run says so, the store is removed.
 
     Errors of the store are ignored.
 
