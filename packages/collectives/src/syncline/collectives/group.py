@@ -588,7 +588,7 @@ class ProcessGroup(ABC):
 
         Raises:
             BackendUnavailableError: this group cannot shrink; see `missing_for_shrink`.
-            RankGivenUpError: the others have gone on without this rank. Let its process end.
+            RankGivenUpError: the other ranks have gone on without this rank. Let this process end.
             CollectiveTimeout: over MPI, a rank that still runs does not call `shrink`.
             StoreError: the store in which the ranks would meet is lost.
         """
@@ -654,7 +654,7 @@ class ProcessGroup(ABC):
         Raises:
             BackendUnavailableError: this group cannot let processes in; see `missing_for_admit`.
             CollectiveTimeout: the members did not let this newcomer in.
-            RankGivenUpError: the others have gone on without this rank. Let its process end.
+            RankGivenUpError: the other ranks have gone on without this rank. Let this process end.
             RankLostError: all members that could have let this newcomer in are gone.
             StoreError: the store in which the ranks would meet is lost.
         """

@@ -121,7 +121,7 @@ def gloo_options(timeout: timedelta, devices: Sequence[object]) -> Any:
 
 
 def registered_creator(name: str) -> Callable[..., Any] | None:
-    """The function that makes groups of a backend registered with torch.distributed; None if the name is not registered."""
+    """Return the function that makes groups of the backend `name` of torch.distributed. None if no backend has this name."""
     plugin = _distributed().Backend._plugins.get(name.upper())
     return None if plugin is None else plugin.creator_fn
 
@@ -156,7 +156,7 @@ def modes_switched_off() -> AbstractContextManager[object]:
 
 
 def awaited_value(value: object) -> torch.Tensor | None:
-    """Wait for a result of torch's functional collectives, and return its tensor; None if `value` is not such a result."""
+    """If `value` is a result of torch's functional collectives, wait for it and return its tensor, otherwise return None."""
     kind = _class_if_loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if not isinstance(value, kind):
         return None
@@ -253,12 +253,12 @@ def source_rank(torch_work: Any) -> int:
 
 
 def clone_of_store(torch_store: Any) -> Any:
-    """Another object for the same store of torch.distributed; `torch_store` itself if its class cannot clone."""
+    """Return another object for the same store of torch.distributed, or `torch_store` itself if its class has no `clone`."""
     return torch_store.clone() if hasattr(torch_store, "clone") else torch_store
 
 
 def premul_factor(torch_op: Any) -> float | None:
-    """The factor of a `premul_sum` of torch, from the pickled state of `torch_op`; None if torch does not show the factor."""
+    """Return the factor of torch's `premul_sum`, from the pickled state of `torch_op`. None if the factor cannot be read."""
     try:
         return float(torch_op.__getstate__()[1])
     except (AttributeError, TypeError, ValueError, IndexError):

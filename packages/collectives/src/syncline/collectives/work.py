@@ -231,7 +231,7 @@ class Work(ABC):
         """The output tensors: the same objects that were passed to the call. Call this method after `wait`."""
 
     def source_rank(self) -> int | None:
-        """The sender's rank in the group, for a receive that has finished; None for everything else."""
+        """Return the sender's rank in the group if this is the work of a receive that has finished, otherwise None."""
         return None
 
     @abstractmethod
@@ -432,7 +432,7 @@ class FutureWork(Work):
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """The error of the future; None if the future has no error or is not done."""
+        """Return the error of the future, or None if the future has no error or is not done."""
         if not self._future.done():
             return None
         try:

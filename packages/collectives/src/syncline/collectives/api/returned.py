@@ -272,8 +272,8 @@ def reduce_scatter_rows(
         op: see `ReduceOp` and `premul_sum`.
         group: the group; None means the default group.
         async_op: if true, return a `PendingResult` of the tensor.
-        prescale: as in `all_reduce_copy`.
-        postscale: as in `all_reduce_copy`.
+        prescale: see `all_reduce_copy`.
+        postscale: see `all_reduce_copy`.
 
     Returns:
         This rank's rows. If the rows cannot be divided evenly, the first ranks get one row more. In this case the call costs

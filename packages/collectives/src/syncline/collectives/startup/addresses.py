@@ -1,4 +1,4 @@
-"""Find out, by trying, at which addresses the hosts of a job reach each other.
+"""Find the addresses at which the hosts of a job reach each other, by trying all addresses.
 
 Resolving a host's name does not help. Debian resolves a host's own name to 127.0.1.1. In a container the name may resolve to
 nothing. A host with several interfaces has one name and several addresses, and some of them lead nowhere.
@@ -202,7 +202,7 @@ class Tried:
     failed: dict[int, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for JSON, which `parse` reads."""
+        """Return plain values for JSON. `parse` reads these values."""
         return {"host": self.host, "own": list(self.own.items()), "failed": list(self.failed.items())}
 
     @classmethod

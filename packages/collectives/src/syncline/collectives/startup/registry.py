@@ -60,8 +60,8 @@ def what_is_missing(name: str) -> str | None:
     If no backend with this name is installed, the text says so, and lists the installed backends.
 
     Raises:
-        InvalidArgumentError: as in `load_backend`.
-        BackendUnavailableError: as in `load_backend`.
+        InvalidArgumentError: for the same reason as in `load_backend`.
+        BackendUnavailableError: for the same reasons as in `load_backend`.
     """
     try:
         return load_backend(name).missing()

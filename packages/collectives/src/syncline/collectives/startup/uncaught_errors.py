@@ -6,8 +6,8 @@ One failure makes many ranks fail, but only one rank of a node speaks: it prints
 a node share a small file. The first rank that fails writes to this file that it speaks. The other ranks print one line that
 points to the first rank.
 
-The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than others. Such a rank
-waits up to `_VAGUE_S` seconds for another rank to speak.
+The first rank that fails is usually the cause. But a rank that has only lost a connection knows less than other ranks. So this
+rank first waits up to `_VAGUE_S` seconds for another rank to speak.
 
 No wait is endless: a rank tries to lock the file for `_LOCK_S` seconds. A rank that cannot use the file speaks.
 """
@@ -80,7 +80,7 @@ def are_handled_elsewhere() -> bool:
 
 
 def print_failure_once(is_connected: Callable[[], bool], *, has_siblings: bool) -> None:
-    """Set an excepthook that prints an exception in full on one rank of a node, and briefly on others. See Note [Who speaks].
+    """Set an excepthook that prints an exception in full on one rank of a node. See Note [Who speaks].
 
     Before the ranks are connected, they do not know which other processes belong to their run. But ranks that one launcher has
     started on a node share a parent process. If several of these ranks fail with the same text, only the first rank prints this
@@ -319,10 +319,10 @@ def spoke_before(name: str, began_s: float, who: str | None, folder: Path | None
     If no process has spoken, and `who` is given, the function writes to the file of `is_first` that this process now speaks.
 
     Args:
-        name: as for `is_first`; for ranks that are connected, a key of their run.
-        began_s: as for `is_first`.
+        name: see `is_first`. Ranks that are connected pass a key of their run.
+        began_s: see `is_first`.
         who: this process in words, for the other processes. If None, the function only reads the file, and writes nothing.
-        folder: as for `is_first`.
+        folder: see `is_first`.
     """
     try:
         with (private_folder(folder) / "spoken").open("a+") as file:

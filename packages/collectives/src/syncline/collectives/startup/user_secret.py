@@ -32,7 +32,7 @@ def user_secret(folder: Path | None = None) -> str:
         folder: the folder of the secret's file; by default a folder of this user in the folder for temporary files.
 
     Raises:
-        LaunchError: the folder or the file belongs to another user, or others can read it.
+        LaunchError: the folder or the file belongs to another user, or other users can read it.
     """
     path = Path("secret")
     try:
@@ -56,7 +56,7 @@ def private_folder(folder: Path | None = None) -> Path:
         folder: the folder; by default a folder of this user in the folder for temporary files.
 
     Raises:
-        LaunchError: the folder belongs to another user, or others can use it.
+        LaunchError: the folder belongs to another user, or other users can use it.
         OSError: the folder cannot be made.
     """
     folder = folder or _default_folder()

@@ -38,7 +38,7 @@ class Folder:
         path: the folder. If the folder does not exist, the constructor makes the folder, for the owner only.
 
     Raises:
-        StoreUnavailableError: the folder is a symbolic link, belongs to another user, or others can write it.
+        StoreUnavailableError: the folder is a symbolic link, belongs to another user, or other users can write it.
         OSError: the folder cannot be made or written.
     """
 
