@@ -1,4 +1,4 @@
-"""Types of the commands' options, for argparse. This module loads no torch, because `syncline run` must not load torch."""
+"""Argument types for the commands' parsers (argparse). This module imports no torch, so that `syncline run` starts fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds, which must be finite and above 0.
+    """Convert an option's text to a number of seconds. The number must be finite and above 0.
 
     Raises:
         argparse.ArgumentTypeError: the text is not a finite number above 0.

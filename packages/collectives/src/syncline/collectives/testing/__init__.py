@@ -1,4 +1,4 @@
-"""Helpers for tests with process groups: ranks as threads, conformance checks of backends, and pytest under mpirun."""
+"""Helpers for tests of distributed code: run ranks as threads, check a new backend, and run pytest under mpirun."""
 
 from .conformance import CHECKS, Check, run_conformance
 from .mpi_version import skip_mpi

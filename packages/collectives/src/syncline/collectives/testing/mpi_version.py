@@ -1,4 +1,4 @@
-"""Skips tests under MPI versions with a known bug. A test names the versions in one text, such as "openmpi<5.0.0"."""
+"""Skip tests on MPI versions that have a known bug. A text such as "openmpi<5.0.0" names these versions."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _CONDITION = re.compile(r"([<>=!]=?)\s*(\d+(?:\.\d+)*)")
 
 
 def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
-    """Whether an MPI library and its version fit a predicate such as "openmpi<5.0.0".
+    """Return whether an MPI library fits a predicate such as "openmpi<5.0.0".
 
     Args:
-        predicate: a library's name, then conditions on its version: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2". All
-            conditions must hold. Case and spaces in the name do not matter.
-        name: the library's name, as `mpi4py.MPI.get_vendor` returns it.
-        version: the library's version, from `get_vendor`.
+        predicate: the name of a library, and conditions on its version: "openmpi", "Open MPI<5.0.0", "mpich>=4.1,<4.2". All
+            conditions must hold. Upper case, lower case and spaces in the name do not matter.
+        name: the library's name, from `mpi4py.MPI.get_vendor`.
+        version: the library's version, from `mpi4py.MPI.get_vendor`.
 
     Raises:
-        InvalidArgumentError: the predicate cannot be read.
+        InvalidArgumentError: the predicate does not have this form.
     """
     parsed = _PREDICATE.fullmatch(predicate.strip())
     conditions = _CONDITION.findall(parsed["conditions"]) if parsed else []
@@ -50,11 +50,13 @@ def mpi_matches(predicate: str, name: str, version: tuple[int, ...]) -> bool:
 
 
 def skip_mpi(predicate: str, reason: str) -> pytest.MarkDecorator:
-    """Return a pytest mark that skips a test under an MPI library with a known bug.
+    """Return a pytest mark that skips a test if the job runs on an MPI library with a known bug.
+
+    Without MPI, the mark does not skip the test.
 
     Args:
-        predicate: the library and its versions, such as "openmpi<5.0.0"; see `mpi_matches`.
-        reason: the bug, with a reference to its report.
+        predicate: the library and the versions that have the bug, such as "openmpi<5.0.0"; see `mpi_matches`.
+        reason: describes the bug, and refers to a bug report. pytest prints this text.
     """
     import pytest
 

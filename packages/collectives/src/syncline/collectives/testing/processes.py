@@ -1,4 +1,4 @@
-"""Run ranks as processes without a launcher. The ranks may find each other through a file in a common folder."""
+"""Run the ranks of a test as processes, without a launcher such as mpirun. The ranks can meet in a folder that they share."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def run_processes(
 ) -> None:
     """Run `python SCRIPT RANK WORLD_SIZE FOLDER` for every rank, and wait for all ranks.
 
-    In each rank, `sys.path` is the same as in the caller.
+    In each rank, `sys.path` has the folder of the script, and then the entries of the caller's `sys.path`.
 
     The first call starts a server process (`rank_server`), which loads torch. The ranks of all calls are forks of this server.
-    Because ranks are forks, two things differ from a launcher's ranks:
+    Because the ranks are forks, they differ from ranks of a launcher in two ways:
 
-    - Python and torch read some environment variables only when they start (PYTHON*, OMP_*, MKL_*). So the values at the first
-      call hold for all calls.
-    - All ranks have the same seed of `hash`. So a program that depends on the order of a set of strings may work here, and
+    - Python and torch read some environment variables (PYTHON*, OMP_*, MKL_*) only once, when the server starts. If you change
+      these variables after the first call, later calls ignore the change.
+    - All ranks use the same seed for `hash`. So if the ranks depend on the order of a set of strings, they may work here and
       fail under a launcher.
 
     Args:
         script: the script that each rank runs.
         world_size: the number of ranks.
-        folder: a folder in which the ranks may find each other (as in `file://FOLDER`) and write results. The file `output-r`
-            in this folder has what rank r printed.
-        timeout_s: time limit of all ranks together, in seconds. When the limit is over, ranks that still run print the stacks
-            of their threads and are killed. Then this function prints the output of all ranks.
-        killed: ranks that are expected to die of a signal.
-        preload: modules that the server loads before it forks the ranks. They stay loaded for later calls. For example, the
-            first optimizer of torch loads `torch._dynamo`, which would take more than a second in each rank.
+        folder: a folder in which the ranks can meet (`init_method="file://FOLDER"`) and write results. The output of rank R is
+            in the file `output-R` in this folder.
+        timeout_s: time limit of all ranks together, in seconds. At the limit, each rank that still runs prints the stacks of
+            its threads and is killed. Then this function prints the output of all ranks.
+        killed: the ranks that a signal must kill. All other ranks must exit with status 0.
+        preload: modules that the server imports before it forks the ranks. These modules stay imported for later calls. For
+            example, the first torch optimizer of a process imports `torch._dynamo`. Preload `torch._dynamo` to save this second
+            in each rank.
 
     Raises:
-        AssertionError: a rank did not end as expected, or the server ended. In the first case, the message has the output of
-            all ranks.
-        subprocess.TimeoutExpired: the ranks took too long.
+        AssertionError: a rank did not end as expected, and the message has the output of all ranks. Or the server ended.
+        subprocess.TimeoutExpired: the ranks reached the time limit.
     """
     outputs = [folder / f"output-{rank}" for rank in range(world_size)]
     job = {

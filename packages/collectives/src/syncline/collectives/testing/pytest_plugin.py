@@ -1,18 +1,18 @@
-"""pytest under mpirun: every rank runs the same tests, and all ranks agree on each outcome.
+"""A pytest plugin for mpirun: every rank runs the same tests, and a test has the same outcome on all ranks.
 
 ::
 
     mpiexec -n 4 python -m pytest -m mpi -p syncline.collectives.testing.pytest_plugin -p no:cacheprovider FOLDER
 
-1. A test that fails on one rank fails on all ranks. Rank 0 reports the failure, with the texts of all ranks that failed. The
-   other ranks print nothing. All ranks end with the same exit status.
-2. If a rank fails while the other ranks wait for this rank in a collective, the ranks cannot agree. Then the rank that failed
-   waits for `mpi_patience_s` seconds, prints its failure, and ends the job.
-3. If a test takes longer than `mpi_limit_s` seconds on a rank, this rank prints the stacks of its threads, and the job ends.
-4. Outside mpirun, tests marked `mpi` are skipped.
+1. A test that fails on one rank fails on all ranks. Rank 0 prints the failure, with the error messages of all ranks that
+   failed. The other ranks print nothing. All ranks end with the same exit status.
+2. A test may fail on one rank while the other ranks wait for this rank in a collective. Then the ranks cannot compare their
+   outcomes: the failed rank waits for `mpi_patience_s` seconds, prints its failure, and ends the job.
+3. If a test takes longer than `mpi_limit_s` seconds on a rank, this rank prints the stacks of its threads, and ends the job.
+4. Outside mpirun, tests with the mark `mpi` are skipped.
 
-Fixtures: `mpi_group` is a group over backend "mpi". All tests share this group until a test fails. `world` is the default group
-over backend "mpi". Each test that uses `world` gets a new default group.
+Fixtures: `mpi_group` is a group over backend "mpi". Tests share this group; after a test has failed, the next test gets a new
+group. `world` is the default group over backend "mpi". Each test that uses `world` gets a new default group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _START_S = 120.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the time limits, as ini values. `-o mpi_limit_s=10` changes a limit for one run."""
+    """Add the two time limits to the settings of pytest's ini file. `-o mpi_limit_s=10` changes a limit for one run."""
     parser.addini("mpi_limit_s", "seconds that one test may take on any rank", default="60")
     parser.addini("mpi_patience_s", "seconds that a rank that failed waits for the others", default="10")
 
@@ -44,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Under mpirun, start MPI together with the other ranks, and register a `RankPlugin`.
 
-    This hook is marked `trylast`, so pytest has already made its terminal reporter. The `RankPlugin` replaces the reporter on
-    all ranks except rank 0.
+    On all ranks except rank 0, the `RankPlugin` replaces pytest's terminal reporter. So this hook runs last (`trylast`), when
+    the reporter exists.
     """
     config.addinivalue_line("markers", "mpi: needs mpirun; runs under N ranks")
     if _mpi_launch() is None:
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need mpirun if this is not an MPI job."""
+    """Outside an MPI job, skip the tests with the mark `mpi`."""
     if config.pluginmanager.has_plugin(_RANK_PLUGIN):
         return
     for item in items:
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def mpi_group(request: pytest.FixtureRequest) -> ProcessGroup:
-    """Return a group of all ranks over backend "mpi". It is not the default group.
+    """Return a group of all ranks over backend "mpi". This group is not the default group.
 
     All tests of the session share the group. After a test has failed, the next test gets a new group.
     """

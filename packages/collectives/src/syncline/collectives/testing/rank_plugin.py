@@ -1,6 +1,6 @@
 """The part of the pytest plugin that runs only under mpirun.
 
-A test that fails on one rank fails on all ranks, only rank 0 prints the results, and a test that hangs ends the job.
+A test that fails on one rank fails on all ranks. Only rank 0 prints the results. If a test hangs, the job ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Agreement:
     """Exchanges small objects between all ranks of the MPI job.
 
-    An `Agreement` uses mpi4py, and not our collectives, because the tests check our collectives.
+    An `Agreement` uses mpi4py and not Syncline's collectives, because the tests may break those collectives.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class Agreement:
         """Return the values of all ranks, in the order of the ranks. All ranks must call this method.
 
         Raises:
-            TimeoutError: not all ranks called in time. The exchange cannot be cancelled, so the caller must end the job.
+            TimeoutError: not all ranks called this method in time. The caller must end the job, because MPI cannot cancel the
+                exchange.
         """
         payload = pickle.dumps(value)
         lengths = bytearray(8 * self.size)
@@ -90,7 +91,7 @@ class RankOutcome:
     Attributes:
         place: the phase and the test, such as "call of test_a.py::test_b".
         outcome: "passed", "failed" or "skipped".
-        text: the rank's report if the phase did not pass.
+        text: pytest's report as text if the phase did not pass; else empty.
     """
 
     place: str
@@ -99,7 +100,9 @@ class RankOutcome:
 
 
 def combined(rank_outcomes: list[RankOutcome]) -> str | None:
-    """Return the error message that a phase of a test gets on every rank; None if all ranks passed it, or all skipped it.
+    """Compare the outcomes of one phase of a test, and return the error message for all ranks.
+
+    Return None if all ranks passed the phase, or if all ranks skipped the phase.
 
     Args:
         rank_outcomes: the outcomes of this phase on all ranks, in the order of the ranks.
@@ -119,13 +122,13 @@ def combined(rank_outcomes: list[RankOutcome]) -> str | None:
 
 
 class RankPlugin:
-    """The plugin object that is registered on every rank of an MPI job.
+    """The plugin object that pytest gets on every rank of an MPI job.
 
     Args:
         config: pytest's configuration.
         limit_s: the time limit of one test on one rank, in seconds.
-        patience_s: for how many seconds a rank waits for the other ranks after a test has failed on this rank, and at the end
-            of the session.
+        patience_s: how many seconds a rank waits for the other ranks in two cases: after a test has failed on this rank, and at
+            the end of the session.
     """
 
     def __init__(self, config: pytest.Config, limit_s: float, patience_s: float) -> None:
@@ -151,7 +154,7 @@ class RankPlugin:
         return self._limit_s / 2
 
     def group(self, connect: Callable[[], ProcessGroup]) -> ProcessGroup:
-        """Return the session's group. Connect a new group at the first use, and after a test has failed."""
+        """Return the group that the tests share. At the first use and after a failed test, make the group with `connect`."""
         if self._group is None:
             self._group = connect()
         return self._group
@@ -177,9 +180,9 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """If a phase of a test (setup, call, teardown) failed on one rank, let this phase fail on all ranks.
+        """Let a phase of a test (setup, call or teardown) fail on all ranks if the outcome differs or one rank failed.
 
-        pytest calls this hook before it decides whether to run the test's next phase.
+        pytest calls this hook before it decides whether to run the next phase. So all ranks take the same decision.
         """
         report = yield
         mine = RankOutcome(f"{report.when} of {item.nodeid}", report.outcome, "" if report.passed else _text(report))
@@ -203,7 +206,7 @@ class RankPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Wait until rank 0 has printed its summary, because the first rank that exits with a failure ends the job."""
+        """Wait until rank 0 has printed its summary, because the launcher ends the job when a rank exits with a failure."""
         self._exchange(None, "the exit", self._patience_s)
 
     # ---- agreeing ----
@@ -269,11 +272,11 @@ _LAST_RESORT_S = 5.0
 
 
 class Watchdog:
-    """When a time limit passes, writes the name of this rank and the stacks of all its threads, and then ends the job.
+    """Ends the job at a time limit. First, the watchdog prints the name of this rank and the stacks of the rank's threads.
 
     Args:
         who: the name of this rank, for messages.
-        stderr: a file descriptor of the true standard error, which pytest does not capture.
+        stderr: a file descriptor of the real standard error, which pytest does not capture.
         end_job: ends all ranks.
     """
 
@@ -284,7 +287,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def arm(self, what: str, limit_s: float) -> None:
-        """Restart the clock: `what` may take `limit_s` seconds."""
+        """Start the clock again. The step that `what` names may take `limit_s` seconds from now."""
         self.disarm()
         self._timer = threading.Timer(limit_s, self._on_time_up, (what, limit_s))
         self._timer.daemon = True

@@ -1,11 +1,12 @@
 """A process that loads torch once, and then forks ranks. A new process for each rank would need seconds to load torch.
 
-`run_processes` starts this process. Each line of its input is a job, as JSON. For each job, the process writes one line that
-says how the ranks ended. The process runs one job at a time, and ends when its input ends.
+`run_processes` starts this process. Each line of the standard input is a job, as JSON. For each job, the process writes one
+line to the standard output, with the exit statuses of the ranks. The process runs one job at a time, and ends when its input
+ends.
 
-This process has one thread and runs no kernels, so a fork loses nothing. A rank runs its script as the main module, with the
-arguments, environment and folder of the job, and ends like any Python process. A rank differs from a new process in two ways:
-all ranks have the same seed of `hash`, and torch and numpy have already read their environment variables.
+The process has only one thread and computes nothing, so it can fork safely. A rank runs the job's script as the main module,
+with the job's arguments, environment and folder. Then the rank ends like any Python process. A rank differs from a new process
+in two ways: all ranks use the same seed for `hash`, and torch and numpy have already read their environment variables.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PARENT = os.getppid()
 
 
 def main() -> None:
-    """Run the jobs from standard input. In a forked rank, this function returns after the rank's script has run."""
+    """Run the jobs from the standard input. In a forked rank, this function returns when the rank's script has ended."""
     for line in sys.stdin:
         job = json.loads(line)
         for module in job["preload"]:

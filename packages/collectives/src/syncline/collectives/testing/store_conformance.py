@@ -1,4 +1,4 @@
-"""Checks that every `Store` must pass, also a store of another package.
+"""Checks that every `Store` must pass, including a store of another package.
 
 Each check takes a function that opens another handle (a `Store` object) of the same store. The store is empty at first::
 
@@ -8,8 +8,8 @@ Each check takes a function that opens another handle (a `Store` object) of the 
         check(lambda: MyStore(server.address))
 
 If the handle itself holds the keys and values (for threads of one process), the function returns the same object each time. A
-check fails with an AssertionError that says what was expected and what was found. The checks do not measure time. They only
-check that a time limit ends a call, and in which order events happen.
+check fails with an AssertionError that shows the expected and the found value. No check measures time: the checks look only at
+the order of events, and at whether a time limit ends a call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONG_S = 30.0
 
 
 def values_are_bytes_and_the_last_one_counts(open_store: OpenStore) -> None:
-    """Check that `set` replaces a value. Bytes come back unchanged, a str comes back as UTF-8."""
+    """Check that `set` replaces a value. `get` must return bytes unchanged, and a str as UTF-8 bytes."""
     writer, reader = open_store(), open_store()
     every_byte = bytes(range(256)) * 3
     for value, expected in ((every_byte, every_byte), (b"", b""), ("grün", "grün".encode()), (b"last", b"last")):
@@ -54,14 +54,14 @@ def keys_are_any_text(open_store: OpenStore) -> None:
 
 
 def a_megabyte_fits(open_store: OpenStore) -> None:
-    """Check that a value may be larger than one packet."""
+    """Check a value of 1 MiB, which is larger than a network packet."""
     value = bytes(i * i % 251 for i in range(2**20))
     open_store().set("large", value)
     _expect(open_store().get("large") == value, True, "a value of 1 MiB comes back as it was")
 
 
 def add_counts_in_decimal_text(open_store: OpenStore) -> None:
-    """Check `add` to a missing key and to a number that `set` wrote, and sums below zero. `get` returns a sum as text."""
+    """Check `add` for a missing key, for a number that `set` wrote, and for negative sums. `get` must return a sum as text."""
     one, other = open_store(), open_store()
     _expect(one.add("count", 5), 5, "add to an absent key")
     _expect(other.add("count", -7), -2, "add through another handle")
@@ -73,7 +73,7 @@ def add_counts_in_decimal_text(open_store: OpenStore) -> None:
 
 
 def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
-    """Check that `add` to a value that is no number raises, and does not change the value."""
+    """Check that `add` raises an error if the value is not a number, and does not change this value."""
     store = open_store()
     store.set("text", "not a number")
     _expect_error(SynclineError, lambda: store.add("text", 1), "add to a text")
@@ -81,7 +81,7 @@ def add_to_text_is_refused_and_changes_nothing(open_store: OpenStore) -> None:
 
 
 def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
-    """Check that `check` is true only if every key exists, and that it does not wait.
+    """Check that `check` returns True only if every key exists, and that `check` does not wait for keys.
 
     The handle's time limit is one hour, so a `check` that waits for a key would block the test.
     """
@@ -97,7 +97,7 @@ def check_asks_for_all_keys_and_does_not_wait(open_store: OpenStore) -> None:
 
 
 def compare_set_answers_as_torch_does(open_store: OpenStore) -> None:
-    """Check all five cases of `compare_set`. Only two of them store a value."""
+    """Check all five cases of `compare_set`. A value is stored in only two of these cases."""
     store, reader = open_store(), open_store()
     _expect(store.compare_set("key", "guess", "new"), b"guess", "absent key, some value expected: the expectation")
     _expect(reader.check(["key"]), False, "nothing was stored by that")
@@ -111,7 +111,7 @@ def compare_set_answers_as_torch_does(open_store: OpenStore) -> None:
 
 
 def delete_key_says_whether_it_was_there(open_store: OpenStore) -> None:
-    """Check that a deleted key is gone for every handle, that it can be set again, and that `num_keys` is right."""
+    """Check that a deleted key is gone for every handle, and can be set again. `num_keys` must return the right number."""
     store, other = open_store(), open_store()
     before = store.num_keys()
     store.set("a", "1")
@@ -130,7 +130,7 @@ def delete_key_says_whether_it_was_there(open_store: OpenStore) -> None:
 def a_key_that_never_comes_is_named(open_store: OpenStore) -> None:
     """Check that `get` and `wait` end with an error that names the missing keys and the time limit.
 
-    The error is both Python's TimeoutError and our TransportError.
+    The error must be an instance of Python's `TimeoutError`, and also of Syncline's `TransportError`.
     """
     store = open_store()
     store.set("here", "1")
@@ -159,7 +159,7 @@ def the_limit_of_the_handle_is_honoured(open_store: OpenStore) -> None:
 
 
 def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -> None:
-    """Check that a call's own limit replaces the handle's limit, whether it is longer or shorter."""
+    """Check that a time limit of one call replaces the handle's limit. The call's limit may be longer or shorter."""
     patient, hasty, writer = open_store(), open_store(), open_store()
     patient.set_timeout(SHORT_S)
     with ThreadPoolExecutor(2) as pool:
@@ -172,7 +172,7 @@ def the_limit_of_a_call_comes_before_that_of_the_handle(open_store: OpenStore) -
 
 
 def a_wait_ends_when_the_last_key_comes(open_store: OpenStore) -> None:
-    """Check that a wait ends when the last key comes, and not before, no matter how many other keys come."""
+    """Check that a wait for several keys ends when the last of these keys is set, and not earlier."""
     waiter, writer = open_store(), open_store()
     log: list[str] = []
 
@@ -206,7 +206,7 @@ def one_that_waits_holds_up_nobody(open_store: OpenStore) -> None:
 
 
 def every_add_counts_once(open_store: OpenStore) -> None:
-    """Check that threads may add at the same time: `add` returns each sum once, to one thread only."""
+    """Check that several threads can call `add` at the same time: no two calls return the same sum."""
 
     def count(_: int) -> list[int]:
         store = open_store()
@@ -217,7 +217,7 @@ def every_add_counts_once(open_store: OpenStore) -> None:
 
 
 def threads_may_share_a_handle(open_store: OpenStore) -> None:
-    """Check that threads can read and write through one handle: no `add` is lost or counted twice, and no counter goes back."""
+    """Check that threads can share a handle: no `add` is lost or counted twice, and the counter never decreases."""
     store = open_store()
 
     def use(rank: int) -> list[int]:
@@ -234,7 +234,7 @@ def threads_may_share_a_handle(open_store: OpenStore) -> None:
 
 
 def compare_set_lets_one_win(open_store: OpenStore) -> None:
-    """Let several threads raise a counter through `compare_set`. Check that exactly one thread makes each step."""
+    """Let several threads increase a counter with `compare_set`. Check that exactly one thread makes each step."""
 
     def advance(rank: int) -> list[int]:
         store = open_store()
@@ -283,7 +283,7 @@ def a_clone_has_a_limit_of_its_own(open_store: OpenStore) -> None:
 
 
 def wrong_arguments_are_refused(open_store: OpenStore) -> None:
-    """Check the errors for a single key in place of a list, a value that is neither bytes nor str, and a key that is no str."""
+    """Check that wrong types raise an error: one key in place of a list, an int as a value, and bytes as a key."""
     store = open_store()
     _expect_error(InvalidArgumentError, lambda: store.check("abc"), "check('abc')")
     _expect_error(InvalidArgumentError, lambda: store.wait("abc", SHORT_S), "wait('abc')")

@@ -20,7 +20,7 @@ def every_dtype(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check strided inputs and outputs. Memory between their elements must not change."""
+    """Check strided inputs and outputs. The memory between a tensor's elements must not change."""
     for layout in LAYOUTS:
         mine = Laid(layout, values(layout.shape, group.rank))
         outputs = [Laid(layout, values(layout.shape, group.size)) for _ in range(group.size)]
@@ -52,7 +52,7 @@ def into_rows_and_columns(group: ProcessGroup) -> None:
 
 
 def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
-    """Check that the input may also be an output: that of this rank's values (a common case), or of another rank's."""
+    """Check an input that is also one of the outputs: the output for this rank (a common case), or for another rank."""
     for shift in range(group.size):
         rows = torch.zeros(group.size, 7)
         mine = rows[(group.rank + shift) % group.size]
@@ -63,7 +63,7 @@ def input_is_one_of_the_outputs(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check a million and one elements, all different."""
+    """Check tensors of 1,000,001 elements, which are all different."""
     index = torch.arange(1_000_001, dtype=torch.int64)
     outputs = [torch.empty_like(index) for _ in range(group.size)]
     group.all_gather(outputs, index * group.size + group.rank)
@@ -72,7 +72,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check tensors that torch only marks as conjugate. The values must be right if the input or the outputs are marked."""
+    """Check lazy conjugates, for which torch sets only a flag of the tensor (`is_conj`), as input and as outputs."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     outputs = [torch.zeros(5, dtype=torch.complex64) for _ in range(group.size)]
     group.all_gather(outputs, mine.conj())

@@ -59,7 +59,7 @@ _FACTOR = 0.5
 def every_dtype_and_reduction(group: ProcessGroup) -> None:
     """Check every dtype with every reduction.
 
-    If `DTYPES_OF` lists the dtype for the reduction, the result must be right. If not, the call must be refused.
+    If `DTYPES_OF` has the dtype for the reduction, the result must be right. Otherwise the group must refuse the call.
     """
     computed = set()
     for op in ReduceOp:
@@ -75,7 +75,7 @@ def every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduction(op: ReduceOp) -> Reduction:
-    """Return what to pass for an op: the op itself, or for PREMUL_SUM the op with a factor."""
+    """Return the reduction for an op: the op itself, or, for PREMUL_SUM, the op with a factor."""
     return premul_sum(_FACTOR) if op is ReduceOp.PREMUL_SUM else op
 
 
@@ -115,7 +115,7 @@ def _tensor(numbers: list[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check that strided tensors are reduced in place. Memory between their elements must not change."""
+    """Check that strided tensors are reduced in place. The memory between a tensor's elements must not change."""
     for layout in LAYOUTS:
         for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
             laid = Laid(layout, terms(layout.shape, group.rank, dtype))
@@ -133,7 +133,7 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check 1,000,001 elements. For most numbers of ranks, they cannot be divided evenly."""
+    """Check tensors of 1,000,001 elements. This number is not divisible by most numbers of ranks."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = terms((1_000_001,), group.rank, dtype)
         group.all_reduce(tensor)
@@ -141,7 +141,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def same_bits_everywhere(group: ProcessGroup) -> None:
-    """Check that all ranks get the same bits for random numbers, whose sum depends on the order of additions."""
+    """Check that all ranks get the same bits from random inputs, although rounding depends on the order of additions."""
     generator = torch.Generator().manual_seed(4321 + group.rank)
     for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
         for dtype in sorted(FLOATS | COMPLEX, key=str):
@@ -163,7 +163,7 @@ def _expect_same_everywhere(group: ProcessGroup, tensor: torch.Tensor, what: str
 
 
 def halves_round_once(group: ProcessGroup) -> None:
-    """Check that float16 and bfloat16 are added in float32, so that small terms are not lost and AVG does not overflow."""
+    """Check that float16 and bfloat16 are added in float32. Otherwise small terms are lost, and AVG can overflow."""
     for dtype, big in ((torch.bfloat16, 256), (torch.float16, 2048)):
         tensor = torch.full((9,), big if group.rank == 0 else 1, dtype=dtype)
         group.all_reduce(tensor)
@@ -176,7 +176,7 @@ def halves_round_once(group: ProcessGroup) -> None:
 
 
 def infinities_and_nans(group: ProcessGroup) -> None:
-    """Check that an inf or nan of one rank reaches all ranks, so that all skip the same training step."""
+    """Check that an inf or nan of one rank reaches all ranks. Then a loss scaler skips the training step on all ranks."""
     last = group.size - 1
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         for dtype in sorted(FLOATS, key=str):
@@ -215,7 +215,7 @@ def truth_values(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check tensors that torch only marks as conjugate or negative: their values count, not the bytes in memory."""
+    """Check lazy conjugates and negations: torch sets only a flag of the tensor. The values count, not the bytes in memory."""
     numbers = torch.complex(terms((6,), group.rank), terms((6,), group.rank + 1))
     tensor = numbers.clone().conj()
     group.all_reduce(tensor)

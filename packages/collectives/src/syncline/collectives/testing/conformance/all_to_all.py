@@ -16,7 +16,7 @@ def _parcel(src: int, dst: int, shape: tuple[int, ...], dtype: torch.dtype = tor
 
 
 def lists(group: ProcessGroup) -> None:
-    """Check that output s on rank r is input r of rank s."""
+    """Check that output s of rank r equals input r of rank s."""
     for dtype in MOVABLE_DTYPES:
         inputs = [_parcel(group.rank, dst, (4, 3), dtype) for dst in range(group.size)]
         outputs = [torch.zeros(4, 3, dtype=dtype) for _ in range(group.size)]
@@ -26,7 +26,7 @@ def lists(group: ProcessGroup) -> None:
 
 
 def lists_of_different_shapes(group: ProcessGroup) -> None:
-    """Check strided tensors whose size differs between pairs of ranks, and is 0 for some."""
+    """Check strided tensors. The sizes differ between pairs of ranks, and some tensors are empty."""
     inputs = [_parcel(group.rank, dst, (2 * group.rank + dst, 3)) for dst in range(group.size)]
     outputs = [torch.zeros(3, 2 * src + group.rank).t() for src in range(group.size)]
     group.all_to_all(outputs, [entry.t().contiguous().t() for entry in inputs])
@@ -35,7 +35,7 @@ def lists_of_different_shapes(group: ProcessGroup) -> None:
 
 
 def single_even(group: ProcessGroup) -> None:
-    """Check that without splits every rank gets the same number of rows."""
+    """Check a call without splits: every rank sends the same number of rows to every rank."""
     for dtype in MOVABLE_DTYPES:
         tensor = torch.cat([_parcel(group.rank, dst, (2, 3), dtype) for dst in range(group.size)])
         output = torch.zeros(2 * group.size, 3, dtype=dtype)
@@ -45,7 +45,7 @@ def single_even(group: ProcessGroup) -> None:
 
 
 def single_uneven(group: ProcessGroup) -> None:
-    """Check splits: the number of rows differs between pairs of ranks, and is 0 for some."""
+    """Check a call with splits. The number of rows differs between pairs of ranks, and some pairs exchange no rows."""
     sent = [(group.rank + dst) % 3 for dst in range(group.size)]
     received = [(src + group.rank) % 3 for src in range(group.size)]
     tensor = torch.cat([_parcel(group.rank, dst, (rows, 4)) for dst, rows in enumerate(sent)])
@@ -56,7 +56,7 @@ def single_uneven(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check tensors that are so large that MPI does not buffer them: a send waits for the receiver."""
+    """Check large tensors. MPI does not buffer large tensors, so each send waits for its receiver."""
     tensor = torch.stack([_parcel(group.rank, dst, (300_001,)) for dst in range(group.size)])
     output = torch.zeros_like(tensor)
     group.all_to_all_single(output, tensor)
@@ -65,7 +65,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def refusals(group: ProcessGroup) -> None:
-    """Check that splits with a wrong sum, rows that do not match, and overlapping memory are refused."""
+    """Check that the group refuses wrong splits, rows that do not match, overlapping memory, and too few tensors."""
     tensor, single = torch.zeros(group.size, 3), group.all_to_all_single
     wrong = [*[1] * (group.size - 1), 2]
     for name, call, mentions in (

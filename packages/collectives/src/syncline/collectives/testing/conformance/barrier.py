@@ -14,7 +14,7 @@ from .values import Check, CheckError, expect, expect_equal, sum_of_terms, terms
 def waits_for_all(group: ProcessGroup) -> None:
     """Check that no rank leaves before the last rank has come.
 
-    The check compares times of one node's clock. If the ranks are on several nodes, the check passes without comparing.
+    The check compares times of the node's clock. Clocks of several nodes differ, so on several nodes this check always passes.
     """
     jitter = random.Random(group.rank)
     stamps = []

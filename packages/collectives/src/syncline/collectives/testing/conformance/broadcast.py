@@ -9,7 +9,7 @@ from .values import LAYOUTS, MOVABLE_DTYPES, SAME_SHAPE, Check, Laid, expect, ex
 
 
 def every_root_and_dtype(group: ProcessGroup) -> None:
-    """Check for every root and dtype that the root's values reach all ranks."""
+    """Check that the root's values reach all ranks, for every root and dtype."""
     moved = set()
     for root in range(group.size):
         for dtype in MOVABLE_DTYPES:
@@ -21,7 +21,7 @@ def every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check that strided tensors are read and written by their strides. Memory between their elements must not change."""
+    """Check strided tensors on the root and on the other ranks. The memory between a tensor's elements must not change."""
     for root in range(group.size):
         for layout in LAYOUTS:
             laid = Laid(layout, values(layout.shape, group.rank))
@@ -30,7 +30,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def layouts_differ_between_ranks(group: ProcessGroup) -> None:
-    """Check that a transposed tensor of the root can be received in a contiguous tensor."""
+    """Check memory layouts that differ between ranks: the root's tensor may be transposed, and another rank's contiguous."""
     for root in range(group.size):
         for shift in range(len(SAME_SHAPE)):
             layout = SAME_SHAPE[(group.rank + shift) % len(SAME_SHAPE)]
@@ -40,7 +40,7 @@ def layouts_differ_between_ranks(group: ProcessGroup) -> None:
 
 
 def large(group: ProcessGroup) -> None:
-    """Check a million and one elements, all different."""
+    """Check tensors of 1,000,001 elements, which are all different."""
     root = group.size - 1
     index = torch.arange(1_000_001, dtype=torch.int64)
     tensor = index * group.size + group.rank
@@ -49,7 +49,7 @@ def large(group: ProcessGroup) -> None:
 
 
 def nan_keeps_its_bits(group: ProcessGroup) -> None:
-    """Check that the bits of a nan with a payload, a negative zero, and a subnormal number do not change."""
+    """Check that the bits of unusual numbers do not change: a nan with a payload, -0.0, a subnormal number and inf."""
     root = group.size // 2
     patterns = torch.tensor([0x7FC12345, -0x80000000, 0x00000001, 0x7F800000], dtype=torch.int32).view(torch.float32)
     tensor = patterns.clone() if group.rank == root else torch.zeros(4)
@@ -58,7 +58,7 @@ def nan_keeps_its_bits(group: ProcessGroup) -> None:
 
 
 def lazily_conjugated(group: ProcessGroup) -> None:
-    """Check a root's tensor that torch only marks as conjugate. Its values must arrive in a plain tensor."""
+    """Check a root's lazy conjugate, for which torch sets only a flag. The other ranks must get the conjugated values."""
     mine = torch.complex(values((5,), group.rank), values((5,), group.rank + 1))
     for root in range(group.size):
         tensor = mine.clone().conj() if group.rank == root else mine.clone()

@@ -1,4 +1,4 @@
-"""Checks of broadcast_coalesced. With every buffer size, the result is as if each tensor were broadcast alone."""
+"""Checks of broadcast_coalesced. The result must be the same as if each tensor were broadcast alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUFFER_SIZES_BYTES = (1, 40, 1000, 250 * 1024 * 1024)
 
 
 def every_buffer_size(group: ProcessGroup) -> None:
-    """Check every root, and buffers that hold one tensor, several or all. Some tensors are larger than the buffers."""
+    """Check every root and several buffer sizes. Some tensors are larger than a buffer, and one size fits all tensors."""
     shapes = [(3,), (), (0,), (500,), (7, 9), (1,), (2, 0, 3), (300,), (4, 4)]
     for root in range(group.size):
         for size_bytes in _BUFFER_SIZES_BYTES:
@@ -24,7 +24,7 @@ def every_buffer_size(group: ProcessGroup) -> None:
 
 
 def mixed_dtypes(group: ProcessGroup) -> None:
-    """Check a list with alternating dtypes, so that tensors of one buffer are not neighbours in the list."""
+    """Check a list with alternating dtypes. A buffer holds one dtype, so its tensors are not neighbours in the list."""
     root = group.size - 1
     dtypes = MOVABLE_DTYPES * 2
     for size_bytes in _BUFFER_SIZES_BYTES:
@@ -35,7 +35,7 @@ def mixed_dtypes(group: ProcessGroup) -> None:
 
 
 def every_layout(group: ProcessGroup) -> None:
-    """Check that tensors of every layout get the root's values, and that the memory between their elements stays."""
+    """Check that tensors of every layout get the root's values. The memory between a tensor's elements must not change."""
     root = group.size // 2
     laid = [Laid(layout, values(layout.shape, group.rank)) for layout in LAYOUTS]
     broadcast_coalesced([one.tensor for one in laid], group=group, root=root, buffer_size_bytes=100)
@@ -44,7 +44,7 @@ def every_layout(group: ProcessGroup) -> None:
 
 
 def nothing_to_send(group: ProcessGroup) -> None:
-    """Check an empty list, and an invalid buffer size."""
+    """Check that an empty list is accepted, and that an invalid buffer size is refused."""
     broadcast_coalesced([], group=group)
     for size_bytes in (0, -1):
 
@@ -55,7 +55,7 @@ def nothing_to_send(group: ProcessGroup) -> None:
 
 
 def model_state(group: ProcessGroup) -> None:
-    """Check parameters and buffers of a module: leaves that require gradients, and an integer counter."""
+    """Check the parameters and buffers of a module. Parameters require gradients, and one buffer is an integer."""
     torch_state = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     tensors = [*torch_state.parameters(), *torch_state.buffers()]
     with torch.no_grad():

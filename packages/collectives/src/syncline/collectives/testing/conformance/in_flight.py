@@ -13,7 +13,7 @@ from .values import Check, CheckError, expect, expect_equal, expect_raises, sum_
 
 
 def waited_for_backwards(group: ProcessGroup) -> None:
-    """Check sixteen collectives of different sizes in flight. Wait for them in reverse order."""
+    """Check sixteen collectives of different sizes in flight. The program waits for the last collective first."""
     tensors = [terms((1 + 997 * number,), group.rank) + number for number in range(16)]
     works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
     for number in reversed(range(16)):
@@ -79,7 +79,7 @@ def no_truth_value(group: ProcessGroup) -> None:
 
 
 def a_callback_that_raises(group: ProcessGroup) -> None:
-    """Check that only the chained future has a callback's error. The collective and the group stay usable."""
+    """Check that an error of a callback reaches only the chained future. The work and the group must stay usable."""
 
     def fail(_: torch.futures.Future[list[torch.Tensor]]) -> None:
         raise ValueError("the callback's own error")

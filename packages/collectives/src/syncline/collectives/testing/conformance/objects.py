@@ -21,7 +21,7 @@ def gathered(group: ProcessGroup) -> None:
 
 
 def gathered_bytes(group: ProcessGroup) -> None:
-    """Check that bytes keep their length, also with zeros at the end, and that they may be empty."""
+    """Check that bytes keep their length, even if the last bytes are zeros. Empty bytes must work, too."""
     for longest in (0, 1, 300):
         everyone = all_gather_bytes(bytes(longest * group.rank), group=group)
         expect_equal(everyone, [bytes(longest * rank) for rank in range(group.size)], "bytes of all ranks")

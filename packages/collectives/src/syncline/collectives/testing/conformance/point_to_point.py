@@ -32,7 +32,7 @@ def ring(group: ProcessGroup) -> None:
 
 
 def both_send_first(group: ProcessGroup) -> None:
-    """Check that two ranks do not block each other if both start a large send before they receive."""
+    """Check that ranks do not block one another if every rank starts a large send before its receive."""
     if group.size == 1:
         return
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
@@ -62,7 +62,7 @@ def tags(group: ProcessGroup) -> None:
 
 
 def any_source(group: ProcessGroup) -> None:
-    """Check a receive without a source: the message of each rank comes once, and the work names the sender."""
+    """Check receives from any source: each message arrives once, and the work of a receive names the sender."""
     if group.rank > 0:
         group.send(values((5,), group.rank), 0, tag=3)
         return

@@ -1,7 +1,8 @@
 """Checks of random sequences of calls, on the group and on groups of its ranks.
 
-All ranks issue the same calls. Each rank waits for its asynchronous calls in an order of its own, and computes the results
-from the inputs of all ranks. Tensors have several layouts, and memory beside a tensor must not change.
+All ranks issue the same calls. Each rank waits for its asynchronous calls in its own order, and compares the results with
+results that it computes from the inputs of all ranks. Tensors have several layouts, and the memory around a tensor must not
+change.
 """
 
 from __future__ import annotations

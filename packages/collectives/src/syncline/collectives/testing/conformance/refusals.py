@@ -1,4 +1,4 @@
-"""Checks of wrong arguments. The group refuses them before it sends anything, and stays usable."""
+"""Checks of wrong arguments. The group must refuse such a call before it communicates, and must stay usable."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def overlapping_memory(group: ProcessGroup) -> None:
 
 
 def overlapping_parts(group: ProcessGroup) -> None:
-    """Check that a part is refused if it overlaps the call's large tensor, but is not this rank's part of that tensor."""
+    """Check that the small tensor may lie inside the large tensor only as this rank's part; other overlaps are refused."""
     block = torch.zeros(group.size * 3 + 3)[: group.size * 3]
     across = block.as_strided((3,), (1,), 1)
     _refused(group, "gathering a piece", partial(group.all_gather_into_tensor, block, across), f"part number {group.rank}")
@@ -62,7 +62,7 @@ def overlapping_memory_may_be_read(group: ProcessGroup) -> None:
 
 
 def wrong_device(group: ProcessGroup) -> None:
-    """Check that a tensor on a device that the group does not serve is refused."""
+    """Check that the group refuses a tensor on a type of device that it does not serve."""
     meta = torch.empty(3, device="meta")
     cpu = [torch.empty(3) for _ in range(group.size)]
     _refused(group, "all_reduce on meta", partial(group.all_reduce, meta), "meta")
@@ -72,14 +72,14 @@ def wrong_device(group: ProcessGroup) -> None:
 
 
 def wrong_layout(group: ProcessGroup) -> None:
-    """Check that a broadcast, and an all_reduce with MAX, refuse a sparse tensor."""
+    """Check that broadcast, and all_reduce with MAX, refuse a sparse tensor."""
     sparse = torch.eye(3).to_sparse()
     _refused(group, "MAX of a sparse tensor", partial(group.all_reduce, sparse, ReduceOp.MAX), "sparse")
     _refused(group, "broadcast of a sparse tensor", partial(group.broadcast, sparse), "sparse")
 
 
 def no_memory(group: ProcessGroup) -> None:
-    """Check that a tensor without memory is refused by every kind of call, blocking or not."""
+    """Check that every call refuses a tensor without memory. The call may be blocking or asynchronous."""
     freed = torch.ones(6)
     freed.untyped_storage().resize_(0)
     transformed: list[torch.Tensor] = []
@@ -129,7 +129,7 @@ def _calls_on(group: ProcessGroup, tensor: torch.Tensor) -> list[partial[Work]]:
 
 
 def wrong_numbers(group: ProcessGroup) -> None:
-    """Check roots, tags, splits and sizes that are no integers, sizes below 0 or too large, and a dtype that is no dtype."""
+    """Check that roots, tags, splits and sizes must be integers, that sizes must be in range, and that a dtype must be one."""
     size = group.size
     unchecked: Any = group  # as in a caller's code without types
     for root in (0.5, "0", None):
@@ -153,8 +153,8 @@ def wrong_numbers(group: ProcessGroup) -> None:
 def tensors_that_stand_for_others(group: ProcessGroup) -> None:
     """Check tensors without memory of their own: results of torch's functional collectives, and fake tensors.
 
-    A call that gets the result of a functional collective waits for this result. A fake tensor has no values, so a call with a
-    fake tensor returns at once, and sends nothing.
+    If an argument is the result of a functional collective, the call first waits for this result. A fake tensor has no values,
+    so a call with a fake tensor sends nothing and returns at once.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -201,9 +201,9 @@ def wrong_outputs(group: ProcessGroup) -> None:
 
 
 def after_close(group: ProcessGroup) -> None:
-    """Check that `close` finishes collectives in flight, a second `close` does nothing, and later collectives are refused.
+    """Check that `close` finishes collectives in flight, and that the group then refuses collectives.
 
-    The group is closed afterwards.
+    A second `close` must do nothing. This check leaves the group closed.
     """
     tensor = terms((1001,), group.rank)
     work = group.all_reduce(tensor, async_op=True)

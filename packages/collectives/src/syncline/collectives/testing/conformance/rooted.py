@@ -23,7 +23,7 @@ def reduce_every_root_and_dtype(group: ProcessGroup) -> None:
 
 
 def reduce_every_layout(group: ProcessGroup) -> None:
-    """Check strided tensors. Memory between their elements must not change."""
+    """Check strided tensors. The memory between a tensor's elements must not change."""
     root = group.size - 1
     for layout in LAYOUTS:
         laid = Laid(layout, terms(layout.shape, group.rank))

@@ -33,7 +33,7 @@ def into_tensor_in_place(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
-    """Check that rank r gets part r of the result, from a list and from one tensor, with every dtype and reduction."""
+    """Check that rank r gets part r of the result, for every dtype and reduction. The input is a list or one tensor."""
     seen = set()
     for op in ReduceOp:
         for dtype in sorted(DTYPES_OF[op], key=str):
@@ -56,7 +56,7 @@ def reduce_scatter_every_dtype_and_reduction(group: ProcessGroup) -> None:
 
 
 def reduce_scatter_sum(group: ProcessGroup) -> None:
-    """Check the sum in every layout. The sum differs between parts, so that a wrong part is noticed."""
+    """Check sums in every layout. Each part has a different sum, so that the check notices a wrong part."""
     for layout in LAYOUTS:
         inputs = [Laid(layout, terms(layout.shape, group.rank) * (part + 1)) for part in range(group.size)]
         output = Laid(layout, values(layout.shape, group.size))

@@ -36,7 +36,7 @@ def sums(group: ProcessGroup) -> None:
 
 
 def nothing_present(group: ProcessGroup) -> None:
-    """Check tensors without elements: on every rank, and on all ranks but the last."""
+    """Check tensors without elements: on all ranks, or on all ranks except the last rank."""
     empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (8, 2), check_invariants=True)
     tensor = empty.clone()
     group.all_reduce(tensor)
@@ -47,7 +47,7 @@ def nothing_present(group: ProcessGroup) -> None:
 
 
 def other_shapes(group: ProcessGroup) -> None:
-    """Check that shapes that differ between ranks raise an error on every rank, and that the group stays usable."""
+    """Check different shapes on different ranks: every rank must raise an error, and the group must stay usable."""
     rows = 8 + group.rank
     for async_op in (False, True):
         tensor = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (rows, 2), check_invariants=True)

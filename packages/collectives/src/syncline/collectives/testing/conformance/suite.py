@@ -4,7 +4,7 @@ The author of a backend calls `run_conformance` on every rank, with a function t
 
     run_conformance(lambda: load_backend("mine").connect(request))
 
-Or make each check a test of its own: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
+You can also make each check a separate test: ``@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from . import (
 from .values import Check as Check
 from .values import CheckError
 
-#: All checks, by name. Call a check on every rank with that rank's group, of any size. If something is wrong, the check raises;
-#: otherwise it leaves the group usable. A check's tensors are on torch's default device. For a group that serves GPUs, call the
-#: check inside `with torch.device("cuda"):`.
+#: All checks, by name. Call a check on every rank, with that rank's group. The group may have any size. A check raises an error
+#: if something is wrong. Otherwise the group stays usable. A check makes its tensors on torch's default device. For a group
+#: that serves GPUs, call the check inside `with torch.device("cuda"):`.
 CHECKS: dict[str, Check] = {
     **all_reduce.CHECKS,
     **broadcast.CHECKS,
@@ -60,7 +60,7 @@ def run_conformance(make_group: Callable[[], ProcessGroup]) -> None:
     """Run all checks. Each check gets a new group, which is closed after the check. Every rank must call this function.
 
     Args:
-        make_group: makes a new group of the same ranks at each call. Each call is a collective.
+        make_group: makes a new group of the same ranks. All ranks make each call together, so `make_group` may communicate.
 
     Raises:
         CheckError: a check failed. The message names the check, and the cause is the check's error. The group was aborted.

@@ -1,4 +1,4 @@
-"""Checks that all ranks run the collectives of a group in one order, even collectives that callbacks issue.
+"""Checks that all ranks run a group's collectives in the same order, including collectives that callbacks issue.
 
 See Note [One total order] in `engine.queue`. Each collective here gathers a label from all ranks. If the order differs between
 ranks, a collective gathers different labels. On some backends the ranks then hang, or report a disagreement.
@@ -116,7 +116,7 @@ def nested_callbacks(group: ProcessGroup) -> None:
 
 
 def chains_that_do_not_wait(group: ProcessGroup) -> None:
-    """Check callbacks that issue another collective, attach a callback to its future and do not wait, as in a PowerSGD hook."""
+    """Check callbacks that issue a collective and attach a callback to it instead of waiting, as in a PowerSGD hook."""
     collectives = _LabelledCollectives(group)
     last: list[torch.futures.Future[Any]] = []
     for k in range(_ROUNDS):
@@ -135,7 +135,7 @@ def chains_that_do_not_wait(group: ProcessGroup) -> None:
 
 
 def callbacks_attached_late(group: ProcessGroup) -> None:
-    """Check a callback that is attached when its collective has finished on one rank, but maybe not on the others.
+    """Check a callback that is attached when its collective has finished on one rank, but maybe not on other ranks.
 
     If the collective has finished, the callback runs at once, before the next collective is issued. So the order is the same on
     all ranks.

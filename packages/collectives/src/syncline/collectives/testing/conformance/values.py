@@ -1,4 +1,4 @@
-"""Inputs and expected results of the checks: values that differ between ranks and indices, in tensors of many layouts."""
+"""Inputs and expected results of the checks. Values depend on the rank and the index, and tensors have many layouts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _UNTOUCHED = 99  # the value of the memory between the elements of a tensor with
 
 
 class CheckError(AssertionError):
-    """A process group does not do what its contract says."""
+    """A conformance check has found an error of a process group."""
 
 
 def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor whose elements depend on rank and index. They are integers from 0 to 126; for bool, odd ones are true."""
+    """Return a tensor of integers from 0 to 126, which depend on rank and index. For bool, True stands for odd integers."""
     numel = math.prod(shape)
     index = torch.arange(numel, dtype=torch.int64)
     numbers = (index * 7 + index // _MODULUS * 3 + (rank + 1) * 29) % _MODULUS
@@ -44,20 +44,20 @@ def values(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) 
 
 
 def terms(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a rank's term of a SUM: (rank + 1) (1 + index mod 5)."""
+    """Return a rank's input of a SUM. The element at `index` is `(rank + 1) * (1 + index % 5)`."""
     index = torch.arange(math.prod(shape), dtype=torch.int64)
     return ((rank + 1) * (1 + index % 5)).reshape(tuple(shape)).to(dtype)
 
 
 def sum_of_terms(shape: Sequence[int], size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the SUM of all ranks' `terms`: size (size + 1) / 2 times (1 + index mod 5)."""
+    """Return the SUM of the `terms` of all ranks. The element at `index` is `size * (size + 1) / 2 * (1 + index % 5)`."""
     index = torch.arange(math.prod(shape), dtype=torch.int64)
     return (size * (size + 1) // 2 * (1 + index % 5)).reshape(tuple(shape)).to(dtype)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory layout of a tensor: the shape of a contiguous block, and a function that returns a view of the block."""
+    """A memory layout of a tensor. The tensor is a view of a contiguous block of memory, which may be larger."""
 
     name: str
     block_shape: tuple[int, ...]
@@ -95,12 +95,12 @@ SAME_SHAPE = (
 
 
 class Laid:
-    """A tensor in some layout, inside a block of memory. The other elements of the block must not change.
+    """A tensor that lies inside a block of memory. `expect` checks that the rest of the block has not changed.
 
     Args:
-        layout: the layout.
+        layout: the tensor's layout in the block.
         content: the tensor's content.
-        block: memory with the shape of the layout's block, and the dtype of `content`. None: make it.
+        block: memory with the shape `layout.block_shape` and the dtype of `content`. None: allocate this memory.
     """
 
     def __init__(self, layout: Layout, content: torch.Tensor, block: torch.Tensor | None = None) -> None:
@@ -118,7 +118,7 @@ class Laid:
 
 
 def expect(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Compare shape, dtype and every bit.
+    """Check that two tensors have the same shape, dtype and bits.
 
     Raises:
         CheckError: the tensors differ. The message shows the first difference.
@@ -135,7 +135,7 @@ def expect(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def expect_equal(found: Any, expected: Any, what: str) -> None:
-    """Compare with `==`.
+    """Check that two values are equal (`==`).
 
     Raises:
         CheckError: `found` and `expected` differ.
@@ -150,10 +150,11 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expect_raises(kind: type[BaseException], call: Callable[[], Any], what: str, mentions: str = "") -> None:
-    """Check that the call raises an error of this kind, whose message contains `mentions`.
+    """Check that `call` raises an error of class `kind`, and that the error's message contains `mentions`.
 
     Raises:
-        CheckError: the call raised no error of this kind, or an error without this text.
+        CheckError: `call` raised no error, or the message does not contain `mentions`. An error of another class passes
+            through.
     """
     try:
         call()
