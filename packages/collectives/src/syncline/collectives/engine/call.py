@@ -1,4 +1,4 @@
-"""One call of a collective: its signature, its state, and a record of the call for reports and for other ranks."""
+"""`Call`: one call of a collective, with its signature and its state. `CallRecord`: the call in reports and on other ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .cancel_scope import CancelScope
 
 
 class Signature(NamedTuple):
-    """What one call of a collective does, without its tensors. Hashable: a group looks up its plans by signature.
+    """The properties of a call of a collective, without the tensors. A group finds the plan for a call by the signature.
 
-    The class is a tuple, because every call makes a signature, and making a frozen dataclass takes four times as long.
+    The class is a tuple because every call makes a signature, and a frozen dataclass would take four times as long to make.
 
     Attributes:
         name: the method's name, such as "all_reduce".
-        op: the reduction; None if there is none.
-        root: the root's rank in the group; None if there is none.
-        dtype: the dtype of the call's main tensor (the argument `tensor` or `output`); None without a tensor.
-        shape: the shape of the main tensor.
+        op: the reduction; None if the collective has no reduction.
+        root: the root's rank in the group; None if the collective has no root.
+        dtype: the dtype of the main tensor (the argument `tensor` or `output` of the method); None if the call has no tensor.
+        shape: the shape of the main tensor; empty if the call has no tensor.
         device_type: the type of device on which the call's tensors are, such as "cpu".
-        detail: other facts that must be equal on all ranks, such as "dtype=torch.int8"; empty if there are no such facts.
+        detail: other facts that must be equal on all ranks, such as "dtype=torch.int8"; empty if there are none.
         splits: for an all-to-all, how many elements this rank receives from each rank, and how many it sends to each rank.
             Splits may differ between ranks.
     """
@@ -57,19 +57,19 @@ class Signature(NamedTuple):
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction; never None."""
+        """The reduction, of a collective that has a reduction."""
         assert self.op is not None
         return self.op
 
     @property
     def root_rank(self) -> int:
-        """The root's rank in the group; never None."""
+        """The root's rank in the group, of a collective that has a root."""
         assert self.root is not None
         return self.root
 
     @property
     def element_dtype(self) -> torch.dtype:
-        """The dtype of the main tensor; never None."""
+        """The dtype of the main tensor, of a call that has a tensor."""
         assert self.dtype is not None
         return self.dtype
 
@@ -80,20 +80,20 @@ class Signature(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the main tensor; 0 if there is none."""
+        """The number of bytes of the main tensor; 0 if the call has no tensor."""
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
     def digest(self) -> int:
-        """Return a checksum of 32 bits. If two ranks have different checksums for one call, the ranks make different calls.
+        """Return a checksum of 32 bits. If two ranks get different checksums, their calls do not match.
 
         The checksum covers the method, the reduction, the root, the detail, and the main tensor's dtype and number of elements.
-        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. Shapes are
-        compared only if the group has the option `check_calls`.
+        The checksum leaves out the shape, because the shape may differ between ranks, as in torch.distributed. The ranks
+        compare shapes only if the group has the option `check_calls`.
         """
         return _digest(self)
 
     def __str__(self) -> str:
-        """Return the signature in words: "all_reduce(float32[10, 3], op=SUM)"."""
+        """Return the signature as text: "all_reduce(float32[10, 3], op=SUM)"."""
         words = (
             "" if self.dtype is None else f"{dtype_in_words(self.dtype)}{list(self.shape)}",
             "" if self.op is None else f"op={self.op.name}",
@@ -104,7 +104,7 @@ class Signature(NamedTuple):
 
 
 def device_type_of(tensor: torch.Tensor) -> str:
-    """Return the type of device on which the tensor is, such as "cpu"."""
+    """Return the type of the tensor's device, such as "cpu"."""
     return "cpu" if tensor.is_cpu else tensor.device.type  # `is_cpu` costs a third of `device.type`
 
 
@@ -116,12 +116,12 @@ def _digest(signature: Signature) -> int:
 
 
 def dtype_in_words(dtype: torch.dtype) -> str:
-    """Return a dtype without torch's prefix: "float32"."""
+    """Return the name of a dtype without the prefix "torch.": "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_in_words(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype and shape: "float32[10, 3]"."""
+    """Return a tensor's dtype and shape as text: "float32[10, 3]"."""
     return f"{dtype_in_words(tensor.dtype)}{list(tensor.shape)}"
 
 
@@ -134,22 +134,22 @@ _LIBRARIES = ("syncline.", "torch.")
 class Call:
     """One call of a collective that this rank has issued.
 
-    The group makes the call. The group's thread or the caller's thread runs the call. The monitor (`health.monitor`) can end
-    the call's waits through `scope`. The recorder (`health.recorder`) keeps the call after its end. So that the recorder keeps
-    no memory alive, the call releases its tensors when it ends.
+    The caller's thread or the group's thread runs the call. The monitor (`health.monitor`) can end the call's waits through
+    `scope`. The recorder (`health.recorder`) keeps this object after the call has ended. So the object drops its references to
+    tensors when the call ends. Otherwise the recorder would keep the tensors' memory alive.
 
     Args:
         signature: says which collective is called, with which reduction, root, dtype and shape.
-        number: the call's number on this rank, counted from 0 over the calls that all ranks of the group issue. None if not all
-            ranks issue this call.
+        number: the call's number on this rank, from 0. Only calls that all ranks of the group issue have a number; other calls
+            have None.
         reads: tensors that the call only reads.
         writes: tensors that the call writes, or reads and writes.
-        mark: a text for errors and for the comparison of calls; see `ProcessGroup.marked`. The mark is not in the signature,
-            because calls with and without a mark use the same plan.
+        mark: a text for errors and for the comparison of calls; see `ProcessGroup.marked`. The mark is not part of the
+            signature, because calls with and without a mark use the same plan.
 
     Attributes:
-        position: the call's index, from 0, in the order in which the group runs the calls that have a number. None before the
-            call begins, or if the call has no number.
+        position: the call's index, from 0, in the order in which the group runs its calls. Only calls with a number are
+            counted. None before the call begins, or if the call has no number.
         state: QUEUED, RUNNING, DONE or FAILED.
         issued_at: seconds since the epoch, by this rank's clock.
         scope: ends the call's waits; None before the call begins.
@@ -191,25 +191,25 @@ class Call:
         self._code, self._instruction = _users_line()
 
     def is_over(self, state: str) -> None:
-        """Set the state in which the call ended, and release its tensors."""
+        """Set the final state of the call, and drop the references to its tensors."""
         self.state = state
         self.reads = self.writes = ()
 
     def release(self) -> None:
-        """Release the tensors.
+        """Drop the references to the tensors.
 
-        If the call still runs on a device, the device's stream keeps the memory of the tensors until the call is over.
+        If the call still runs on a device, the device's stream keeps the tensors' memory until the call is over.
         """
         self.reads = self.writes = ()
 
     def digest(self) -> int:
-        """Return the signature's checksum of 32 bits. If the call has a mark, the checksum covers the mark, too."""
+        """Return a checksum of 32 bits of the signature and, if the call has a mark, of the mark."""
         digest = self.signature.digest()
         return digest if self.mark is None else crc32(self.mark.encode(), digest)
 
     @property
     def words(self) -> str:
-        """The signature in words, with the mark at the end if there is one: "all_reduce(float32[10, 3], op=SUM)"."""
+        """The signature as text: "all_reduce(float32[10, 3], op=SUM)". If the call has a mark, the text ends with the mark."""
         words = str(self.signature)
         if self.mark is None:
             return words
@@ -217,11 +217,11 @@ class Call:
         return f"{words[:-1]}{'' if words.endswith('()') else ', '}{self.mark})"
 
     def __str__(self) -> str:
-        """Return the call in words: "all_reduce(float32[10, 3], op=SUM), number 7"."""
+        """Return the call as text: "all_reduce(float32[10, 3], op=SUM), number 7"."""
         return self.words if self.number is None else f"{self.words}, number {self.number}"
 
     def record(self) -> CallRecord:
-        """Return the record of this call for reports and other ranks."""
+        """Return a record of this call, for reports and for other ranks."""
         signature = self.signature
         return CallRecord(
             self.number,
@@ -236,7 +236,7 @@ class Call:
 
     @property
     def where(self) -> str:
-        """The line of the user's program that issued the call, such as "train.py:88". "?" if all frames belong to libraries."""
+        """The program line that issued the call, such as "train.py:88". "?" if the stack has only library code."""
         code = self._code
         # No frame of the stack belongs to the user's program, for example in a thread that a library started.
         if code is None:
@@ -259,7 +259,7 @@ def _users_line() -> tuple[CodeType | None, int]:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call of one rank, as reports and other ranks see it.
+    """A record of one call of one rank, for reports and for other ranks.
 
     Attributes:
         number: as `Call.number`.
@@ -269,7 +269,7 @@ class CallRecord:
         digest: as `Call.digest`.
         state: as `Call.state`.
         issued_at: as `Call.issued_at`.
-        where: file and line of the program, such as "train.py:88".
+        where: as `Call.where`.
     """
 
     number: int | None
@@ -282,19 +282,19 @@ class CallRecord:
     where: str
 
     def __str__(self) -> str:
-        """Return the record in words: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
+        """Return the record as text: "all_reduce(float32[10, 3], op=SUM) #7 at train.py:88"."""
         place = "" if self.position is None else f" #{self.position}"
         return f"{self.words}{place} at {self.where}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes as values that `json.dumps` takes."""
+        """Return the attributes as a dictionary that can be written as JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CallRecord:
-        """Return the record from which `as_dict` made `content`. `content` may have gone through JSON.
+        """Make a record again from `content`, the result of `as_dict`.
 
         Raises:
-            KeyError, TypeError: `as_dict` did not make `content`.
+            KeyError, TypeError: `content` is not a result of `as_dict`.
         """
         return cls(**{name: content[name] for name in cls.__dataclass_fields__})

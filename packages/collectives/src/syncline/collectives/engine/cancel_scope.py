@@ -1,4 +1,4 @@
-"""CancelScope ends the waits of a call. DetachedCall runs a library function that cannot be stopped.
+"""`CancelScope` ends the waits of a call. `DetachedCall` calls a library function that may block for ever.
 
 This module does not import torch.
 """
@@ -31,7 +31,9 @@ T = TypeVar("T")
 
 
 def seconds(timeout: timedelta | float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Convert a `timeout` argument of a program (a timedelta as in torch, or seconds) to seconds. Infinity becomes 30 years.
+    """Convert a `timeout` argument to seconds. The argument is a number of seconds, or a timedelta as in torch.
+
+    None becomes `default_s`. Longer times than 30 years, and infinity, become 30 years.
 
     Raises:
         InvalidArgumentError: `timeout` is zero, negative or not a number.
@@ -56,12 +58,13 @@ class CancelScope:
 
     Args:
         timeout_s: the time limit of the wait, in seconds from now.
-        ask: returns the reason why waiting is useless, or None. The waiting thread calls `ask` now and then.
+        ask: returns an exception if the wait can never succeed, or None. The waiting thread calls `ask` now and then. The scope
+            then ends with this exception.
 
     Attributes:
-        ask: the argument. Set it to None if the scope is kept after the wait, because `ask` holds a reference to the group.
+        ask: the argument `ask`. The function refers to the group, so set this attribute to None if you keep the scope.
         reason: the exception that `check` raises. None if no thread has cancelled the scope.
-        was_noticed: whether `check` has raised. The monitor (`health.monitor`) then gives the call more time to end by itself.
+        was_noticed: whether `check` has raised an error. The monitor (`health.monitor`) then gives the call more time to end.
     """
 
     # Every call makes a scope, and most calls end before any check. Defaults are in the class, so that a scope costs little.
@@ -77,18 +80,18 @@ class CancelScope:
         self.ask = ask
 
     def cancel(self, reason: BaseException) -> None:
-        """End the scope now, for this reason. If the scope already has a reason, keep the earlier reason."""
+        """End the scope now: `check` raises `reason`. If the scope already has a reason, keep the earlier reason."""
         # The first reason is the cause. Later reasons are mostly its consequences.
         if self.reason is None:
             self.reason = reason
         self._end_s = -math.inf
 
     def within(self, limit_s: float, ask: Callable[[], BaseException | None] | None = None) -> CancelScope:
-        """Return a new scope that ends when this scope ends, and after `limit_s` seconds at the latest.
+        """Return a new scope that ends together with this scope, but after `limit_s` seconds at the latest.
 
         Args:
             limit_s: seconds from now.
-            ask: as for the class; None takes the `ask` of this scope.
+            ask: as the constructor's argument. None: the new scope uses the `ask` of this scope.
         """
         part = CancelScope(min(self.remaining_s(), limit_s), ask or self.ask)
         part._outer = self
@@ -99,14 +102,14 @@ class CancelScope:
         return max(0.0, self._end_s - monotonic())
 
     def is_over(self) -> bool:
-        """Whether the time limit was reached, or somebody has cancelled the scope."""
+        """Whether the scope has ended, by its time limit or by `cancel`."""
         return self.reason is not None or monotonic() >= self._end_s
 
     def check(self, what: str = "the time limit was reached") -> None:
         """Raise an error if the scope has ended. Otherwise return.
 
         Args:
-            what: the text of the `TimeoutError`, such as which ranks this rank waits for.
+            what: the text of the `TimeoutError`, for example which ranks are missing.
 
         Raises:
             TimeoutError: the time limit was reached.
@@ -140,7 +143,7 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
-        RuntimeError: no thread can start, because there are too many, or because the interpreter ends. (Before Python 3.12,
+        RuntimeError: there are too many threads, or the interpreter ends, so that no thread can start. (Before Python 3.12,
             `Thread.start` waits for ever if the interpreter ends.)
     """
     if sys.is_finalizing():
@@ -149,19 +152,21 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class DetachedCall(Generic[T]):
-    """Calls a function once, on a thread of its own. If the function never returns, the thread stays blocked.
+    """Calls a function once, on a new thread. If the function never returns, the thread stays blocked.
 
-    Use this class for a library function that blocks in C code and cannot be stopped. `wait` ends when the scope that it gets
-    ends, even if the function does not return. When the process ends, it waits at most 5 seconds for the threads of all such
-    calls, because a thread that is inside torch when the interpreter shuts down crashes the process.
+    Use this class for a library function that may block in C code, where nothing can stop it. The method `wait` waits only
+    until its scope ends, even if the function does not return.
+
+    At the end of the process, an exit handler waits at most 5 seconds for the threads of all such calls. Otherwise a thread
+    that is inside torch could crash the process while the interpreter shuts down.
 
     Args:
         function: the function to call. After the call, this object keeps no reference to the function.
         name: the name of the thread, which is a daemon.
-        context: makes a context. The thread calls the function inside this context.
+        context: returns a context manager. The thread calls the function inside this context.
 
     Attributes:
-        done: set when the function has returned or raised.
+        done: an event that is set when the function has returned or raised an error.
     """
 
     def __init__(
@@ -175,12 +180,12 @@ class DetachedCall(Generic[T]):
         start_thread(thread)
 
     def wait(self, scope: CancelScope, look_s: float = 0.1, what: str = "the library did not return") -> T:
-        """Block until the function has returned, and return its result. If the scope ends earlier, raise the scope's error.
+        """Wait until the function returns, and return its result. If the scope ends earlier, raise the scope's error.
 
         Args:
             scope: checked every `look_s` seconds.
             look_s: the time between two checks, in seconds.
-            what: as for `CancelScope.check`.
+            what: as in `CancelScope.check`.
 
         Raises:
             BaseException: the function's error, or the error that `CancelScope.check` raises.

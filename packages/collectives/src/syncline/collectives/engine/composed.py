@@ -1,4 +1,4 @@
-"""Groups that consist of other groups: one group for each type of device ("cpu:mpi,cuda:nccl"), or several groups in turn."""
+"""Groups made of other groups: one member group for each type of device ("cpu:mpi,cuda:nccl"), or groups that take turns."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class DelegatingGroup(ProcessGroup):
-    """Hands every call to one of several groups. All these groups have the same ranks.
+    """Passes every call on to one of its member groups. All member groups have the same ranks.
 
     Args:
-        groups: at least one group; all have the same ranks in the same order.
+        groups: the member groups, at least one. All have the same ranks in the same order.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
@@ -42,7 +42,7 @@ class DelegatingGroup(ProcessGroup):
 
     @property
     def profiled_as(self) -> None:
-        """None, because the groups that carry out the calls show these calls in the profile."""
+        """None, because the member groups show the calls in the profile."""
 
     @override
     def set_timeout(self, timeout_s: float) -> None:
@@ -120,11 +120,11 @@ class DelegatingGroup(ProcessGroup):
 class PerDeviceGroup(DelegatingGroup):
     """A group with one member group for each type of device. A barrier runs on the first member group.
 
-    Each member group runs its calls in one order, the same on every rank. There is no order between calls of different member
-    groups.
+    Each member group runs its calls in one order, which is the same on every rank. Calls of different member groups may run in
+    any order.
 
     Args:
-        groups: the group for each device type ("cpu", "cuda"). All groups have the same ranks.
+        groups: the member group for each type of device ("cpu", "cuda"). All have the same ranks.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
@@ -163,7 +163,7 @@ class PerDeviceGroup(DelegatingGroup):
         return self.groups[torch.device(device).type].allocate(numel, dtype, device)
 
     def algorithm_of(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Return the answer of the member group that serves the tensor's device; see `ProcessGroup.algorithm_of`."""
+        """Return the algorithm of the member group that serves the tensor's device; see `ProcessGroup.algorithm_of`."""
         return self._choose(tensor.device.type).algorithm_of(name, tensor)
 
     @override
@@ -228,17 +228,19 @@ class PerDeviceGroup(DelegatingGroup):
 
 
 class RoundRobinGroup(DelegatingGroup):
-    """Hands calls to its groups in turn, so that several collectives can run at once.
+    """Passes its calls on to its member groups in turn, so that several collectives can run at the same time.
 
-    Each group runs its calls in one order, the same on every rank. There is no order between calls of different groups. A call
-    from a future's callback raises a `MisuseError`: which group has its turn would depend on how threads are scheduled. In a
-    callback, call one of `groups` directly.
+    Each member group runs its calls in one order, which is the same on every rank. Calls of different member groups may run in
+    any order.
+
+    A call in a callback of a future raises a `MisuseError`. The reason: callbacks run at different times on different ranks, so
+    the ranks could choose different member groups. In a callback, call a method of one of the `groups` directly.
 
     Args:
-        groups: at least one group; all have the same ranks in the same order.
+        groups: the member groups, at least one. All have the same ranks in the same order.
 
     Raises:
-        InvalidArgumentError: there is no group, or the groups have different ranks.
+        InvalidArgumentError: there is no member group, or the member groups have different ranks.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
@@ -261,16 +263,16 @@ class RoundRobinGroup(DelegatingGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The device types that all groups serve."""
+        """The types of devices that all member groups serve."""
         return frozenset.intersection(*(group.device_types for group in self.groups))
 
     def describe(self) -> str:
-        """Return the number of groups, and a description of the first one."""
+        """Return the number of member groups, and a description of the first member group."""
         return f"{len(self.groups)} groups in turn: {self.groups[0].describe()}"
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """Compare the calls of each group separately, because each group has its own order of calls."""
+        """Compare the calls of each member group separately, because each member group has its own order of calls."""
         works = [work for group in self.groups if (work := group.agree_on_calls(async_op=True)) is not None]
         return self._together(works, "agree_on_calls", async_op) if works else None
 

@@ -1,6 +1,6 @@
-"""DeviceRuntime: streams, events and copies of one type of accelerator. Abstract, so that tests need no accelerator.
+"""`DeviceRuntime`: an interface to the streams, events and copies of one type of accelerator.
 
-For CUDA, `transports.cuda` has the implementation.
+`transports.cuda` implements the interface for CUDA. Tests use a fake device, so they need no accelerator.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """A stream of a device: its operations run one after the other, in the order in which the CPU has put them there.
+    """A stream of a device. The device runs the operations of a stream one after the other, in the order of their issue.
 
     Attributes:
         device: the stream's device.
-        handle: the stream as a number, which libraries such as NCCL take.
+        handle: the number by which libraries such as NCCL know the stream.
     """
 
     device: torch.device
@@ -47,9 +47,9 @@ class Stream(ABC):
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """A context in which this stream is the calling thread's current stream.
+        """Return a context manager that makes this stream the calling thread's current stream.
 
-        The thread's operations run on this stream, and memory that the operations allocate belongs to this stream.
+        Inside the context, the thread's operations run on this stream, and memory that they allocate belongs to this stream.
         """
 
     @abstractmethod
@@ -57,11 +57,11 @@ class Stream(ABC):
         """Record an event after all operations that the stream holds now."""
 
     def run(self, body: Callable[[], None], after: Event | None) -> Event:
-        """Run `body`. Its operations go to this stream, and start after the event `after` of another stream.
+        """Call `body` with this stream as the current stream. The operations of `body` start after the event `after`.
 
         Args:
             body: may allocate memory, which then belongs to this stream.
-            after: None if `body` uses only memory of its own.
+            after: an event of another stream. None if `body` uses only its own memory.
 
         Returns:
             The event after the last operation of `body`.
@@ -80,8 +80,8 @@ class Stream(ABC):
             future: gets `tensors` as its value.
             tensors: the outputs.
             done: an event of this stream.
-            captured: whether `done` is part of a captured graph. If so, this method must not use another stream: a stream that
-                enters a capture must be joined again, and the caller joins only the streams that it knows.
+            captured: whether the device captures `done` into a graph. If so, this method must not use another stream. A capture
+                requires that all its streams are joined at the end, and the caller joins only the streams that it knows.
         """
 
 
@@ -109,8 +109,8 @@ class DeviceRuntime(ABC):
 
         Args:
             device: the stream's device.
-            is_own: True gives a stream that no other code uses. It has a high priority, so that it does not wait behind
-                computation. False may give a stream that other code also uses.
+            is_own: True: no other code uses the stream, and the stream has a high priority, so that communication does not wait
+                for computation. False: other code may use the stream, too.
         """
 
     @abstractmethod
@@ -127,13 +127,10 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Let nobody reuse the tensor's memory until this stream has finished the operations that it holds now."""
+        """Prevent reuse of the tensor's memory until `stream` has finished the operations that it holds now."""
 
     def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """Return the `StreamOrder` of a collective that the host runs on these tensors.
-
-        All tensors are on this type of device.
-        """
+        """Return the `StreamOrder` for a collective that the host runs on these tensors. All are on this type of device."""
         return StreamOrder(self, [(tensor, self._stream_of(tensor.device)) for tensor in tensors])
 
     def _stream_of(self, device: torch.device) -> Stream:
@@ -149,15 +146,15 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def background(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context for a group's own thread.
+        """Return a context manager for the thread of a group.
 
-        Inside the context, `device` is the current device, and calls of this thread do not break the graph capture of another
-        thread. Without a current device, the thread's calls of the driver would take memory on device 0.
+        Inside the context, `device` is the current device. Otherwise the thread's calls of the driver would take memory on
+        device 0. The context also keeps calls of this thread from breaking a graph capture of another thread.
         """
 
     @abstractmethod
     def pci_id(self, device: torch.device) -> str:
-        """Return the device's PCI address, such as "0000:17:00.0". It is the same in every process of the node."""
+        """Return the device's PCI address, such as "0000:17:00.0". The address is the same in all processes of the node."""
 
     @abstractmethod
     def future(self, device: torch.device) -> TensorsFuture:
@@ -167,15 +164,15 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make a flat tensor in host memory that the device can copy to and from, with as many elements as `tensor`."""
+        """Make a flat tensor in host memory, with as many elements as `tensor`. The device can copy to and from this memory."""
 
     @abstractmethod
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor to host memory, flat. The copy is complete on return."""
+        """Copy the tensor to a flat tensor in host memory. The copy is complete when this method returns."""
 
     @abstractmethod
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy `host` to `tensor`, on the current stream. The caller may drop `host` on return, before the copy is complete."""
+        """Start to copy `host` to `tensor` on the current stream. The caller may drop `host` before the copy is complete."""
 
     @abstractmethod
     def finish(self, tensor: torch.Tensor) -> None:
@@ -183,14 +180,14 @@ class DeviceRuntime(ABC):
 
 
 class StreamOrder:
-    """Orders a collective on the host with the device operations that the program issues before and after the collective.
+    """Keeps the order between a collective on the host and the program's operations on the device.
 
     Note [Order on the device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~
     A collective may run on another thread, after the program has issued later operations. But in the device's stream, the
-    collective must come between the operations that the program issued before and after it. Five steps keep this order:
+    collective must come between the operations that the program issued before and after the call. Five steps keep this order:
 
-    1. Construction, on the thread that issues the call: record events on its current streams.
+    1. The constructor, on the thread that issues the call: record events on the thread's current streams.
     2. The start of `entered`, on the thread that runs the collective: make the group's streams current, and let them wait for
        the events of step 1.
     3. The end of `entered`: record events on the group's streams, after operations such as the copy back.
@@ -232,7 +229,7 @@ class StreamOrder:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """A context after the collective, in which the group's streams are the calling thread's current streams again."""
+        """Return a context manager that makes the group's streams current again, after the collective."""
         with ExitStack() as entered:
             for stream in self._streams:
                 entered.enter_context(stream.current())

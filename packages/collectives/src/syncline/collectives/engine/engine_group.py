@@ -42,18 +42,18 @@ _ERROR_S = 10.0
 class EngineGroup(ProcessGroup, Inherited):
     """The common base of the groups that carry out calls themselves.
 
-    A group keeps a `Plan` for each signature, a record of the last calls, and the first failure. It also keeps a history of all
-    calls, which the ranks compare (see `health.agreement`).
+    A group keeps a `Plan` for each signature, a record of the last calls, and the first failure. A group also keeps a digest of
+    all its calls, which the ranks compare (see `health.agreement`).
 
     `HostGroup` runs calls one after the other on the host. `transports.nccl.group.NcclGroup` puts calls on a stream of a GPU.
 
     Args:
         carrier: exchanges numbers and texts between the ranks.
-        compares_later: whether the ranks compare their histories of calls later, because the transport does not compare each
-            call before it runs.
-        count: counts the calls that have begun; a rank that leaves the job tells the others this number. None makes a new
-            counter.
-        liveness: finds out which ranks are lost; None if nothing can find this out.
+        compares_later: whether the ranks compare all their calls now and then. False if the ranks compare each call before it
+            runs.
+        count: counts the calls that have begun. A rank that leaves the job sends this number to the other ranks. None: make a
+            new counter.
+        liveness: finds out which ranks are lost; None if the group cannot find this out.
 
     Attributes:
         recorder: the record of the last calls.
@@ -115,7 +115,7 @@ class EngineGroup(ProcessGroup, Inherited):
     # ---- start ----
 
     def start(self, options: Mapping[str, object]) -> None:
-        """Compare options with the other ranks, and report failures from now on.
+        """Compare the options with the other ranks, and write reports of failures from now on.
 
         All ranks call this method before any other method.
 
@@ -143,7 +143,7 @@ class EngineGroup(ProcessGroup, Inherited):
         return [text for _, text in sorted((rank, text) for text, ranks in said.ranks.items() for rank in ranks)]
 
     def report_to(self, reporter: Reporter | None) -> None:
-        """Report the first failure of this group, and of each group that is made from it later. None switches reports off."""
+        """Let `reporter` report the first failure of this group and of groups made from it later. None switches reports off."""
         self._reporter = reporter
         if reporter is not None:
             reporter.watch(self.recorder)
@@ -215,28 +215,30 @@ class EngineGroup(ProcessGroup, Inherited):
 
     @override
     def in_fork(self) -> None:
-        """Mark the group as closed in a forked child. Takes no lock and sends nothing. See Note [Forks] in `forks`."""
+        """Mark the group as closed in a forked child, without locks and without communication. See Note [Forks] in `forks`."""
         self._closed = self._is_over = self._is_in_fork = True
         self._plans = {}
         self._closing = threading.RLock()  # a thread that does not exist in the child may hold the old lock
         self._queue.leave_to_parent()
 
     def close(self) -> None:
-        """Finish all calls, compare the calls with the other ranks, then release what the group holds.
+        """Finish all calls, compare the calls with the other ranks, then release the group's connections and memory.
 
-        All ranks call this method, and wait for one another in two cases:
+        All ranks call this method. The ranks wait for one another in two cases:
 
-        - The ranks have not compared each call before it ran. They compare their calls now, for at most 60 seconds (NCCL: 5).
-        - All ranks must close the library's objects together, as with MPI. The ranks wait for at most 5 seconds.
+        - If the ranks did not compare each call before it ran, they compare all calls now. This takes at most 60 seconds, or 5
+          seconds with NCCL.
+        - If all ranks must close the library's objects together, as with MPI, the ranks wait at most 5 seconds.
 
-        If a rank does not come in time, that is no error, but communicators of MPI stay open until the process ends. If another
-        thread is closing the group already, this call waits for that thread and then does nothing. (In a callback of another
-        group, this call does not wait.)
+        If a rank does not come in time, this method raises no error, but communicators of MPI stay open until the process ends.
+
+        If another thread is closing the group already, this method waits for that thread and then does nothing. (In a callback
+        of another group, this method does not wait.)
 
         Raises:
             DisagreementError: the ranks have made different calls, or another rank still uses the group.
             SynclineError: a call that was in flight has failed.
-            MisuseError: a callback of this group calls this method. The method would wait for this callback for ever.
+            MisuseError: the method was called in a callback of this group, so it would wait for this callback for ever.
         """
         if self._queue.is_running_here():
             raise MisuseError(f"close on {self.place()} was called from a future's callback; call it after wait(), or abort()")
@@ -288,7 +290,7 @@ class EngineGroup(ProcessGroup, Inherited):
         self._companions.append(companion)
 
     def abort(self) -> None:
-        """Let the running call and all queued calls fail."""
+        """End the group at once. The running call and all queued calls fail."""
         if self._is_over:
             return
         self._closed = self._is_over = True
@@ -304,6 +306,6 @@ class EngineGroup(ProcessGroup, Inherited):
 
 
 def members_of(color: int, colors_and_keys: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks with this color, ordered by key. Ranks with equal keys are ordered by rank. A pure function."""
+    """Return the ranks with this color, in the order of their keys. Equal keys are in the order of ranks. A pure function."""
     chosen = [(key, rank) for rank, (given, key) in enumerate(colors_and_keys) if given == color]
     return [rank for _, rank in sorted(chosen)]

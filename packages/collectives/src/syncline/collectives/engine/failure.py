@@ -1,4 +1,4 @@
-"""The texts of a group's errors. Each text names the call, the problem, and the rank that caused the problem."""
+"""The texts of a group's errors. Each text names the call, the problem and, if it is known, the rank with the problem."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .call import Call, Signature
 
 
 class FailureWords:
-    """Turns the errors of a transport into the errors that a group raises, which name the call and the lost ranks.
+    """Turns errors of a transport into errors of a group. The group's errors name the call and the lost ranks.
 
     Args:
-        place: the rank and the group in words.
-        liveness: finds out which ranks are lost or stopped; None if nothing can find this out.
+        place: names this rank and the group, such as "rank 0 of 2 in group 'default'".
+        liveness: finds out which ranks are lost or stopped; None if the group cannot find this out.
     """
 
     def __init__(self, place: str, liveness: Liveness | None) -> None:
@@ -24,14 +24,17 @@ class FailureWords:
     def of(self, error: BaseException, call: Call, timeout_s: float) -> BaseException:
         """Return the error that the group raises after `error` has ended a call.
 
-        A `TimeoutError` of the transport becomes a `CollectiveTimeout`. A `SynclineError` gets a text that begins with the
-        call; a `TransportError` becomes a `RankLostError` if a rank is lost. All other errors (Ctrl-C, a bug) are not changed.
-        If a lost rank has ended the call, the text begins like this::
+        - A `TimeoutError` of the transport becomes a `CollectiveTimeout`.
+        - A `SynclineError` gets a new text, which begins with the call. If a rank is lost, a `TransportError` also becomes a
+          `RankLostError`.
+        - All other errors, such as Ctrl-C or a bug, are not changed.
+
+        The text of a `RankLostError` begins like this::
 
             all_reduce(float32[4], op=SUM), number 3 on rank 0 of 2 in group 'default': rank(s) 1 (pid 16893 on node7) ended, or
             cannot be reached any more; look there for what ended it
 
-        Then come the lines that `health.liveness` and `EngineGroup._reported` add: where to look, and the folder of the report.
+        The next lines of the text say where to look for the cause, and in which folder the reports are.
         """
         # Transports raise Python's own TimeoutError, because they know neither the call nor the group.
         if isinstance(error, TimeoutError):
@@ -60,18 +63,18 @@ class FailureWords:
         )
 
     def replaced(self, signature: Signature) -> GroupClosedError:
-        """Return the error for a call after `shrink` or `admit` made a newer group."""
+        """Return the error for a call on a group after `shrink` or `admit` has made a newer group."""
         return GroupClosedError(
             f"{signature.name} on {self._place}: there is a newer group already; use the one that shrink or admit returned "
             "(with Elastic: model.join_process_group)"
         )
 
     def aborted(self) -> TransportError:
-        """Return the error for all waiting calls when the group is aborted."""
+        """Return the error of all calls that wait when the group is aborted."""
         return TransportError(f"the group was aborted on {self._place}")
 
     def missing(self) -> str:
-        """Return a sentence that says that a collective did not end, and names the lost and stopped ranks, if any are known."""
+        """Return a sentence about a collective that did not end. The sentence names the lost and stopped ranks, if known."""
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"

@@ -1,4 +1,4 @@
-"""HostGroup: a process group that carries out its calls by the plans of a transport, one after the other on the host."""
+"""`HostGroup`: a process group that runs its calls on the host, one after the other, with the plans of a transport."""
 
 from __future__ import annotations
 
@@ -61,36 +61,37 @@ _given_up: deque[BaseException] = deque(maxlen=GIVEN_UP_KEPT)
 
 
 class HostGroup(EngineGroup):
-    """A `ProcessGroup` that carries out its calls by the plans of a `Transport`, one after the other.
+    """A `ProcessGroup` that runs its calls one after the other, with the plans of a `Transport`.
 
-    Attributes such as `_queue`, `_plans`, `recorder` and `_words` are those of `EngineGroup`. Over MPI, Gloo and threads the
-    object is a `membership.ShrinkableGroup`, which adds only what happens after the loss of a rank.
+    The base class `EngineGroup` defines attributes such as `_queue`, `_plans`, `recorder` and `_words`. Groups over MPI, Gloo
+    and threads belong to the subclass `membership.ShrinkableGroup`. This subclass only adds methods that make a new group when
+    ranks are lost or join.
 
     The steps of a call::
 
         _issue ─ queue: this thread or the queue's ─► _run ─ agreement ─ _move: find the plan, pack, run it, unpack
 
     [1] `_issue` makes the `Call`, which notes the line of the user's program. With `async_op=False` and no call in flight, the
-        call runs on the caller's thread, because a hop to another thread costs more than a small collective. Else the call is
-        queued.
-    [2] `_run` runs when it is the call's turn. It sets the call's time limit, and adds the call to the history that ranks
-        compare.
-    [3] `_move` looks for the plan, the object that carries out all calls with this signature. The transport makes the plan at
-        the first call. The plan moves the data.
-    [4] An error in [2] or [3] is the group's first failure. The transport's state is unknown then, so every later call fails
-        with a reference to the first failure.
+        call runs on the caller's thread, because a switch to another thread takes longer than a small collective. Otherwise the
+        call is queued.
+    [2] `_run` runs when it is the call's turn. `_run` sets the call's time limit, and adds the call to the history that the
+        ranks compare.
+    [3] `_move` looks for the plan, the object that carries out all calls with this signature. If there is no plan yet, the
+        transport makes it. The plan moves the data.
+    [4] An error in [2] or [3] is the group's first failure. Afterwards the state of the transport is unknown. So every later
+        call fails, with an error that shows the first failure.
 
     Sends and receives do not go through the queue. They start at once, on the caller's thread.
 
     Args:
         transport: moves the tensors.
-        device: the runtime of a type of device, such as CUDA. The group then takes tensors on these devices, and tensors in
-            host memory. None: the group takes only tensors in host memory. See Note [Order on the device] in `device`.
+        device: the runtime of a type of device, such as CUDA. The group then accepts tensors on these devices and in host
+            memory. None: the group accepts only tensors in host memory. See Note [Order on the device] in `device`.
         check_calls: whether the ranks compare each call, with its shapes, before the call runs.
-        leavers: knows which ranks have left the job; None if nothing knows this. See Note [Who will not come] in
+        leavers: knows which ranks have left the job; None if the group cannot know this. See Note [Who will not come] in
             `health.leaving`.
-        liveness: finds out which ranks are lost; None if nothing can find this out. With `liveness`, the monitor thread
-            (`health.monitor`) watches the running call.
+        liveness: finds out which ranks are lost; None if the group cannot find this out. If it is given, the monitor thread
+            (`health.monitor`) watches the group's running call.
     """
 
     def __init__(
@@ -141,12 +142,12 @@ class HostGroup(EngineGroup):
 
     @property
     def backend_name(self) -> str:
-        """The transport's name in the registry."""
+        """The name of the backend in the registry, such as "mpi"."""
         return self._transport.backend_name
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The CPU, and the type of the group's device."""
+        """The types of devices whose tensors the group accepts: the CPU and, if the group has a `device`, its type."""
         return self._device_types
 
     @override
@@ -159,7 +160,7 @@ class HostGroup(EngineGroup):
 
     @property
     def first_failure(self) -> BaseException | None:
-        """The error of the first call that failed, or the error of `abort`."""
+        """The error of the first call that failed, or the error of `abort`; None while the group works."""
         return self._first_failure
 
     # ---- start ----
@@ -170,13 +171,17 @@ class HostGroup(EngineGroup):
 
         Args:
             options: the options that change how the ranks communicate.
-            stall_warning_s: after this many seconds in one call, rank 0 logs which rank waits for which rank; 0: never.
+            stall_warning_s: if one call takes longer than this many seconds, rank 0 logs which ranks wait for which ranks. 0:
+                never.
         """
         super().start(options)
         self.warn_of_stalls(stall_warning_s)
 
     def warn_of_stalls(self, stall_warning_s: float) -> None:
-        """Let rank 0 log which rank waits for which, in this group and in groups made from it later. 0 switches this off."""
+        """Let rank 0 log which ranks wait in a call that takes longer than `stall_warning_s` seconds. 0 switches this off.
+
+        Groups that are made from this group later get the same limit.
+        """
         self._stall_warning_s = stall_warning_s
         # A group of one waits for nobody.
         status_post = self._transport.status_post() if self.size > 1 and stall_warning_s > 0 else None
@@ -350,7 +355,7 @@ class HostGroup(EngineGroup):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """As `ProcessGroup.allocate`. On the CPU the transport allocates, and the call takes its turn in the queue."""
+        """As `ProcessGroup.allocate`. The transport allocates host memory, in a call that takes its turn like a collective."""
         # The transport has fast memory only on the host; torch allocates the rest.
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype, device)
@@ -602,7 +607,7 @@ class HostGroup(EngineGroup):
         return None if self._liveness is None else self._liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
-        """Make the transport end the running call with an error."""
+        """Make the transport end the running call. The call then raises an error."""
         self._transport.interrupt()
 
     def missing_in_words(self) -> str:
@@ -616,7 +621,7 @@ class HostGroup(EngineGroup):
 
 
 class GroupWork(PendingWork):
-    """The work of a queued call. A callback of the call's group may wait for this work."""
+    """The work of a queued call. A callback of the same group may also wait for this work."""
 
     __slots__ = ("_issued", "_order", "_queue", "_was_waited_for")
 
@@ -637,8 +642,10 @@ class GroupWork(PendingWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is finished.
 
-        In two cases this thread itself runs the queued calls, up to the call of this work: inside a callback of the group; and
-        without `timeout`, if no other thread runs a call of the group.
+        In two cases this thread itself runs the queued calls of the group, up to the call of this work:
+
+        - the thread runs a callback of the group;
+        - `timeout` is None, and no other thread runs a call of the group.
         """
         if self._queue.is_running_here():
             # Inside a callback this thread has the turn, so no other thread can run the queued call.

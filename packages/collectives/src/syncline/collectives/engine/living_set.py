@@ -1,4 +1,4 @@
-"""LivingSet: a set of weak references, which any thread may change or go through at any time."""
+"""`LivingSet`: a set of weak references. Any thread may change the set, or iterate over it, at any time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ T = TypeVar("T")
 
 
 class LivingSet(Generic[T]):
-    """Objects that are still alive. The set keeps none of them alive.
+    """A set of the objects that are still alive. The set has only weak references to its objects.
 
-    `weakref.WeakSet` raises an error if one thread adds an object while another thread goes through the set. This class needs
-    no lock, so a signal's handler or the garbage collector may use the set in the middle of another method. Each step below
-    is one operation of a `dict`, which Python does not interrupt.
+    `weakref.WeakSet` raises an error if one thread adds an object while another thread iterates over the set. This class does
+    not, and needs no lock: each step is one operation of a `dict`, which Python does not interrupt. So a signal handler or the
+    garbage collector may use the set while another method runs.
     """
 
     def __init__(self) -> None:
         self._references: dict[int, weakref.ref[T]] = {}
 
     def add(self, thing: T) -> None:
-        """Add an object; do nothing if it is there already."""
+        """Add an object. If the set already has the object, do nothing."""
         self._references[id(thing)] = weakref.ref(thing, partial(_remove, self._references, id(thing)))
 
     def discard(self, thing: T) -> None:
-        """Remove an object if it is there."""
+        """Remove an object. If the set does not have the object, do nothing."""
         self._references.pop(id(thing), None)
 
     def clear(self) -> None:
@@ -34,12 +34,12 @@ class LivingSet(Generic[T]):
         self._references.clear()
 
     def __iter__(self) -> Iterator[T]:
-        """Go through the objects that are there now, in the order in which they were added. Leave out objects added later."""
+        """Iterate over the objects that are in the set now, in the order of addition. Leave out objects added later."""
         things = [reference() for reference in list(self._references.values())]
         return iter([thing for thing in things if thing is not None])
 
     def __len__(self) -> int:
-        """The number of objects."""
+        """Return the number of objects."""
         return len(self._references)
 
 

@@ -1,4 +1,4 @@
-"""Show each call of a group to torch's profiler (as a range), and to the functions that `observe_calls` adds."""
+"""Show the calls of groups to torch's profiler, and to functions that the program has passed to `observe_calls`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Group(Protocol):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """For each rank of the group its rank in the default group."""
+        """For each rank of this group, the rank of the same process in the default group."""
 
     @property
     def profiled_as(self) -> str | None:
-        """The prefix of the names of ranges in a profile; None if the group shows no ranges."""
+        """The prefix of the names of this group's ranges in a profile; None if the group shows no ranges."""
 
 
 class ObservedCall:
@@ -55,8 +55,8 @@ class ObservedCall:
         name: the method's name, such as "all_reduce".
         group: the group of the call.
         started: when the method was called.
-        finished: when the call ended. None while the call is in flight. For an asynchronous send or receive, None unless
-            the transfer had ended when the method returned.
+        finished: when the call ended. None while the call is in flight. An asynchronous send or receive keeps None if the
+            transfer had not ended when the method returned.
     """
 
     __slots__ = ("finished", "group", "name", "started")
@@ -90,10 +90,10 @@ _here = _Here()
 
 
 def observe_calls(observer: Observer) -> Callable[[], None]:
-    """Call `observer` for each call on any group of this process, on the thread that has just issued the call.
+    """Call `observer` after each call of a collective, send or receive in this process.
 
-    If a call makes other calls, the observer gets the outermost call only. The observer must be quick, and must not
-    communicate.
+    The thread that has issued the call runs the observer. If a call makes other calls, the observer gets only the outermost
+    call. The observer must be quick, and must not communicate.
 
     Returns:
         A function that stops the observation.
@@ -108,11 +108,12 @@ def observe_calls(observer: Observer) -> Callable[[], None]:
 
 
 def shown_to_observers(method: Method) -> Method:
-    """Decorate a public method of a group, so that the profiler and the observers see each call.
+    """Decorate a method of a group, so that the profiler and the observers see each call of the method.
 
-    Before the call, the decorator replaces each argument that only stands for a tensor (such as the result of a functional
-    collective) by the tensor itself. A call on tensors without values (FakeTensors) communicates nothing, and returns a
-    finished work. See Note [Tensors that are no memory] in `tensors.checks`.
+    The decorator also handles two special kinds of tensors, see Note [Tensors that are no memory] in `tensors.checks`:
+
+    - If an argument only stands for a tensor, as the result of a functional collective does, the method gets the tensor itself.
+    - If an argument has no values (a FakeTensor), the call communicates nothing, and returns a finished work.
     """
     name = method.__name__
 
@@ -138,7 +139,7 @@ def shown_to_observers(method: Method) -> Method:
 
 
 def shown(group: Group, name: str, tensors: list[torch.Tensor], issue: Callable[[], Work], *, is_async: bool) -> Work:
-    """Issue a call of a group, inside a range if a profiler runs and the group shows its calls; see `profiled`.
+    """Issue a call of a group. If a profiler runs and the group shows its calls, open a range for the call; see `profiled`.
 
     Args:
         group: the group of the call.

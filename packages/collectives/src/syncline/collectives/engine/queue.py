@@ -1,4 +1,4 @@
-"""Queue: runs the calls of a group one at a time, in the same order on every rank, also the calls that callbacks issue."""
+"""`Queue`: runs the calls of a group one at a time, in an order that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Queue:
     3. A task issued *from a callback of a running task* runs at once, on the thread of the callback, inside the callback. On
        every rank such a task comes before all queued tasks. So the callback may wait for the new task.
     4. If a callback waits for the work of a queued task, or for a future that depends on this task, the callback's thread runs
-       the queue up to this task (`run_until`). A wait for a future that torch makes, such as the
-       future of `torch.futures.collect_all`, does not run the queue.
+       the queue up to this task (`run_until`). But if the callback waits for a future that torch makes, such as the future of
+       `torch.futures.collect_all`, the thread does not run the queue.
     5. A thread that runs no callback may wait for a work while the turn is free. Then this thread takes the turn, and runs the
        queue itself up to the task of this work (`help`), because waking another thread takes longer than a small collective.
        The thread does not run the callbacks of these tasks, because a callback may want a lock that the thread holds. Instead,
        the thread hands the callbacks over to the queue's thread (`hand_over`), and stops. The queue's thread runs the callbacks
-       before all queued tasks. So the calls that the callbacks issue have the order that they would have if the queue's thread
-       had run the task.
+       before all queued tasks. So calls that the callbacks issue come in the same order as if the queue's thread had run the
+       task.
 
     Every rank must issue the same calls from its main thread, and attach the same callbacks to each call before it issues the
     next call. Then the order is the same on every rank, however threads are scheduled. Calls that a call's callbacks issue come
@@ -65,10 +65,10 @@ class Queue:
 
     Note [Late callbacks]
     ~~~~~~~~~~~~~~~~~~~~~
-    A callback is attached to the work of a call. The callback is late if the group has issued other calls after this call and
-    before the callback is attached. One rank may run a late callback before the other calls, and another rank after the other
-    calls. So if the callback issues a call, the order of calls could differ between ranks. The queue refuses a call from a late
-    callback. Whether a callback is late depends only on counts of calls, so all ranks take the same decision.
+    A program attaches a callback to the work of a call. The callback is late if the group has issued other calls in between.
+    One rank may run a late callback before these other calls, and another rank after them. If the callback issued a call, the
+    order of calls could differ between ranks. So the queue refuses calls from a late callback. Whether a callback is late
+    depends only on counts of calls, so all ranks take the same decision.
 
     If the program has already waited for the work, the callback runs at once on every rank, and is not late. This is also true
     for callbacks of the futures that `then` returns. The queue cannot see callbacks of a future that torch makes from our
@@ -106,10 +106,10 @@ class Queue:
         return self._running_on == get_ident()
 
     def run_here(self, task: Callable[..., None], *arguments: object) -> bool:
-        """Run a task on this thread, if no other task comes before this task, or if this thread already runs a task.
+        """Run a task on this thread, if no other task must run before it, or if this thread already runs a task.
 
         Returns:
-            Whether the task was run. If not, call `enqueue`.
+            True if the task was run. If False, call `enqueue`.
         """
         me = get_ident()
         # This is a callback of the running task. Its thread already has the turn, and the new task comes before queued tasks.
@@ -132,7 +132,7 @@ class Queue:
         return True
 
     def run_in_turn(self, task: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Run a task on this thread. First wait until no other thread runs a task. Other tasks wait until this task has ended.
+        """Wait until no other thread runs a task, and then run this task here. Meanwhile, no other task starts.
 
         Returns:
             The task's result. An error of the task reaches the caller.
@@ -148,7 +148,7 @@ class Queue:
                 self._running_on = None
 
     def enqueue(self, task: Task) -> bool:
-        """Let the queue's thread run a task, after all earlier tasks. Inside a callback, run the task at once on this thread.
+        """Let the queue's thread run a task after all earlier tasks. In a callback, run the task at once on this thread.
 
         Returns:
             False if `stop` was called, so that the task will not run.
@@ -180,10 +180,11 @@ class Queue:
             self._tasks.popleft()()
 
     def help(self, is_done: Callable[[], bool]) -> None:
-        """Run queued tasks in order, on a thread that must wait.
+        """Run queued tasks in order, on a thread that waits for one of these tasks.
 
-        Stops when `is_done()` is true, when the queue is empty, when another thread has the turn, or when a task has handed
-        over callbacks, which come first: see point 5 of Note [One total order].
+        The method returns when `is_done()` is true, when the queue is empty, or when another thread has the turn. It also
+        returns when a task has handed over callbacks, because the queue's thread must run these callbacks first. See point 5 of
+        Note [One total order].
         """
         while self._tasks and not is_done():
             try:
@@ -204,10 +205,10 @@ class Queue:
                 self._turn.release()
 
     def hand_over(self, callbacks: Task) -> bool:
-        """Let the queue's thread run these callbacks next, before all queued tasks. Call this inside a task that `help` runs.
+        """Let the queue's thread run these callbacks next, before all queued tasks. Call this method inside a task.
 
         Returns:
-            False if `help` does not run the current task, or if the queue's thread may have ended. Then the caller must run the
+            False if `help` does not run the task, or if the queue's thread may have ended. Then the caller must run the
             callbacks.
         """
         # If `help` does not run the current task, the thread that runs it may complete the future itself.
@@ -224,9 +225,9 @@ class Queue:
     # ---- the end ----
 
     def leave_to_parent(self) -> None:
-        """Reset the queue in a forked child. The child lacks the queue's thread, and a lock may be held for ever.
+        """Reset the queue in a forked child, where the queue's thread does not exist and its locks may stay locked for ever.
 
-        Afterwards the child's queue is empty and has ended: it runs no queued task, and takes no new one.
+        Afterwards the child's queue is empty and stopped: it runs no queued task, and accepts no new task.
         """
         self._turn, self._running_on = threading.RLock(), None
         self._changed = threading.Condition()
@@ -253,17 +254,16 @@ class Queue:
             time.sleep(_LOOK_S)
 
     def stop(self) -> None:
-        """Let the queue's thread end once the queue is empty. This method does not wait for the end of the thread."""
+        """Accept no more tasks, and let the queue's thread end when the queue is empty. Do not wait for the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Stop the queue from a finalizer.
+        """Stop the queue. Unlike `stop`, this method may be called in a finalizer.
 
-        The method does not wait for the queue's lock, because a finalizer may run on a thread that already holds this lock. If
-        another thread holds the lock, the method does not wake the queue's thread. In the worst case the queue's thread sleeps
-        until the process ends.
+        A finalizer may run on a thread that already holds the queue's lock. So this method never waits for the lock. If another
+        thread holds the lock, the method does not wake the queue's thread, which may then sleep until the process ends.
         """
         self._stopping = True
         if self._changed.acquire(blocking=False):
@@ -292,7 +292,7 @@ class Queue:
 
         Returns:
             The call's number: how many calls were issued outside of callbacks, including this call. If a callback issues this
-            call, a number above all others.
+            call, a number that is larger than all others.
 
         Raises:
             MisuseError: the thread runs a late callback.
@@ -317,9 +317,10 @@ class Queue:
         return get_ident() in self._callbacks
 
     def guard(self, callback: Callback, number: int, *, was_waited_for: bool) -> Callback:
-        """Wrap a callback, so that the queue knows when the callback runs.
+        """Wrap a callback, so that the queue knows when the callback runs, and whether the callback is late.
 
-        Call this when a callback is attached to the work of call `number`.
+        Call this method when the program attaches a callback to the work of call `number`. `was_waited_for` says whether the
+        program has already waited for this work.
         """
         is_late = self.issued > number and not was_waited_for and not self.is_in_callback()
         return functools.partial(self._run_callback, callback, is_late)
@@ -365,21 +366,21 @@ class Queue:
 
 
 def release_if_held(lock: threading.RLock) -> None:
-    """Release a lock if this thread holds it. Call this if `lock.acquire` raised an error, such as KeyboardInterrupt.
+    """Release a lock if this thread holds the lock. Call this if `lock.acquire` raised an error, such as KeyboardInterrupt.
 
-    Python runs the handlers of signals when a call returns. So a handler may raise although `acquire` has just taken the lock.
+    Python runs signal handlers when a call returns. So a handler may raise an error although `acquire` has just taken the lock.
     """
     with suppress(RuntimeError):  # this thread does not hold the lock
         lock.release()
 
 
 class GuardedFuture(GroupFuture):
-    """A future that tells the queue when a callback is attached to it. The future holds no reference to its work.
+    """A future that tells the queue when a callback is attached to the future. The future does not keep its work alive.
 
     Args:
         queue: the group's queue.
         number: the call's number, from `Queue.issue`.
-        devices: as for `GroupFuture`.
+        devices: as in `GroupFuture`.
 
     Attributes:
         was_waited_for: whether the program has waited for this future or its work.
@@ -418,13 +419,13 @@ def a_queue_runs_here() -> bool:
 
 
 def all_idle() -> bool:
-    """Whether all queues of this process that have a thread are idle: they run no task, and have no task queued."""
+    """Whether all queues of this process are idle. Queues without a thread have never queued a task, and are left out."""
     return all(queue.is_idle() for queue in _started)
 
 
 @atexit.register
 def finish_all() -> None:
-    """Give calls in flight a few seconds to finish, then end the threads of the queues."""
+    """Wait a few seconds for calls in flight, then end the threads of all queues. This function runs at exit."""
     for queue in _started:
         queue.drain(_EXIT_S)
         queue.stop()

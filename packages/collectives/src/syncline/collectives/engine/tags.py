@@ -1,6 +1,7 @@
-"""Tags of messages: tags that Syncline reserves, and tags that messages have on the wire.
+"""Tags of messages: the tags that Syncline reserves, and the tags that messages have on the wire.
 
-On the wire, a tag combines the caller's tag and a code of the dtype, so that a receive matches only sends of its dtype.
+On the wire, a tag contains the caller's tag and a code of the tensor's dtype. So a receive only matches sends of the same
+dtype.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ FIRST_RESERVED, LAST_RESERVED = 32_000, 32_767
 
 
 class ReservedTag(int):
-    """A reserved tag. `send` and `recv` accept this type, but refuse an int with the value of a reserved tag."""
+    """A reserved tag. `send` and `recv` accept an object of this type, but refuse a plain int with the same value."""
 
 
 #: The ranks of an NCCL group exchange messages over another group, on the host (CPU). These constants are the first tag of
-#: these messages, and how many tags they use. The tag is computed from a message's topic, and two topics may have one tag.
+#: these messages, and the number of their tags. A message's topic determines its tag. Two topics may have the same tag.
 FIRST_NCCL_AGREEMENT, NCCL_AGREEMENTS = FIRST_RESERVED, 700
 CONTROL = ReservedTag(32_764)
 MONITORED_BARRIER = ReservedTag(32_765)
@@ -26,7 +27,7 @@ TRACE_CLOCK = ReservedTag(32_766)
 
 
 def is_reserved(tag: int) -> bool:
-    """Whether a program must not use the tag. False for a `ReservedTag`, because only Syncline makes objects of this type."""
+    """Whether the tag is reserved, so that a program must not use it. False for a `ReservedTag`, which only Syncline uses."""
     return FIRST_RESERVED <= tag <= LAST_RESERVED and not isinstance(tag, ReservedTag)
 
 
@@ -50,9 +51,9 @@ _OTHER_DTYPE = 2**_BITS - 1
 
 
 def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
-    """Return the tag that a message has on the wire.
+    """Return the tag of a message on the wire, which contains the caller's tag and the dtype.
 
-    If the library has too few tags, the result is the caller's tag, without the dtype.
+    If the library has too few tags, return the caller's tag, without the dtype.
 
     Args:
         tag: the caller's tag.
@@ -60,7 +61,7 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
         largest: the largest tag that the library takes.
 
     Raises:
-        InvalidArgumentError: the tag is too large.
+        InvalidArgumentError: the caller's tag is too large for this library.
     """
     # There is no room for the dtype, so a receive may match a send of another dtype. But all tags of the program still work.
     if largest < _LEAST:
@@ -72,10 +73,9 @@ def wire_tag(tag: int, dtype: torch.dtype, largest: int) -> int:
 
 
 def sized_wire_tag(tag: int, dtype: torch.dtype, numel: int, largest: int) -> int:
-    """Return a `wire_tag` that also codes the number of elements.
+    """Return a tag like `wire_tag`, which also contains a code of the number of elements.
 
-    Use this function for a library that does not check the size of a message.
-
-    Two numbers of elements have the same code if they differ by a multiple of 2039 (`SIZES`).
+    Use this function if the library does not check the size of a message. Then a receive does not match a send of another size,
+    unless the two numbers of elements differ by a multiple of 2039 (`SIZES`).
     """
     return wire_tag(tag, dtype, largest // SIZES) * SIZES + numel % SIZES

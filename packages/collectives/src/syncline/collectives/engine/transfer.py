@@ -1,4 +1,4 @@
-"""The work of a send or a receive."""
+"""`TransferWork`: the work of a send or a receive."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .transport import Request
 
 
 class TransferWork(Work):
-    """A send or receive in flight. The transfer makes progress while a thread waits for it.
+    """A send or receive in flight. A receive fills its tensor only when a thread calls `wait` or `is_completed`.
 
-    If the caller asks for a future, a new thread waits for the transfer. Without a future there is no new thread. Only one
-    thread at a time waits for the request (see `_driving`), because a transport need not support several waiting threads.
+    If the caller asks for a future, a new thread waits for the transfer. Otherwise this class starts no thread. Only one thread
+    at a time waits for the request (see `_driving`), because a transport need not support several waiting threads.
 
     Args:
         request: the transport's request.
         tensors: a list with the tensor that is sent or received.
-        deliver: called when the request has succeeded. A receive may then copy the data to the program's tensor, for example.
+        deliver: called when the request has succeeded. For example, a receive can copy the data to the program's tensor then.
         describe: returns the transfer's name for error messages.
-        timeout_s: the time limit of `wait` if the caller of `wait` gives none, in seconds.
-        ask: returns the reason why waiting is useless, or None. The waiting thread calls this function now and then.
-        explain: gets an error of the transport. If a lost rank caused the error, returns an error that names this rank; else
-            None.
+        timeout_s: the default time limit of `wait`, in seconds.
+        ask: returns an error if the transfer can never end, or None. The waiting thread calls this function now and then.
+        explain: takes an error of the transport. If a lost rank has caused the error, returns an error that names this rank.
+            Otherwise returns None.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TransferWork(Work):
         return self._outcome.wait()
 
     def is_completed(self) -> bool:
-        """Whether the transfer has ended, with or without an error. False if the library cannot say this without waiting."""
+        """Whether the transfer has ended, with or without an error. False if the library cannot tell this without waiting."""
         # In a forked child, nobody drives the request.
         if self._generation != generation():
             return self._outcome.is_completed()
@@ -96,7 +96,7 @@ class TransferWork(Work):
         return self._outcome.result()
 
     def source_rank(self) -> int | None:
-        """Return the sender's rank in the group, for a receive that is over."""
+        """Return the sender's rank in the group. Call this method only for a receive that is over."""
         return self._request.source()
 
     def get_future(self) -> TensorsFuture:

@@ -1,4 +1,4 @@
-"""A Transport moves the tensors of a group. A Plan carries out all calls that have one signature (see `engine.call`)."""
+"""A `Transport` moves the tensors of a group. A `Plan` carries out all calls that have the same signature (`engine.call`)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self, scope: CancelScope) -> None:
-        """Block until the request is over. Only one thread at a time calls this.
+        """Block until the request is over. Only one thread at a time calls this method.
 
         Raises:
             TimeoutError: the scope's time limit was reached. The caller may then wait for the request again.
             TransportError: the transfer failed.
-            BaseException: the reason with which the scope was cancelled.
+            BaseException: another thread has cancelled the scope with this error.
         """
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether the request is over. The method never blocks.
+        """Whether the request is over. This method never blocks.
 
-        If the library cannot tell without waiting, the result is False until `wait` has returned.
+        If the library cannot tell this without waiting, the result is False until `wait` has returned.
         """
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Request(ABC):
 
 
 class Plan(ABC):
-    """Carries out all calls that have one signature. The constructor makes all decisions that need no tensors.
+    """Carries out all calls that have the same signature. The constructor makes all decisions that do not depend on tensors.
 
     A group keeps its plans, and runs one call at a time. A plan keeps no tensor alive, and communicates only when it runs.
     """
@@ -53,22 +53,23 @@ class Plan(ABC):
     @property
     @abstractmethod
     def algorithm(self) -> str:
-        """The algorithm of the latest run, in a word or two, for logs and `algorithm_of`."""
+        """The name of the algorithm that the latest run used, for logs and for `ProcessGroup.algorithm_of`."""
 
     @abstractmethod
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
         """Carry out one call. Return when this rank has done its share of the call.
 
         Args:
-            part: this rank's tensor, contiguous, of any shape, on the signature's type of device.
+            part: this rank's tensor. It is contiguous, has any shape, and is on the signature's type of device.
             whole: a tensor that consists of one part for each rank, in the order of ranks. In an all-reduce, reduce or
                 broadcast, `whole` is `part` itself. In a gather or scatter, `whole` is None on all ranks except the root. In an
                 all-to-all, `part` is the output, and `whole` is the input.
-            call: the call. When its `CancelScope` is over or cancelled, the plan stops waiting and raises an error.
+            call: the call. When the call's `CancelScope` ends, the plan must stop waiting and raise an error.
 
         Raises:
-            TimeoutError: the scope's time limit was reached; the text says what is known of the other ranks.
-            SynclineError: the scope was cancelled with a SynclineError, the ranks disagree, or the library failed.
+            TimeoutError: the scope's time limit was reached. The text should say which ranks did not take part, if the plan
+                knows them.
+            SynclineError: another thread has cancelled the scope with this error, the ranks disagree, or the library failed.
         """
 
 
@@ -84,8 +85,7 @@ class Transport(ABC):
     #: The registry's name of the backend, such as "mpi".
     backend_name: str
 
-    #: Whether `close` may be called only if all ranks close the group. If True, and a rank does not close the group, the other
-    #: ranks do not call `close` either.
+    #: Whether the ranks may call `close` only together. If True and one rank does not close the group, no rank calls `close`.
     closes_together: bool = False
 
     #: Finds out which ranks are lost; None if the transport does not know their processes.
@@ -93,7 +93,7 @@ class Transport(ABC):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether the ranks compare each call before it runs. If not, the group compares the calls later.
+        """Whether the ranks compare each call before the call runs. If not, the group compares the calls later.
 
         The value is the same on all ranks.
         """
@@ -101,7 +101,7 @@ class Transport(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the name and version of the library that communicates, in a few words."""
+        """Return the name and version of the library that communicates, as a short text."""
 
     # ---- collectives ----
 
@@ -109,8 +109,8 @@ class Transport(ABC):
     def plan(self, signature: Signature) -> Plan:
         """Make the plan for calls of this signature. The method does not communicate.
 
-        One rank may use an old plan of a signature while another rank uses a new plan. So all plans of a signature must send
-        and receive the same messages.
+        A group may drop a plan and make it again later. So one rank may use an old plan of a signature while another rank uses
+        a new plan. All plans of a signature must send and receive the same messages.
         """
 
     @abstractmethod
@@ -118,9 +118,9 @@ class Transport(ABC):
         """Return when all ranks have called this method."""
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for transports that share memory
-        """Allocate a flat tensor in memory from which the transport communicates fastest. Its content is undefined.
+        """Allocate a flat tensor in the memory that the transport can communicate fastest. The content is undefined.
 
-        All ranks call this method with the same arguments. The default implementation allocates plain memory.
+        All ranks call this method with the same arguments. The default implementation allocates ordinary memory.
         """
         return torch.empty(numel, dtype=dtype, device="cpu")
 
@@ -138,9 +138,9 @@ class Transport(ABC):
 
     @abstractmethod
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make a transport between some of the ranks, in the given order.
+        """Make a transport between some of the ranks. `members` has their ranks in this transport, in the new order.
 
-        All members call this method, and no other rank calls it.
+        All members call this method. Other ranks do not call it.
 
         `name` and `number` (0 or above) are the same on all members. No two subsets have the same name at the same time.
         """
@@ -150,42 +150,42 @@ class Transport(ABC):
         return None
 
     def status_post(self) -> StatusPost | None:
-        """Return an object that brings a line of text from each rank to rank 0, while the ranks communicate.
+        """Return an object that sends short texts from each rank to rank 0, even while a collective runs.
 
-        Return None if the transport cannot do this.
+        Rank 0 uses the texts for stall warnings. Return None if the transport cannot do this.
         """
         return None
 
     def give_up(self) -> None:  # noqa: B027 - most libraries have no way to say it
-        """If the library can, tell the waiting ranks that this rank's call has failed, and that this rank makes no more calls.
+        """Tell the waiting ranks that this rank's call has failed, and that this rank makes no more calls.
 
-        Must not block.
+        If the library cannot do this, do nothing. This method must not block.
         """
 
     # See Note [Forks] in `forks`.
     def leave_to_parent(self) -> None:  # noqa: B027 - most objects can be dropped
         """Drop the library's objects without freeing them, because they belong to the parent process.
 
-        Called in a forked child, which must not use the objects either.
+        This method is called in a forked child. The child must not use the objects either.
         """
 
     def lost_ranks(self) -> Sequence[int]:
-        """Return the ranks that have failed, as far as the library knows. Must not block."""
+        """Return the ranks that have failed, as far as the library knows. This method must not block."""
         return ()
 
     def interrupt(self) -> None:  # noqa: B027 - most libraries return by themselves
-        """Make the library end the call that runs on another thread. That call then raises an error. May block.
+        """Make the library end the call that runs on another thread. That call then raises an error. This method may block.
 
         After this method, the group starts no other call.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. The caller makes sure that no call is in flight."""
+        """Release all connections and memory. The caller makes sure that no call is in flight."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End the waits of other ranks and other threads as soon as possible. Must not block."""
+        """End the waits of other ranks and other threads as soon as possible. This method must not block."""
 
 
 class LibraryTransport(Transport):
@@ -193,10 +193,13 @@ class LibraryTransport(Transport):
 
     For each collective, `LibraryPlan` calls one of the abstract methods below.
 
-    Each method blocks until this rank's share is done. The caller has checked the tensors: they are flat, contiguous, on the
-    CPU, and of any dtype. A "block" holds `size` equal parts, one for each rank. While a method waits, it calls
-    `call.scope.check`, and does not catch the errors of `check`. Raise an error of the library as `TransportError`, `from` the
-    original.
+    If you write a subclass, follow these rules:
+
+    - Each method blocks until this rank's share of the collective is done.
+    - The caller has checked the tensors: they are flat and contiguous, on the CPU, and of any dtype. A "block" is a tensor with
+      one part for each rank; all parts have the same size.
+    - While a method waits, it calls `call.scope.check`, and does not catch the errors of `check`.
+    - Turn an error of the library into a `TransportError` (`raise TransportError(...) from error`).
     """
 
     def plan(self, signature: Signature) -> Plan:
@@ -205,11 +208,11 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine the tensors of all ranks in place. All ranks get the same bits."""
+        """Reduce the tensors of all ranks in place. All ranks must get the same bits."""
 
     @abstractmethod
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """Combine the tensors of all ranks, in place on the root. The other ranks' tensors are not changed."""
+        """Reduce the tensors of all ranks into the root's tensor. The other ranks' tensors must not change."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
@@ -229,9 +232,9 @@ class LibraryTransport(Transport):
 
     @abstractmethod
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Combine the blocks of all ranks, and write part r of the result to rank r's tensor.
+        """Reduce the blocks of all ranks, and write part r of the result to rank r's tensor.
 
-        `tensor` may be a part of the block. Do not change other parts of the block.
+        `tensor` may be a part of the block. The other parts of the block must not change.
         """
 
     @abstractmethod
@@ -245,12 +248,12 @@ class LibraryTransport(Transport):
     ) -> None:
         """Send `input_counts[r]` elements to rank r, and receive `output_counts[r]` elements from rank r.
 
-        In each tensor, the parts of the ranks lie one after the other, in the order of ranks.
+        In `tensor` and `output`, the parts lie one after the other, in the order of ranks.
         """
 
 
 class LibraryPlan(Plan):
-    """Carries out a collective: calls the `LibraryTransport`'s method for this collective, with flat tensors."""
+    """Carries out a collective with flat tensors, by the method of the `LibraryTransport` for this collective."""
 
     def __init__(self, transport: LibraryTransport, signature: Signature) -> None:
         self._transport = transport
