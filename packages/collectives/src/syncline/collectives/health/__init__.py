@@ -1,1 +1,1 @@
-"""Finds what is wrong, and on which rank: compares the calls of ranks, records them, watches them, and writes reports."""
+"""Find out what went wrong, and on which rank. The modules record, compare and watch calls, and write reports."""

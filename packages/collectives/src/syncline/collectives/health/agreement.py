@@ -1,18 +1,24 @@
-"""Agreement: check that all ranks of a group make the same calls.
+"""`Agreement` checks that all ranks of a group make the same calls.
 
-If ranks make different calls, all these calls may succeed, with wrong results. So the ranks compare their calls, in two ways:
+If ranks make different calls, these calls may succeed with wrong results. So the ranks compare their calls, in two ways:
 
-- *before each call*, with `Agreement.same`, if the group has the option `check_calls`. Over shared memory the transport
-  compares calls itself, at no cost (`transports.mpi.node.shared_sync`);
-- *now and then and at the end*, with `Agreement.same_history`: the ranks compare one number that depends on all calls so far.
+- *Before each call*, with `Agreement.same`, if the group has the option `check_calls`. Over shared memory the transport itself
+  compares each call, at no cost (`transports.mpi.node.shared_sync`).
+- *Now and then, and at the end*, with `Agreement.same_history`. The ranks compare one number that depends on all calls so far.
 
 Note [Comparison of calls]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-If the ranks do not compare each call before it runs, each rank keeps a digest of all its calls in the order in which they run.
-The ranks compare digest and number of calls at a barrier, when the group is closed, after every 1000 calls, and at the end of
-each backward in which a reducer sums gradients. `Signature.digest` says which facts about a call are compared. If a rank swaps
-two calls with equal signatures, the comparison cannot see the swap. Sends and receives concern only two ranks, so the
-comparison leaves them out. For a send and its receive, the transport compares the sizes of the tensors.
+If the ranks do not compare each call before it runs, each rank keeps a digest of all its calls. The digest depends on the order
+of the calls. The ranks compare their digests and their numbers of calls at these times:
+
+- at a barrier,
+- when the group is closed,
+- after every 1000 calls,
+- at the end of each backward in which a reducer sums gradients.
+
+`Signature.digest` describes which facts about a call the digest covers. If a rank swaps two calls with equal signatures, the
+comparison cannot see this difference. The comparison leaves out sends and receives, because only two ranks take part in a send
+and its receive. For them, the transport compares the sizes of the tensors.
 """
 
 from __future__ import annotations
@@ -50,15 +56,15 @@ _MASK = (1 << 62) - 1
 class Carrier(ABC):
     """Exchanges numbers and texts between the ranks of a group, without the group's collectives.
 
-    All ranks call its methods in the same order.
+    All ranks call the carrier's methods in the same order.
 
-    A collective never receives a message of a carrier, and a carrier never receives a message of a collective, even if the
-    ranks make different calls.
+    The messages of a carrier and the messages of collectives are separate. Even if the ranks make different calls, a carrier
+    never receives a message of a collective, or the reverse.
     """
 
     @abstractmethod
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """For each index, return the largest number of all ranks. The method returns only after all ranks have called it.
+        """Return the elementwise maximum over all ranks. The method returns only after all ranks have called it.
 
         Raises:
             TimeoutError: another rank did not call this method in time.
@@ -67,18 +73,18 @@ class Carrier(ABC):
 
     @abstractmethod
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
-        """Return the text of each rank, for error messages. The method raises the errors of `maximum`.
+        """Return the texts of all ranks, for error messages. The method raises the same errors as `maximum`.
 
-        With many ranks the messages would be long. So each message has at most `most_told` different texts; None: all texts.
-        With such a limit, the result may lack some texts (see `Statements.untold`).
+        `most_told` limits how many different texts a message can have, because messages of many ranks would be long. So the
+        result may lack some texts (see `Statements.untold`). None: no limit.
         """
 
 
 class MessageCarrier(Carrier):
     """A carrier that sends messages of a transport, with a reserved tag.
 
-    Cost: ceil(log2(size)) messages from each rank, one after the other. Statements cost twice as many messages, because a rank
-    sends the length of a text before the text.
+    Cost: each rank sends ceil(log2(size)) messages, one after the other. `statements` costs twice as many messages, because a
+    rank sends the length of a text before the text.
 
     Args:
         transport: the transport of the messages.
@@ -101,7 +107,7 @@ class MessageCarrier(Carrier):
         return [int(number) for number in mine.tolist()]
 
     def statements(self, text: str, scope: CancelScope, *, most_told: int | None = MOST_TOLD) -> Statements:
-        """As `Carrier.statements`. Each message contains everything that its sender has heard; see `Statements.packed`."""
+        """As `Carrier.statements`. Each message contains all texts that the sender knows; see `Statements.packed`."""
         said = Statements()
         said.add(text, [self._rank])
         for before, after in rounds(self._rank, self._size):
@@ -125,11 +131,11 @@ class MessageCarrier(Carrier):
 
 
 def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """Return for each round the rank that sends to this rank, and the rank to which this rank sends. A pure function.
+    """Yield, for each round, the rank from which this rank receives, and the rank to which this rank sends. A pure function.
 
-    The algorithm is dissemination: in round k each rank sends everything it knows to the rank 2**k after it. The algorithm
-    works for any number of ranks. A rank may receive a fact twice. So use the algorithm only for results that a repeated fact
-    does not change, such as a maximum.
+    This is the dissemination algorithm: in round k, rank r sends all values that it knows to rank r + 2**k (modulo the size).
+    The algorithm works for any number of ranks. A rank may receive the same value twice. So use the algorithm only for
+    operations such as a maximum, whose result does not change if a value is repeated.
     """
     step = 1
     while step < size:
@@ -138,7 +144,7 @@ def rounds(rank: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class History(NamedTuple):
-    """The calls that a rank has made up to some moment, as their digest and their number."""
+    """A digest and the number of the calls that a rank has made until some moment."""
 
     digest: int
     calls: int
@@ -150,7 +156,7 @@ class Agreement:
     Args:
         carrier: exchanges numbers and texts between the ranks.
         rank: this rank.
-        recorder: the group's recorder, which has the last calls.
+        recorder: the group's recorder. Error messages show its last calls.
     """
 
     def __init__(self, carrier: Carrier, rank: int, recorder: Recorder) -> None:
@@ -162,13 +168,13 @@ class Agreement:
     # ---- one text ----
 
     def same(self, text: str, scope: CancelScope) -> Statements | None:
-        """Find out whether all ranks pass the same text. All ranks call this, between the same two calls of the group.
+        """Find out whether all ranks pass the same text. All ranks call this method between the same two calls of the group.
 
         Returns:
-            None if all ranks gave the same text. Otherwise the ranks' texts; only this rank's text if the ranks could not
-            exchange their texts.
+            None if all ranks passed the same text. Otherwise the texts of the ranks. If the ranks could not exchange their
+            texts, the result has only this rank's text.
 
-        Cost: as `Carrier.maximum`, with 16 bytes. If the texts differ, also as `Carrier.statements`.
+        Cost: one `Carrier.maximum` of 16 bytes. If the texts differ, also one `Carrier.statements`.
 
         Raises:
             TimeoutError: another rank did not call this method in time.
@@ -179,10 +185,10 @@ class Agreement:
         return None if largest == -negative_smallest else self._statements(text, scope)
 
     def on_start(self, options: Mapping[str, object], scope: CancelScope) -> str:
-        """Compare the options that change how the ranks communicate, before the group's first call. A collective.
+        """Compare the options that change how the ranks communicate. All ranks call this method before the group's first call.
 
         Returns:
-            A name for the run: the same on all ranks, and different in each run.
+            A name for the run, which is the same on all ranks, and different in each run.
 
         Raises:
             DisagreementError: the ranks were given different options. All ranks raise it.
@@ -204,14 +210,14 @@ class Agreement:
     # ---- all calls so far ----
 
     def add(self, call: int) -> None:
-        """Add one call, which is about to run, to the history of this rank. `call` is the digest of the call."""
+        """Add a call to the history of this rank, before the call runs. `call` is the digest of the call."""
         digest, calls = self._history
         mixed = ((digest ^ call) + calls + 1) * _MULTIPLIER
         self._history = History((mixed ^ (mixed >> 31)) & _MASK, calls + 1)
 
     @property
     def is_due(self) -> bool:
-        """Whether the ranks must compare their histories after the latest call that was added."""
+        """Whether the ranks must compare their histories now, after the latest call."""
         # All ranks count the same calls, so all ranks compare after the same call.
         return self._history.calls % COMPARE_EVERY_CALLS == 0
 
@@ -221,16 +227,16 @@ class Agreement:
         return self._history
 
     def same_history(self, scope: CancelScope, until: History | None = None, *, closes: bool = False) -> None:
-        """Compare all calls so far with the other ranks. All ranks call this, between the same two calls of the group.
+        """Compare all calls so far with the other ranks. All ranks call this method between the same two calls of the group.
 
-        Different calls have the same digest with a probability of 1 in 2**62.
+        With a probability of 1 in 2**62, the comparison misses a difference, because different calls have the same digest.
 
         Args:
             scope: ends the wait for the other ranks.
-            until: the history to compare; by default all calls until now.
+            until: the history to compare. None: all calls until now.
             closes: whether this rank closes the group.
 
-        Cost: as `Carrier.maximum`, with 48 bytes.
+        Cost: one `Carrier.maximum` of 48 bytes.
 
         Raises:
             DisagreementError: the ranks have made different calls, or some ranks close the group and others do not. All ranks
@@ -248,7 +254,7 @@ class Agreement:
             )
 
     def meet(self, scope: CancelScope) -> None:
-        """Wait until all ranks have called this method. All ranks call it between the same two calls of the group.
+        """Wait until all ranks have called this method, between the same two calls of the group.
 
         Raises:
             TimeoutError: another rank did not call this method in time.
@@ -302,7 +308,7 @@ def different_histories(histories: Mapping[int, Sequence[CallRecord]], untold: C
 
     Args:
         histories: the last calls of each rank whose calls are known.
-        untold: ranks whose last calls are not known, because they did not fit into a message.
+        untold: ranks whose last calls are not known, because these calls did not fit into a message.
         fewest: the smallest number of calls of any rank.
         most: the largest number of calls of any rank.
     """
@@ -327,7 +333,7 @@ def options_in_words(options: Mapping[str, object]) -> str:
 
 
 def different_options(said: Statements) -> str:
-    """Return the error text for ranks with different options. `said` has each rank's options."""
+    """Return the error text for ranks with different options. `said` has the options of each rank."""
     return with_details(
         "the ranks were given different options; pass the same to init_process_group on all, and in the site file",
         *said.lines(),
@@ -345,11 +351,12 @@ def name_of_run(started_ns: int) -> str:
 def different_splits(counts: Sequence[Sequence[Sequence[int]]]) -> str | None:
     """Return the error text for an all-to-all whose splits do not match, or None if the splits match.
 
-    A rank cannot see a mismatch from its own counts. If too few elements come, some libraries do not write the rest of the
-    output, and other libraries end the process.
+    This check is necessary, because a library may not report a mismatch. If too few elements arrive, some libraries leave the
+    rest of the output unchanged, and other libraries end the process.
 
     Args:
-        counts: for each rank two lists: how many elements it expects from each rank, and how many it sends to each rank.
+        counts: for each rank, two lists: how many elements this rank expects from each rank, and how many elements this rank
+            sends to each rank.
     """
     for receiver, (expected, _) in enumerate(counts):
         for sender, (_, sent) in enumerate(counts):

@@ -1,4 +1,4 @@
-"""Connecting: limits the time in which a rank connects its group, and warns if the rank waits for long."""
+"""`Connecting` limits the time that a rank needs to connect its group, and warns if the rank waits long."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def speakers(size: int) -> list[int]:
 
     A pure function.
 
-    Three ranks warn, because one of them may be the rank that does not come. Not all ranks warn, because 64 ranks must not
-    print the same message 64 times.
+    One rank is not enough, because this rank may be the missing rank. All ranks are too many, because 64 ranks must not print
+    the same message 64 times.
     """
     return sorted({0, size // 2, size - 1})
 
 
 class Connecting:
-    """A context manager: in its `with` block, the calling thread connects a group, and may wait for ranks that never come.
+    """A context manager for connecting a group. In its `with` block, the calling thread may wait for ranks that never come.
 
-    Three things happen in a long wait:
+    If the wait is long, three things happen:
 
-    1. While the thread waits in Syncline's own code, it checks `scope`. This check raises an error at the time limit.
-    2. If the thread is stuck in a library, the monitor ends the process a little after the time limit, and prints the `step`.
-    3. After `warning_s` seconds in one step the monitor logs a warning, on the ranks that `speakers` returns.
+    1. After `warning_s` seconds in one step, the monitor logs a warning on the ranks that `speakers` returns.
+    2. At the time limit, a thread that waits in Syncline's own code raises an error, because it checks `scope` regularly.
+    3. If the thread is stuck in a library, the monitor prints the `step` and ends the process, a little after the time limit.
 
     Args:
         timeout_s: the time limit for connecting, in seconds.
         warning_s: the time before a warning, in seconds; 0: no warning.
 
     Attributes:
-        scope: the time limit of all steps together. The scope also ends if a rank is lost.
+        scope: has the time limit of all steps together. The scope also ends if a rank is lost.
         liveness: finds out which ranks are lost; None until the ranks are known.
         who: this rank in words, such as "rank 1 of 4".
         is_over: whether the thread has left the `with` block.
@@ -69,7 +69,7 @@ class Connecting:
 
     @contextmanager
     def step(self, words: str) -> Iterator[None]:
-        """A context manager for one step. `words`: the step's name, a colon, and what is probably wrong if the step hangs."""
+        """Return a context manager for one step. `words` is the step's name, a colon, and the usual cause if the step hangs."""
         self._step, self._since_s, self._has_warned = words, time.monotonic(), False
         self._missing = ""
         yield
@@ -77,7 +77,7 @@ class Connecting:
         self._step, self._missing, self._has_warned = "what comes next", "", True
 
     def say_who_is_missing(self, words: str, *, speaks: bool) -> None:
-        """Set which ranks are missing in the current step, in words. Also set whether this rank logs warnings from now on."""
+        """Set the text that names the missing ranks of this step. `speaks`: whether this rank logs warnings from now on."""
         self._missing, self._speaks = words, speaks
 
     def __enter__(self) -> Connecting:
@@ -93,18 +93,18 @@ class Connecting:
 
     @property
     def running(self) -> Connecting | None:
-        """This object; None after the thread has left the `with` block."""
+        """This object, or None after the thread has left the `with` block."""
         return None if self.is_over else self
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Return the error for ranks that were lost after they had connected, or None if no rank is lost."""
+        """Return an error if a rank was lost after it had connected. Otherwise return None."""
         return None if self.liveness is None else self.liveness.reason_to_give_up()
 
     def interrupt(self) -> None:
-        """Do nothing, because no library can be stopped while it connects."""
+        """Do nothing, because no library can stop while it connects."""
 
     def missing_in_words(self) -> str:
-        """Return the step in which this rank waits, and the missing ranks, in words."""
+        """Return a sentence that names the step in which this rank waits, and the missing or lost ranks."""
         lost = self.reason_to_give_up()
         if lost is not None:
             return f"{self.who} was not connected: {lost}. It was in {self._step}"

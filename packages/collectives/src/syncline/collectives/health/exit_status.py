@@ -1,13 +1,15 @@
 """Find out the exit status of this process before the process ends.
 
-In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So we wrap `sys.exit`, and also `exit` and
-`quit`, which the module `site` gives to scripts. These functions raise SystemExit. Many programs catch SystemExit (a test of
-argparse, a server's loop), so only an uncaught exception counts. Python frees an uncaught exception when no frame of the main
-thread is left. Python frees a caught exception earlier, while a frame still runs. If other code keeps the exception alive, we
-treat the exception as caught.
+In Python, neither `sys.excepthook` nor `atexit` can see the status of `sys.exit(3)`. So this module wraps `sys.exit`, and also
+the built-in functions `exit` and `quit`. These functions raise SystemExit, which many programs catch (for example a server's
+loop). So only an uncaught exception counts.
 
-If a script raises SystemExit in another way (`raise SystemExit(3)`), only `syncline run` sees the status before the process
-ends.
+To tell the two cases apart, the module looks at the moment when Python frees the exception. Python frees an uncaught exception
+when no frame of the main thread is left, and a caught exception earlier. If other code keeps the exception alive, the module
+treats the exception as caught.
+
+A script may also raise SystemExit directly (`raise SystemExit(3)`). Then only `syncline run` knows the status before the
+process ends.
 """
 
 from __future__ import annotations
@@ -65,21 +67,21 @@ class _Quitter:
 
 
 def set_exit_status(status: int) -> None:
-    """Set the exit status. `syncline run` calls this when a script ends by SystemExit, another exception or `os._exit`."""
+    """Set the exit status. `syncline run` calls this function when a script ends by an exception or by `os._exit`."""
     global _status
     _status = status
 
 
 def exit_status() -> int:
-    """Return the status of an uncaught `sys.exit`, or the status from `set_exit_status`; 0 if there is neither.
+    """Return the status of an uncaught `sys.exit` or of `set_exit_status`; 0 if neither was called.
 
-    Call this function at the interpreter's exit.
+    Call this function in an exit handler, because the status is not known earlier.
     """
     return _status or 0
 
 
 def as_status(code: object) -> int:
-    """Return the exit status (0 to 255) that an argument of `sys.exit` gives the process. A pure function."""
+    """Return the exit status of the process (0 to 255) for an argument of `sys.exit`. A pure function."""
     if code is None:
         return 0
     # A text or another object: Python prints it and exits with 1. A number is cut to 8 bits by the system.

@@ -1,15 +1,15 @@
-"""Ranks that have left the job, and calls that will never end because they wait for these ranks.
+"""Find calls that will never end, because they wait for ranks that have left the job.
 
 Note [Who will not come]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that leaves the job tells the others how many collectives of each group it has started. The collectives of a group run in
-one total order, which is the same on every rank. So collective k of a group never ends if a member has left after fewer than k
-collectives. A collective that this member had started still finishes: before the member exits, it waits in a barrier, and its
-communication library goes on working there. A rank that waits for no other rank gets no error, even if it computes for long
-after the others have left.
+When a rank leaves the job, it sends a notice (`Leaving`) to the other ranks. The notice says how many collectives of each group
+this rank has started. All ranks run the collectives of a group in the same order. So if a member has started fewer than k
+collectives and leaves, collective k of the group never ends. Collectives that the member has started still finish, because the
+member waits in a barrier before it exits, and its communication library goes on working meanwhile. If a rank waits for no other
+rank, it gets no error, even if it computes long after the other ranks have left.
 
-Sends and receives are not in this order. If a rank waits for a message from a rank that has left, it waits for 2 seconds more,
-from the moment when the notice (`Leaving`) came. Then it assumes that the message will not come, and raises an error.
+Sends and receives have no place in this order. If a rank waits for a message from a rank that has left, it waits 2 more seconds
+after the notice. Then the rank assumes that the message will not come, and raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRANSFER_GRACE_S = 2.0
 
 
 class OpenGroup(Protocol):
-    """A group that this process closes before it ends MPI, if the program has not closed the group."""
+    """A group. If the program has not closed the group, this process closes it before MPI ends."""
 
     def close(self) -> None:
         """As `ProcessGroup.close`."""
@@ -41,9 +41,9 @@ class Leaving:
     """The message with which a rank tells the other ranks that it leaves the job.
 
     Attributes:
-        rank: the rank that leaves, numbered in the job.
-        started: for each group of this rank, by the group's key (see `Leavers.group`), the number of collectives that the rank
-            has started.
+        rank: the number, in the job, of the rank that leaves.
+        started: for each group of this rank, how many collectives the rank has started. The dictionary's keys are the groups'
+            keys (see `Leavers.group`).
     """
 
     rank: int
@@ -51,15 +51,15 @@ class Leaving:
 
 
 def absentees(notices: Iterable[Leaving], group: str, number: int, members: Sequence[int]) -> list[int]:
-    """Return the ranks that will never start collective `number` of a group. The first collective is 1. A pure function."""
+    """Return the ranks that will never start collective `number` of a group. Numbers begin at 1. A pure function."""
     return sorted(left.rank for left in notices if left.rank in members and left.started.get(group, 0) < number)
 
 
 class Leavers:
-    """The notices (`Leaving`) of ranks that have left the job, and the content of this rank's own notice.
+    """Collects the notices (`Leaving`) of ranks that have left the job, and the content of this rank's own notice.
 
     Args:
-        receive: returns the notices that have come since the last call of `receive`, without waiting. Any thread may call it.
+        receive: returns the notices that have arrived since its last call, without waiting. Any thread may call `receive`.
     """
 
     def __init__(self, receive: Callable[[], Iterable[Leaving]]) -> None:
@@ -71,11 +71,14 @@ class Leavers:
         self._made: Counter[str] = Counter()
 
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
-        """Return an object that counts the calls of a new group. All members make groups with this name in the same order.
+        """Return an object that counts the calls of a new group.
 
-        The group gets a key. If a rank leaves, its notice has the keys of its groups. All members of the group compute the
-        same key, whichever other groups they have made. When the group is closed, this rank's notice still has the key:
-        another member may still be in the last collective, and must learn that this rank has started this collective.
+        The group gets a key, by which the notice of a rank that leaves identifies its groups. All members compute the same key,
+        even if they have made different other groups. But if several groups have the same name, all members must make these
+        groups in the same order.
+
+        After the group is closed, this rank's notice still contains the key. The reason: another member may still be in the
+        last collective, and must learn that this rank has started the collective.
         """
         same = f"{name}/{crc32(repr(list(ranks)).encode()):08x}"
         with self._lock:
@@ -86,7 +89,7 @@ class Leavers:
         return calls
 
     def own(self) -> dict[str, int]:
-        """Return the content of this rank's own notice: by group key, how many collectives this rank has started."""
+        """Return the content of this rank's own notice: for each group key, how many collectives this rank has started."""
         with self._lock:
             return {key: calls.count.begun for key, calls in self._groups.items()}
 
@@ -100,11 +103,11 @@ class Leavers:
         self._made_by.add(group)
 
     def open_groups(self) -> list[OpenGroup]:
-        """Return the groups that `add` got and that still exist, the newest first."""
+        """Return the groups that were passed to `add` and still exist, the newest first."""
         return list(self._made_by)[::-1]
 
     def left(self) -> dict[int, tuple[Leaving, float]]:
-        """For each rank that has left, return its notice, and the time when the notice came (monotonic clock)."""
+        """Return, for each rank that has left, the notice and the time of its arrival (monotonic clock)."""
         with self._lock:
             for notice in self._receive():
                 self._left[notice.rank] = notice, monotonic()
@@ -112,7 +115,7 @@ class Leavers:
 
 
 class GroupLeavers:
-    """Counts the collectives that this rank has started in one group, and finds collectives that will not finish.
+    """Counts the collectives that this rank has started in one group, and finds calls that will never finish.
 
     Attributes:
         count: the count of started collectives.
@@ -138,12 +141,12 @@ class GroupLeavers:
         return self._leavers.group(f"{self._key}/{name}", ranks, is_part=True)
 
     def reason_to_give_up(self) -> RankLostError | None:
-        """Return why the collective that this rank started last will not finish, or None if it may finish."""
+        """Return an error if the collective that this rank started last will never finish. Otherwise return None."""
         left = [notice for notice, _ in self._leavers.left().values()]
         return self._error(absentees(left, self._key, self.count.begun, self._ranks))
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Return why a send to or receive from `peers` will not finish, or None if one of these ranks may still take part."""
+        """Return an error if a send to or a receive from `peers` will never finish, because all have left; else None."""
         left = self._leavers.left()
         latest = monotonic() - TRANSFER_GRACE_S
         # A message may arrive shortly after the notice, so only notices that are old enough count.

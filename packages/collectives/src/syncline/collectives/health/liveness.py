@@ -1,4 +1,4 @@
-"""Find out which members of a group are lost. Also: the identity of a process, and the run to which this process belongs."""
+"""Find out which members of a group are lost. The module also knows the identity of processes, and the current run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ProcessState(enum.Enum):
-    """The state of a process, according to the system."""
+    """The state of a process, as the operating system reports it."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -36,11 +36,11 @@ class ProcessIdentity:
     """Identifies a process, so that other processes of the same node can find out whether it still runs.
 
     Attributes:
-        node: the host name, the kernel's boot id and the PID namespace, in one text. Two processes with the same text can see
-            each other's process ids.
+        node: one text with the host name, the kernel's boot id and the PID namespace. If two processes have the same text, each
+            can see the process id of the other.
         host: the host's name, for error messages.
         pid: the process id.
-        started: the start time in the kernel's clock ticks. A later process with the same id has another start time.
+        started: the start time in the kernel's clock ticks. If a later process gets the same id, its start time is different.
     """
 
     node: str
@@ -49,11 +49,11 @@ class ProcessIdentity:
     started: int
 
     def is_here(self) -> bool:
-        """Whether this identity belongs to a process of the node and PID namespace of the calling process."""
+        """Whether this process and the calling process are on the same node and in the same PID namespace."""
         return self.node == _own_node()
 
     def state(self) -> ProcessState | None:
-        """Return the state that the system reports, or None for a process on another node."""
+        """Return the state of the process, or None if the process is on another node."""
         # The process id means nothing on another node, where it may belong to another process.
         if not self.is_here():
             return None
@@ -82,12 +82,12 @@ class ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity | None) -> bool:
-    """Whether a process has certainly ended. False if this is not known, or if the process is only stopped."""
+    """Return True only if the process has certainly ended. Return False if the process is stopped or unknown."""
     return process is not None and process.state() is ProcessState.GONE
 
 
 def own_identity() -> ProcessIdentity | None:
-    """Return the identity of this process, or None if the system does not tell it (not Linux, or no /proc)."""
+    """Return the identity of this process, or None if there is no /proc, such as on a system other than Linux."""
     found, node = _stat(os.getpid()), _own_node()
     return None if found is None or not node else ProcessIdentity(node, socket.gethostname(), os.getpid(), found[1])
 
@@ -113,10 +113,10 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class Run:
-    """The run of the job to which this process belongs, and this process's rank in the run.
+    """The current run of the job, and this process's rank in the run.
 
     Attributes:
-        name: the run's name; the same on all ranks, and different in each run.
+        name: the name of the run. The name is the same on all ranks, and different in each run.
         rank: this rank.
         size: the number of ranks in the first group, which has all ranks.
         pid: the process id of the rank. A forked child has another process id, and is not the rank.
@@ -141,9 +141,9 @@ _run: Run | None = None
 
 
 def note_run(name: str, rank: int, size: int) -> None:
-    """Set the run of this process. Called each time a group starts.
+    """Set the run of this process. Each group calls this function when it starts.
 
-    Only the first group with several ranks counts, because this group contains all ranks of the job.
+    Only the first group with more than one rank sets the run, because this group contains all ranks of the job.
 
     Args:
         name: the run's name.
@@ -156,7 +156,7 @@ def note_run(name: str, rank: int, size: int) -> None:
 
 
 def current_run() -> Run | None:
-    """Return the run of this process. Return None in a forked child, or if no group with several ranks has started."""
+    """Return the run of this process. Return None in a forked child, or if no group with two or more ranks has started."""
     # A forked child has the parent's value, but is not the rank.
     return _run if _run is not None and _run.pid == os.getpid() else None
 
@@ -175,12 +175,13 @@ LostRanks = Callable[[], Sequence[int]]
 class Liveness:
     """Finds out whether the processes of a group's ranks still exist. Any thread may call the methods.
 
-    This object sees only processes of this node, unless `lost_ranks` knows more.
+    This object can only look at processes of this node. `lost_ranks` may report ranks of other nodes.
 
     Args:
-        members: for each rank of the group its process, as far as known.
+        members: the process of each rank, as far as it is known.
         rank: this rank.
-        lost_ranks: returns ranks that another source, such as a library, reports as lost. Must not block.
+        lost_ranks: returns ranks that another source, such as the communication library, reports as lost. This function must
+            not block.
     """
 
     def __init__(self, members: Mapping[int, ProcessIdentity], rank: int, lost_ranks: LostRanks = tuple) -> None:
@@ -191,12 +192,12 @@ class Liveness:
         self._next_look = 0.0
 
     def part(self, ranks: Sequence[int], rank: int, lost_ranks: LostRanks = tuple) -> Liveness:
-        """Return the liveness of a group of some of the ranks. `rank` is this process's rank in that group."""
+        """Return the `Liveness` of a group of some of the ranks. `rank` is this process's rank in the new group."""
         members = {new: self._members[old] for new, old in enumerate(ranks) if old in self._members}
         return Liveness(members, rank, lost_ranks)
 
     def lost(self) -> tuple[int, ...]:
-        """Return the lost ranks, ascending. Ask the system at most every 0.2 seconds."""
+        """Return the lost ranks, in ascending order. Look at the processes at most every 0.2 seconds."""
         now = monotonic()
         # Every waiting thread asks often, and each question reads a file for each process.
         if now >= self._next_look:
@@ -205,7 +206,7 @@ class Liveness:
         return tuple(sorted(self._losses))
 
     def reason_to_give_up(self) -> RankLostError | None:
-        """Return why a running collective will never end, or None if it may end."""
+        """Return an error if a running collective will never end, because a rank is lost. Otherwise return None."""
         lost = self.lost()
         # Too early: the lost rank may have sent its part before it ended, and the collective may still finish.
         if not lost or min(self._losses.values()) > monotonic() - GRACE_S:
@@ -213,17 +214,17 @@ class Liveness:
         return self.error(lost)
 
     def transfer_reason_to_give_up(self, peers: Sequence[int]) -> RankLostError | None:
-        """Return why a send to or receive from `peers` will never end, or None if one of these ranks may still take part."""
+        """Return an error if a send to or a receive from `peers` will never end, because all of them are lost; else None."""
         latest = monotonic() - GRACE_S
         lost = [rank for rank in self.lost() if rank in peers and self._losses[rank] <= latest]
         # A receive from any rank goes on while one of the possible senders is left.
         return self.error(lost) if lost and len(lost) == len(peers) else None
 
     def loss_behind(self, error: Exception) -> RankLostError | None:
-        """Look for a lost rank that explains `error`, an error of the transport. Return the error that names the lost rank.
+        """Look for a lost rank that explains `error`, an error of the transport. Return an error that names the lost rank.
 
-        Return None if no rank is lost, or if `error` already is a `RankLostError`. Wait at most one second for a loss, because
-        a connection may break, or a library may report an error, a little before the lost process has ended.
+        Return None if no rank is lost, or if `error` already is a `RankLostError`. This method waits at most one second for a
+        loss, because a connection may break a little before the lost process has ended.
         """
         # The transport has already found the lost rank.
         if isinstance(error, RankLostError):
@@ -250,7 +251,7 @@ class Liveness:
         return tuple(rank for rank, process in self._others.items() if process.state() is ProcessState.STOPPED)
 
     def in_words(self, ranks: Sequence[int]) -> str:
-        """Ranks and their processes in words."""
+        """Return a text with these ranks and their processes."""
         known = [f"{rank} ({self._members[rank]})" if rank in self._members else str(rank) for rank in ranks]
         return f"rank(s) {', '.join(known)}"
 

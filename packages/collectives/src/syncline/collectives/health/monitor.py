@@ -1,32 +1,33 @@
-"""The monitor is one thread of the process. It watches time limits, lost ranks and stalls, for all groups.
+"""The monitor: one thread that watches time limits, lost ranks and stalls, for all groups of the process.
 
 Note [Who ends a call]
 ~~~~~~~~~~~~~~~~~~~~~~
 A call runs on one thread: the caller's, or the thread of the group's queue. The call can be ended in three ways, in this order:
 
 1. *By this thread.* If the library allows it, the thread waits in a loop of short checks, and also checks the call's
-   `CancelScope`. The scope ends when the time limit is reached, or with a reason, such as a lost rank. Then the thread raises
-   the group's error. This is the normal way.
+   `CancelScope`. The scope ends at the time limit, or earlier for a reason such as a lost rank. Then the thread raises the
+   group's error. This is the normal way.
 2. *By the monitor, through the library.* If the thread is inside a library's C code, it does not check the scope. Every 0.1
    seconds, the monitor looks at the running call of each group. When a rank is lost, the monitor cancels the scope. If the
    scope is over and the thread has not noticed this for 6 looks (`INTERRUPT_LOOKS`), the monitor makes the library end the call
-   (`interrupt`: ULFM revokes the communicator). Then the library returns with an error, and the thread goes on as in 1.
+   by `interrupt` (with MPI's ULFM, `interrupt` revokes the communicator). Then the library returns with an error, and the
+   thread goes on as in 1.
 3. *By the monitor, through the end of the process.* If the thread still has not noticed after 22 looks (`END_LOOKS`), the
-   monitor ends the process, because it cannot raise an error in this thread. A thread that has noticed asks the other ranks for
-   the reason, and may get stuck in the library again. So 100 looks after the thread has noticed, the monitor interrupts the
-   library as in 2, and after 200 looks (`NOTICED_LOOKS`) it ends the process. To end the process, the monitor first writes the
-   group's report. Then it prints which ranks of which group the call waits for, prints the stacks of all threads, and exits
-   with status 70. The launcher then ends the job.
+   monitor ends the process, because the monitor cannot raise an error in this thread. A thread that has noticed asks the other
+   ranks for the reason, and may get stuck in the library again. So 100 looks after the thread has noticed, the monitor
+   interrupts the library as in 2. After 200 looks (`NOTICED_LOOKS`), the monitor ends the process. Before the end, the monitor
+   writes the group's report, and prints the group, the ranks for which the call waits, and the stacks of all threads. The exit
+   status is 70. The launcher then ends the job.
 
-The monitor counts looks, not seconds. So if a process was stopped as a whole and goes on, its threads still get their time.
+The monitor counts looks and not seconds. So the time during which the whole process is stopped (SIGSTOP) does not count.
 
 Threads: the thread that runs a call sets the group's attribute `running`, without a lock. The monitor's thread reads this
-attribute, and cancels scopes. The monitor never makes a call that may block: `interrupt`, and looks that call a library
-(`Looked.may_block`), run on other threads, and the monitor does not wait for them. The monitor holds its lock only while it
-copies or extends its lists, and takes no lock of a group. It keeps only weak references to groups.
+attribute, and cancels scopes. The monitor itself never makes a call that may block. It starts other threads for `interrupt` and
+for looks that call a library (`Looked.may_block`), and does not wait for these threads. The monitor holds its lock only while
+it copies or extends its lists, and takes no lock of a group. The monitor keeps only weak references to groups.
 
-At exit, a handler stops the monitor's thread while the interpreter still runs. If the program drops a group while the monitor
-looks at this group, the monitor's thread frees the group with its tensors, and torch releases the GIL to free them. If the
+At exit, a handler stops the monitor's thread while the interpreter still runs. The reason: if the program drops a group while
+the monitor looks at this group, the monitor's thread frees the group's tensors, and torch releases the GIL meanwhile. If the
 interpreter ended at this moment, the thread could not get the GIL again, and the C++ library would abort the process
 ("terminate called without an active exception").
 """
@@ -81,13 +82,13 @@ class Monitored(Protocol):
         """The call that runs now, or None."""
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Return why the running call will never end, or None. This must not block, or call a library that may block."""
+        """Return an error if the running call will never end; else None. The method must not block, not even in a library."""
 
     def interrupt(self) -> None:
-        """Make the library end the call, if the library can. This may block."""
+        """Make the library end the call, if the library can do this. The method may block."""
 
     def missing_in_words(self) -> str:
-        """Return a sentence that is printed when the monitor ends the process: where this rank waits, and for which ranks."""
+        """Return a sentence for the end of the process. It says where this rank waits, and for which ranks."""
 
     def report(self, reason: str) -> None:
         """Write a report to a file. Give up after a few seconds if the file system does not answer."""
@@ -98,8 +99,8 @@ class Looked(Protocol):
 
     Attributes:
         period_s: seconds between two looks.
-        may_block: whether `look` may wait for a library's lock. If so, the monitor runs each look on a new thread, and begins
-            the next look only after this look has ended.
+        may_block: whether `look` may wait for a lock of a library. If so, the monitor runs each look on a new thread. The next
+            look begins only after this look has ended.
     """
 
     period_s: float
@@ -107,10 +108,10 @@ class Looked(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to look at. This must not block, because the monitor's thread reads it."""
+        """Whether there is nothing to look at. The property must not block, because the monitor's thread reads it."""
 
     def look(self, now_s: float) -> None:
-        """Look once at what this object watches. Must not wait for another rank. After an exception there are no more calls."""
+        """Look once. The method must not wait for another rank. If it raises an error, the monitor does not call it again."""
 
 
 class Step(Enum):
@@ -122,7 +123,7 @@ class Step(Enum):
 
 
 class Escalation:
-    """A state machine that counts looks, and decides the monitor's action for a group's running call."""
+    """A state machine for one group. It counts looks at a running call, and decides what the monitor does about the call."""
 
     def __init__(self) -> None:
         self._call: Running | None = None
@@ -150,7 +151,7 @@ class Escalation:
         return Step.END if self._looks_over == END_LOOKS else Step.NOTHING
 
     def is_same_call(self, call: Running | None) -> bool:
-        """Whether the call already ran at the last look. If the call is new, the monitor does not ask for lost ranks yet."""
+        """Whether the call already ran at the last look. For a new call, the monitor does not look for lost ranks yet."""
         return call is not None and call is self._call
 
 
@@ -158,7 +159,7 @@ class Monitor:
     """Looks at groups until it is stopped. See Note [Who ends a call].
 
     Args:
-        end_process: called with the reason in words, if a call can be ended in no other way.
+        end_process: called with the reason as text, if the monitor cannot end a call in another way.
     """
 
     def __init__(self, end_process: Callable[[str], object]) -> None:
@@ -197,7 +198,7 @@ class Monitor:
             self._looked.append((weakref.ref(looked), _Turn()))
 
     def look(self, now_s: float | None = None) -> None:
-        """Look once at each group, and call `look` of each `Looked` object whose time has come."""
+        """Look once at each group, and call `look` of each `Looked` object that is due."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             self._groups = [entry for entry in self._groups if entry[0]() is not None]
@@ -303,7 +304,7 @@ _has_ended = False
 
 
 def monitor() -> Monitor | None:
-    """Return the monitor of this process, or None while the process ends. The first call starts the monitor's thread."""
+    """Return the monitor of this process, or None if the process is ending. The first call starts the monitor's thread."""
     global _monitor
     # A process that ends gets no new monitor, because nothing would stop its thread.
     with _starting:
@@ -314,14 +315,14 @@ def monitor() -> Monitor | None:
 
 
 def watch(group: Monitored) -> None:
-    """Let the monitor look at a group's calls."""
+    """Let the monitor of this process watch a group's calls, as long as the group exists."""
     found = monitor()
     if found is not None:
         found.watch(group)
 
 
 def call_now_and_then(looked: Looked) -> None:
-    """Let the monitor call the object's `look`, as long as the object exists."""
+    """Let the monitor of this process call `looked.look` now and then, as long as the object exists."""
     found = monitor()
     if found is not None:
         found.call_now_and_then(looked)

@@ -1,6 +1,6 @@
-"""Recorder keeps the last calls of one group on this rank, like torch's flight recorder.
+"""`Recorder` keeps the last calls of one group on this rank, like torch's flight recorder.
 
-This module also finds where ranks diverged.
+`find_divergence` compares the recorded calls of several ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MOST_CALLS = 256
 
 
 class CallCount:
-    """Counts the calls of a group that have begun. Calls that only some ranks issue are left out.
+    """Counts the calls of a group that have begun. Calls that only some ranks issue do not count.
 
     Attributes:
-        begun: the count; also the position of the next call in the group's total order.
+        begun: the number of calls that have begun. It is also the position of the next call in the group's order of calls.
     """
 
     __slots__ = ("begun",)
@@ -29,16 +29,16 @@ class CallCount:
 
 
 class Recorder:
-    """Keeps the last 256 calls. A call that is over holds no tensor, so the recorder keeps no memory alive.
+    """Keeps the last 256 calls of a group. A call that is over refers to no tensor, so the recorder keeps no tensor alive.
 
-    Any thread may call the methods. The group calls `begin` for its calls one after the other, in the order in which they run.
+    Any thread may call the methods. The group calls `begin` for one call at a time, in the order in which the calls run.
 
     Args:
         group_name: the group's name in error messages.
         rank: this rank in the group.
-        ranks: for each rank of the group its rank in the job.
-        count: counts the calls that have begun; a rank that leaves the job tells the others this number. None makes a new
-            counter.
+        ranks: for each rank of the group, its rank in the job.
+        count: counts the calls that have begun. A rank that leaves the job sends this number to the other ranks. None: make a
+            new counter.
     """
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int], count: CallCount | None = None) -> None:
@@ -50,7 +50,7 @@ class Recorder:
         self.add = self._calls.append  # not a method, because every call uses it and a method would cost one more call
 
     def begin(self, call: Call) -> None:
-        """Mark the call as running. If all ranks issue the call, also set its position in the order of such calls."""
+        """Mark the call as running. If all ranks issue the call, also set the call's position in the group's order of calls."""
         # Calls without a number run only on some ranks, so they have no position.
         if call.number is not None:
             call.position = self.count.begun
@@ -58,7 +58,7 @@ class Recorder:
         call.state = RUNNING
 
     def latest(self) -> float:
-        """Return the time when the last call was issued, in seconds since the epoch, or 0 if there is none."""
+        """Return the time when the last call was issued, in seconds since the epoch; 0 if no call was issued."""
         # The group has issued no call yet. A test before the access would race with other threads.
         try:
             return self._calls[-1].issued_at
@@ -70,7 +70,7 @@ class Recorder:
         return next((call for call in reversed(self._all()) if call.state == RUNNING), None)
 
     def records(self) -> list[CallRecord]:
-        """Return the remembered calls, in the order in which they were issued."""
+        """Return records of the last 256 calls, in the order in which the calls were issued."""
         return [call.record() for call in self._all()]
 
     def _all(self) -> list[Call]:
@@ -89,9 +89,9 @@ class Divergence:
     """The first position at which the ranks did not begin the same call.
 
     Attributes:
-        position: the position in the total order, from 0.
-        calls: for each rank its call at this position; None if the rank has not reached this position.
-        sentence: a sentence that says which rank did what.
+        position: the position in the group's order of calls, from 0.
+        calls: the call of each rank at this position; None if the rank has not reached this position.
+        sentence: names the ranks with different calls, and their calls.
     """
 
     position: int
@@ -100,13 +100,14 @@ class Divergence:
 
 
 def find_divergence(histories: Mapping[int, Sequence[CallRecord]]) -> Divergence | None:
-    """Compare the remembered calls of the ranks of one group. A pure function.
+    """Compare the last calls of the ranks of one group. A pure function.
 
     Args:
-        histories: for each rank its calls. Calls without a position are ignored.
+        histories: the last calls of each rank. Calls without a position are ignored.
 
     Returns:
-        The first divergence, or None if there is no divergence. Positions that some rank no longer remembers are not compared.
+        The first divergence, or None if there is no divergence. A rank keeps only its last calls, so the function compares only
+        positions that all ranks still have.
     """
     placed = {rank: _by_position(records) for rank, records in sorted(histories.items())}
     known = {rank: calls for rank, calls in placed.items() if calls}

@@ -1,4 +1,4 @@
-"""Writes a report file on each rank when something fails, or on SIGUSR1, and reads the report files of all ranks."""
+"""Write a report file on each rank when something fails or SIGUSR1 arrives. Read the report files of all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GroupRecord:
 
     Attributes:
         name: the group's name.
-        ranks: for each rank of the group its rank in the job.
+        ranks: for each rank of the group, its rank in the job.
         calls: the calls, in the order in which they were issued.
     """
 
@@ -72,7 +72,7 @@ class RankReport:
         """Read the text of a report file.
 
         Raises:
-            ValueError, KeyError, TypeError: the text is no report.
+            ValueError, KeyError, TypeError: the text is not a report.
         """
         content = json.loads(text)
         groups = tuple(
@@ -84,7 +84,7 @@ class RankReport:
 
 
 def read_reports(folder: Path) -> list[RankReport]:
-    """Return the latest report of each rank, by rank.
+    """Return the latest report of each rank, in the order of ranks.
 
     Raises:
         InvalidArgumentError: the folder has no report, or has a report that cannot be read.
@@ -106,8 +106,8 @@ def read_reports(folder: Path) -> list[RankReport]:
 def merged(reports: Sequence[RankReport]) -> str:
     """Return the reports of all ranks as text. A pure function.
 
-    The text names the rank that reported first, and the reason in its report. For each group, the text has a table of the
-    ranks, and a sentence that says which rank is behind or where the ranks diverge.
+    The text names the rank that reported first, and this rank's reason. For each group, the text has a table of the ranks, and
+    a sentence that names the rank that is late, or the call at which the ranks diverge.
     """
     missing = sorted(set(range(reports[0].size)) - {report.rank for report in reports})
     lines = [f"{len(reports)} of {reports[0].size} rank(s) have reported"]
@@ -142,7 +142,9 @@ def _group_lines(name: str, ranks: tuple[int, ...], reports: Sequence[RankReport
 
 
 def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] = ()) -> str:
-    """Return one sentence about a group: what is wrong, or that all ranks finished the same calls. A pure function.
+    """Return one sentence about a group. It names the problem, or says that all ranks finished the same calls.
+
+    A pure function.
 
     Args:
         calls: the calls of each rank that has reported.
@@ -165,8 +167,8 @@ def sentence(calls: Mapping[int, Sequence[CallRecord]], missing: Sequence[int] =
 def current_call(calls: Sequence[CallRecord]) -> CallRecord | None:
     """Return the first call that has begun but not succeeded.
 
-    If all calls that have begun have succeeded, return the last of them. If no call has begun, return the last call. If there
-    is no call, return None.
+    If all calls that have begun have also succeeded, return the last call that has begun. If no call has begun, return the last
+    call. If there is no call, return None.
     """
     begun = [call for call in calls if call.state != "queued"]
     unfinished = [call for call in begun if call.state != DONE]
@@ -196,15 +198,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_in(folder: Path) -> bool:
-    """Whether there are reports in the folder, or in a run's folder inside it."""
+    """Whether there are reports in the folder, or in its subfolders `syncline-report-*`."""
     return bool(_folders(folder))
 
 
 def text(folder: Path, arguments: argparse.Namespace) -> str:
-    """Return the merged reports of all ranks. If several jobs failed, return the texts of all jobs, one after the other.
+    """Return the merged reports of all ranks. If the folder has reports of several jobs, return one text for each job.
 
     Raises:
-        InvalidArgumentError: a file is no report. Or the user wants the stacks of a rank that has written no report.
+        InvalidArgumentError: a file is not a report, or `--stacks` names a rank that has written no report.
     """
     reports = [read_reports(one) for one in _folders(folder)]
     written = sorted({report.rank for of_job in reports for report in of_job})
@@ -237,7 +239,7 @@ _site_folder: str | None = None
 
 
 def set_report_folder(folder: str | None) -> None:
-    """Set the folder for reports that the site file names (see `startup.settings`). None: the site file names no folder."""
+    """Set the folder for reports from the site file (see `startup.settings`). None: the site file names no folder."""
     global _site_folder
     _site_folder = folder
 
@@ -245,7 +247,7 @@ def set_report_folder(folder: str | None) -> None:
 def report_folder() -> str:
     """Return the folder for reports: `SYNCLINE_REPORT_DIR`, else the site file's folder, else the working directory.
 
-    An empty text means that no reports are written.
+    If the result is empty, ranks write no reports.
     """
     return os.environ.get(REPORT_VARIABLE, "." if _site_folder is None else _site_folder)
 
@@ -257,11 +259,11 @@ class Reporter:
     at most 16 files. The reporter keeps only weak references to the groups' recorders.
 
     Args:
-        job: the run's name, the same on all ranks.
+        job: the name of the run, which is the same on all ranks.
         rank: the rank in the job.
         size: the number of ranks in the job.
-        folder: the folder in which the reporter makes the run's folder. "" switches reports off. None: ask `report_folder()` at
-            each report.
+        folder: the folder in which the reporter makes a folder for the run. "": write no reports. None: use the result of
+            `report_folder()` at the time of the report.
     """
 
     def __init__(self, job: str, rank: int, size: int, folder: str | None = None) -> None:
@@ -278,7 +280,7 @@ class Reporter:
         self._recorders.add(recorder)
 
     def write(self, reason: str) -> Path | None:
-        """Write a report. Any thread may call this. It never raises, because callers are handling another error already.
+        """Write a report. Any thread may call this method. It raises no error, because the caller already handles another one.
 
         Args:
             reason: why the report is written.
@@ -305,11 +307,9 @@ class Reporter:
         return folder
 
     def write_within(self, reason: str, limit_s: float) -> Path | None:
-        """Call `write` on a separate thread, because a file system may not answer.
+        """Call `write` on a new thread, and wait at most `limit_s` seconds, because a file system may not answer.
 
-        Return None if `write` takes longer than `limit_s` seconds.
-
-        If no thread can start, call `write` on this thread.
+        Return None if `write` takes longer. If no thread can start, call `write` on this thread.
         """
         written: list[Path | None] = []
         thread = threading.Thread(target=lambda: written.append(self.write(reason)), name="syncline-report", daemon=True)
@@ -378,18 +378,18 @@ _STOP_S = 5.0
 def report_on_signal(reporter: Reporter) -> bool:
     """Write a report on every SIGUSR1 from now on.
 
-    If the program has already set a Python handler, the signal calls that handler, too.
+    If the program has set a Python handler before, the signal calls this handler, too.
 
-    If the program sets its own handler after the first call of this function, the program's handler replaces ours, and there
-    are no more reports. A later call of this function, for another group, does not set our handler again.
+    If the program sets a handler later, the program's handler replaces Syncline's, and the signal writes no more reports. A
+    later call of this function, for another group, does not set Syncline's handler again.
 
-    Python runs handlers between two instructions of the main thread, but the main thread may be inside a library for long. So
-    another thread waits for the signal, too. Python's own C handler tells that thread through a pipe (`signal.set_wakeup_fd`).
-    If the program has set such a pipe itself, this function starts no thread.
+    Python runs signal handlers between two instructions of the main thread, but the main thread may stay inside a library for
+    long. So this function also starts a thread that waits for the signal. Python's C handler wakes this thread through a pipe
+    (`signal.set_wakeup_fd`). If the program uses such a pipe itself, this function starts no thread.
 
     Returns:
         Whether the signal writes reports. False if the caller is not the main thread, if C code has set a handler, or if the
-        program has replaced our handler.
+        program has replaced Syncline's handler.
     """
     global _ours
     # Python allows only the main thread to set handlers, and Windows has no such signal.

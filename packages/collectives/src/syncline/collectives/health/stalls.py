@@ -1,4 +1,4 @@
-"""Stall warnings: rank 0 logs which rank waits for which rank, long before the time limit."""
+"""Stall warnings: long before the time limit, rank 0 logs which ranks wait in a call, and which ranks do not."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _LONGEST = 1000
 class StatusPost(ABC):
     """Brings one line of text from each rank of a group to rank 0.
 
-    Only one thread at a time calls the methods, but other threads may run collectives of the group meanwhile. The methods never
-    wait for another rank, but may wait for a library's lock or a store's answer.
+    Only one thread at a time calls the methods. Meanwhile, other threads may run collectives of the group. The methods never
+    wait for another rank, but they may wait for a lock of a library or for the reply of a store.
 
     Attributes:
-        hops: the largest number of messages, one after the other, by which a line reaches rank 0.
+        hops: the largest number of messages, one after the other, that bring a line to rank 0.
     """
 
     hops = 1
 
     @abstractmethod
     def post(self, line: str) -> None:
-        """Give rank 0 this rank's line, which replaces this rank's earlier line."""
+        """Send this rank's line to rank 0. The line replaces this rank's earlier line."""
 
     @abstractmethod
     def posted(self) -> Mapping[int, str]:
         """On rank 0, return the latest line of each rank that has posted a line since the last call of `posted`.
 
-        The result may also have lines that an earlier call has returned.
+        The result may also contain lines that an earlier call has already returned.
         """
 
     def pass_on(self) -> None:  # noqa: B027 - most have nothing to do
@@ -60,8 +60,8 @@ class Waiting:
     """The call in which a rank waits.
 
     Attributes:
-        position: the call's position in the group's total order.
-        call: the call in words.
+        position: the call's position in the group's order of calls.
+        call: the call as text.
         is_long: whether the rank has waited for almost `StallWatch.limit_s` seconds, so that rank 0 must warn soon.
     """
 
@@ -71,14 +71,14 @@ class Waiting:
 
 
 class StallWatch:
-    """Looks at one group now and then. If a call runs for long, rank 0 logs which ranks wait in this call, and which do not.
+    """Looks at one group now and then. If a call takes long, rank 0 logs which ranks wait in this call, and which do not.
 
     The monitor calls `look` on a new thread each time, because `look` calls a library.
 
     Args:
         recorder: the group's recorder.
-        status_post: brings lines of text from the other ranks to rank 0.
-        limit_s: how long a call may run without a warning, in seconds.
+        status_post: sends lines of text from the other ranks to rank 0.
+        limit_s: rank 0 warns if a call takes longer than this time, in seconds.
     """
 
     may_block = True
@@ -166,13 +166,13 @@ def _parsed(line: str) -> Waiting | None:
 
 
 def stall_in_words(group_name: str, ranks: tuple[int, ...], waiting: Mapping[int, Waiting], limit_s: float) -> str:
-    """Return the warning: which ranks wait, in which call, and which ranks do not. A pure function.
+    """Return the text of the warning: which ranks wait in which call, and which ranks do not wait. A pure function.
 
     Args:
         group_name: the group's name, for the warning.
-        ranks: for each rank of the group its rank in the job.
-        waiting: for each waiting rank of the group its call.
-        limit_s: at least one rank has waited for this long, in seconds.
+        ranks: for each rank of the group, its rank in the job.
+        waiting: the calls of the ranks that wait, by rank in the group.
+        limit_s: how long at least one rank has waited, in seconds.
     """
     calls: dict[tuple[int, str], list[int]] = {}
     for rank, one in sorted(waiting.items()):

@@ -1,4 +1,4 @@
-"""Show the texts of many ranks in few words: list ranks with the same text together."""
+"""Show the texts of many ranks in a short form: ranks with the same text share one line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LISTED_RUN = 3  # runs of up to this many ranks are listed one by one
 
 
 class Statements:
-    """Texts, each with the ranks that gave it. Only the first text of each rank is kept.
+    """The texts of ranks. For each text, the object knows the ranks with this text. Only the first text of a rank counts.
 
     Attributes:
-        ranks: for each text its ranks.
-        untold: ranks whose text is not in `ranks`, because it did not fit into a message.
-        heard: all ranks of `ranks` and `untold`.
+        ranks: for each text, its ranks.
+        untold: ranks whose text is unknown, because it did not fit into a message.
+        heard: all ranks in `ranks` and in `untold`.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class Statements:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Statements:
-        """Return statements in which rank r has given `texts[r]`."""
+        """Make an object in which `texts[r]` is the text of rank r."""
         said = cls()
         for rank, text in enumerate(texts):
             said.add(text, [rank])
         return said
 
     def add(self, text: str, ranks: Iterable[int]) -> None:
-        """Add the text that each of these ranks has given."""
+        """Add a text and the ranks with this text."""
         # The first text of a rank counts, but an unknown text may still become known.
         new = [rank for rank in ranks if rank not in self.heard or rank in self.untold]
         if new:
@@ -43,10 +43,13 @@ class Statements:
             self.ranks.setdefault(text, []).extend(new)
 
     def packed(self, most_told: int | None = MOST_TOLD) -> str:
-        """Return, as one text for `add_packed`, the most frequent texts with their ranks, and the ranks of all other texts.
+        """Return the content as one text, which `add_packed` can read.
+
+        If there are more than `most_told` different texts, the result has only the most frequent texts. For all other texts,
+        the result has only the ranks.
 
         Args:
-            most_told: how many texts to return at most; None: all.
+            most_told: the largest number of texts in the result. None: all texts.
         """
         texts = sorted(self.ranks, key=lambda text: -len(self.ranks[text]))
         told = [(text, runs(sorted(self.ranks[text]))) for text in texts[:most_told]]
@@ -55,7 +58,7 @@ class Statements:
         return json.dumps({"told": told, "untold": runs(sorted(rest))})
 
     def add_packed(self, text: str) -> None:
-        """Add the statements from another object's `packed`."""
+        """Add the content of another object, from a text that its method `packed` returned."""
         said = json.loads(text)
         for line, told in said["told"]:
             self.add(line, ranks_of(told))
@@ -63,11 +66,11 @@ class Statements:
         self.heard.update(self.untold)
 
     def in_words(self) -> str:
-        """Return all texts in words: "ranks 0-5, 7: all_reduce; rank 6: barrier"."""
+        """Return all texts with their ranks, in one line: "ranks 0-5, 7: all_reduce; rank 6: barrier"."""
         return "; ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return all texts in words, one line for each text: "ranks 0-5, 7: all_reduce"."""
+        """Return one line for each text, with its ranks: "ranks 0-5, 7: all_reduce"."""
         said = [(sorted(ranks), text) for text, ranks in self.ranks.items()]
         if self.untold:
             said.append((sorted(self.untold), "something else"))
@@ -75,27 +78,27 @@ class Statements:
 
 
 def different_calls(said: Statements) -> DisagreementError:
-    """Return the error for ranks that are about to call different collectives. `said` has each rank's call."""
+    """Return the error for ranks that call different collectives. `said` has the call of each rank."""
     return DisagreementError(
         with_details("the ranks called different collectives; make every rank issue the same ones", *said.lines())
     )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in words: "rank 3", "ranks 0, 1, 2", or, if a run has more than three ranks, "ranks 0-16, 18-9999".
+    """Return a text such as "rank 3" or "ranks 0, 1, 2". More than three consecutive ranks become a range: "ranks 0-16".
 
     Args:
-        ranks: the ranks, ascending.
+        ranks: the ranks, in ascending order.
     """
     parts = [str(first) if first == last else f"{first}-{last}" for first, last in _shown(runs(ranks))]
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
 
 
 def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last rank of each run of consecutive ranks: [(0, 2), (4, 4)] for 0, 1, 2, 4.
+    """Return the first and the last rank of each range of consecutive ranks. For 0, 1, 2, 4 this is [(0, 2), (4, 4)].
 
     Args:
-        ranks: the ranks, ascending.
+        ranks: the ranks, in ascending order.
     """
     found: list[tuple[int, int]] = []
     for rank in ranks:
@@ -105,7 +108,7 @@ def runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def ranks_of(found: Iterable[Sequence[int]]) -> Iterator[int]:
-    """Yield all ranks of these runs of ranks. A run is a pair, as in the result of the function `runs`."""
+    """Yield all ranks of these ranges. A range is a pair, as in the result of `runs`."""
     for first, last in found:
         yield from range(first, last + 1)
 
