@@ -1,4 +1,4 @@
-"""Measures latency and bandwidth of collectives. One run measures several backends in turn, to compare them."""
+"""Measure latency and bandwidth of collectives. One run measures several backends, which take turns, to compare them."""
 
 from .kinds import KINDS, Buffers, Kind
 from .measure import Case, measure

@@ -69,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, judge: Judge = lambda _: []) -> int:
-    """Run the bench. Every rank of the job must call this. Returns the exit status.
+    """Run the bench, and return the exit status. Every rank of the job must call this function.
 
     Args:
         arguments: the parsed options of `add_arguments`.
-        judge: takes the measurements, and returns lines of text about them. Rank 0 prints these lines below the tables, and
-            also writes them to the file of `--json`.
+        judge: takes the measurements, and returns lines of text about the measurements. Rank 0 prints these lines below the
+            tables, and also writes the lines to the file of `--json`.
     """
     cases = _cases(arguments)
     _check_outputs(arguments)

@@ -1,13 +1,14 @@
 """The collectives that can be measured: their data, their expected results, and their bandwidth factors.
 
-Sizes and factors are defined as in nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The size S of a
-collective is the size of its input or of its output, whichever is larger: the whole tensor of an `all_reduce`, the parts of all
-ranks of an `all_gather`. In `send_recv` each rank sends to the next rank and receives from the previous rank, and S is the size
-of what a rank sends. The time of one call is t.
+The definitions of sizes and factors are those of nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). The
+size S of a collective is the size of its input or of its output, whichever is larger. For an `all_reduce`, S is the size of the
+tensor. For an `all_gather`, S is the size of all parts together. In `send_recv`, each rank sends a message of size S to the
+next rank and receives a message from the previous rank. The time of one call is t.
 
-- algorithm bandwidth = S / t: the bandwidth that the program sees.
-- bus bandwidth = S / t * factor(number of ranks): the bandwidth of the slowest link, if the algorithm is the best possible. Bus
-  bandwidth does not depend on the number of ranks, so you can compare it with the bandwidth of the hardware.
+- Algorithm bandwidth = S / t. This is the bandwidth that the program sees.
+- Bus bandwidth = S / t * factor(number of ranks). This is the bandwidth of the slowest link, if the algorithm is the best
+  possible. Bus bandwidth does not depend on the number of ranks, so you can compare bus bandwidth with the bandwidth of the
+  hardware.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate a tensor by `torch.empty`."""
+    """Allocate a tensor with `torch.empty`."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 class Buffers:
-    """The tensors with which one rank measures a collective of one dtype and size.
+    """The tensors of one rank, for the measurement of a collective with one dtype and size.
 
     Attributes:
         block: the tensor with the data of all ranks. If the collective has a single tensor, the block is this tensor.
         part: another tensor, for this rank's share of the block. The part's size is the block's size divided by the number of
-            ranks. Empty if the number of ranks does not divide the block's size.
+            ranks. If the block's size is not divisible by the number of ranks, the part is empty.
         output: a tensor of the block's size, for the output of `all_to_all` and `send_recv`.
 
     Args:
@@ -66,7 +67,7 @@ class Buffers:
         self.output = torch.zeros_like(self.block)
 
     def like(self, allocate: Allocate) -> Buffers:
-        """Return buffers of the same sizes, whose block comes from `allocate`."""
+        """Return buffers of the same sizes. `allocate` allocates the block of the new buffers."""
         block = self.block
         return Buffers(self.rank, self.size, block.numel(), block.dtype, allocate, block.device)
 
@@ -85,17 +86,17 @@ class Buffers:
         return list(block.tensor_split(self.size))
 
     def clear(self) -> None:
-        """Fill all tensors with zeros, because repeated sums of zeros do not overflow."""
+        """Fill all tensors with zeros. Repeated sums of zeros do not overflow."""
         for tensor in (self.block, self.part, self.output):
             tensor.zero_()
 
     def pattern(self, rank: int, numel: int) -> torch.Tensor:
         """Return the data of a rank: numbers from -15 to 15, which repeat after 31 elements.
 
-        The data of rank r + 1 begin one number later than the data of rank r.
+        The data of rank r + 1 are the data of rank r, shifted by one element.
 
-        The sum over ranks is exact in every dtype that can be reduced. The sum over 31 ranks is 0, so a sum over any number of
-        ranks is between -120 and 120.
+        The sum over ranks is exact in every dtype that can be reduced. The sum over 31 ranks is 0. So the sum over any number
+        of ranks is between -120 and 120.
         """
         return self._repeated((torch.arange(PERIOD) + rank) % PERIOD - PERIOD // 2, numel)
 
@@ -114,11 +115,12 @@ class Kind:
 
     Attributes:
         name: the collective's name on the command line.
-        has_parts: whether the block has one part for each rank. If so, the number of ranks must divide the block's size.
+        has_parts: whether the block has one part for each rank. If so, the block's size must be divisible by the number of
+            ranks.
         bus_factor: takes the number of ranks, and returns a factor. Bus bandwidth is algorithm bandwidth times this factor, as
             in nccl-tests.
-        fill: puts this rank's data into the buffers.
-        is_right: returns whether the result in the buffers is right on this rank.
+        fill: writes this rank's inputs to the buffers.
+        is_right: returns whether the buffers of this rank have the right result.
         least_ranks: the smallest number of ranks with which this collective can be measured.
     """
 

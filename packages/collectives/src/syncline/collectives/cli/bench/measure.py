@@ -1,16 +1,16 @@
-"""Measures one case: a collective of one dtype and size, on several subjects (backends and baselines), which take turns.
+"""Measure one case: a collective of one dtype and size, on several subjects (backends and baselines) that take turns.
 
 1. Each subject runs the collective once on known data, and the ranks check the result. Before and after this run, the ranks
-   tell each other whether they could run the collective. If one rank refuses, all ranks skip the subject.
+   compare whether each rank can run the collective. If the subject fails on one rank, all ranks skip the subject.
 2. Each subject runs the collective a few times more, to warm up and to estimate the time of one call.
-3. In each round, every subject takes one sample. So a disturbance of the machine affects all subjects alike. Every second round
-   has the subjects in reverse order. To take a sample:
+3. In each round, every subject takes one sample. So a disturbance of the machine affects all subjects in the same way. Every
+   second round has the subjects in reverse order. To take a sample:
    - The subject runs the collective once without timing, so that the caches hold this subject's data, not the data of the
      previous subject.
    - All ranks meet in a barrier.
-   - The subject runs the collective so often that the sample is long enough for the clock. On a GPU, the clock stops when the
-     GPU has finished.
-4. A sample is the average time of one of these calls, on the slowest rank.
+   - The subject runs the collective several times, so that the sample is long enough for the clock. On a GPU, the clock stops
+     when the GPU has finished.
+4. The value of a sample is the average time of one call, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ class Case:
     def numel(self, world_size: int) -> int:
         """Return the number of elements of `Buffers.block`.
 
-        `size_bytes` is rounded down, so that the parts of all ranks have equally many elements. But a part has at least one
-        element.
+        The size is rounded down, so that the parts of all ranks have the same number of elements. But each part has at least
+        one element.
         """
         parts = world_size if KINDS[self.collective].has_parts else 1
         return max(1, self.size_bytes // (self.dtype.itemsize * parts)) * parts
 
     def true_bytes(self, world_size: int) -> int:
-        """Return the size in bytes after `numel` has rounded it; 0 for a barrier."""
+        """Return the size of the block in bytes, after rounding as in `numel`; 0 for a barrier."""
         return 0 if self.collective == "barrier" else self.numel(world_size) * self.dtype.itemsize
 
 
 def measure(
     case: Case, subjects: Sequence[Subject], control: ProcessGroup, budget_s: float = 0.3, device: torch.device = CPU
 ) -> list[Measurement]:
-    """Measure a case on all subjects, for about `budget_s` seconds each. A collective of the group `control`.
+    """Measure a case on all subjects, for about `budget_s` seconds each. All ranks of the group `control` call this function.
 
     Raises:
-        TransportError: a subject's result is wrong on some rank. Every rank raises it.
+        TransportError: a subject's result is wrong on some rank. Every rank raises this error.
     """
     common = Buffers(control.rank, control.size, case.numel(control.size), case.dtype, device=device)
     calls: dict[str, Call] = {}
@@ -135,7 +135,7 @@ def _agreed(action: Callable[[], T], control: ProcessGroup) -> T:
 
 
 def refusal_of_all(refusals: Sequence[str]) -> str:
-    """Join the ranks' reasons for a refusal into one text. The reason of a rank that did not refuse is empty.
+    """Join the error texts of the ranks into one text. If a rank had no error, its text is empty.
 
     A pure function.
     """
@@ -156,16 +156,16 @@ def _sample_in_turn(calls: Sequence[Call], control: ProcessGroup, budget_s: floa
 
 
 def repeats_of(estimate_s: float) -> int:
-    """Return how many calls one sample contains, if a call takes `estimate_s` seconds. A pure function."""
+    """Return the number of calls in one sample, if a call takes `estimate_s` seconds. A pure function."""
     return min(1000, max(1, math.ceil(SAMPLE_S / estimate_s)))
 
 
 def rounds_of(sample_s: Sequence[float], budget_s: float) -> int:
-    """Return how many samples each subject takes, if a subject has `budget_s` seconds on average. A pure function.
+    """Return the number of samples of each subject, if a subject has `budget_s` seconds on average. A pure function.
 
     Args:
-        sample_s: for each subject, the time of one of its samples.
-        budget_s: seconds for each subject, warm-up included.
+        sample_s: for each subject, the time that one sample takes.
+        budget_s: seconds for each subject, including the warm-up.
     """
     if not sample_s:
         return 0

@@ -15,7 +15,7 @@ from .kinds import KINDS
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Return the 25th percentile, the median and the 75th percentile. There must be at least one sample."""
+    """Return the 25th percentile, the median and the 75th percentile of one or more samples."""
     if len(samples) == 1:
         return samples[0], samples[0], samples[0]
     first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -33,7 +33,7 @@ class Measurement:
         backend: the name of the backend, or of the baseline, such as `raw-mpi`.
         samples_s: the samples. A sample is the time of one call on the slowest rank. Empty if the backend cannot run this
             collective.
-        note: why the backend cannot run this collective, or empty.
+        note: the reason why the backend cannot run this collective; empty if it can.
     """
 
     collective: str
@@ -64,7 +64,7 @@ _HEAD = ("bytes", "backend", "median us", "least", "p25", "p75", "alg GB/s", "bu
 
 
 def in_text(measurements: Sequence[Measurement]) -> str:
-    """Return a table for each collective and dtype. The last column is the median divided by the first backend's median."""
+    """Return a table for each collective and dtype. The last column is the ratio to the first backend's median."""
     tables = []
     for (collective, dtype), rows in groupby(measurements, key=lambda row: (row.collective, row.dtype)):
         tables.append(f"{collective}, {dtype}\n{aligned([_HEAD, *_rows(list(rows))])}")
@@ -99,7 +99,7 @@ def _row(row: Measurement, first: Measurement | None) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Format rows of the same length as lines. Each column is as wide as its widest cell."""
+    """Format rows as lines of text with aligned columns. All rows have the same number of cells."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -128,10 +128,10 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(text: str) -> int:
-    """Turn a size such as "64M" into bytes. K, M and G are powers of 1024, and "64MiB" is the same as "64M".
+    """Convert a size such as "64M" to bytes. K, M and G are powers of 1024. "64MiB" and "64M" have the same meaning.
 
     Raises:
-        InvalidArgumentError: the text does not have this form, or is zero.
+        InvalidArgumentError: the text does not have this form, or the size is zero.
     """
     found = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), flags=re.IGNORECASE)
     if found is None or int(found[1]) == 0:
@@ -140,10 +140,10 @@ def parse_size(text: str) -> int:
 
 
 def ladder(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return sizes from the smallest to the largest. Each size is `factor` times the size before, except the last.
+    """Return the sizes from `smallest` to `largest`. Except the last, each size is `factor` times the previous size.
 
     Raises:
-        InvalidArgumentError: the largest is below the smallest, or the factor is below 2.
+        InvalidArgumentError: `largest` is below `smallest`, or `factor` is below 2.
     """
     if largest < smallest or factor < 2:
         raise InvalidArgumentError(
@@ -157,7 +157,7 @@ def ladder(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def size_in_words(size: int) -> str:
-    """Format bytes so that `parse_size` can read them: 64M for 64 MiB, 12 for 12 bytes."""
+    """Format a number of bytes as text that `parse_size` can read: "64M" for 64 MiB, "12" for 12 bytes."""
     for unit in ("G", "M", "K"):
         if size >= _UNITS[unit] and size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"
@@ -168,7 +168,7 @@ def size_in_words(size: int) -> str:
 
 
 def require_matplotlib() -> None:
-    """Check that a plot can be drawn. The command calls this before it measures.
+    """Check that matplotlib is installed. The command calls this function before it measures.
 
     Raises:
         MisuseError: matplotlib is not installed.
@@ -178,7 +178,7 @@ def require_matplotlib() -> None:
 
 
 def save_plot(measurements: Sequence[Measurement], path: str) -> None:
-    """Write a picture that plots time and bandwidth for each collective and dtype. The path's suffix selects the format."""
+    """Plot time and bandwidth for each collective and dtype, and write the picture. The path's suffix selects the format."""
     from matplotlib.figure import Figure
 
     shown = [row for row in measurements if row.samples_s and row.size_bytes]

@@ -1,4 +1,4 @@
-"""The subjects of a measurement: Syncline's backends, two libraries without Syncline, and a lower bound for the time."""
+"""The subjects of a measurement: Syncline's backends, two other libraries, and a lower bound for the time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ IN_WINDOW = "-in-window"
 
 
 class Subject(ABC):
-    """An object that runs collectives, so that the bench can measure them.
+    """Something that the bench can measure, such as a backend.
 
     Attributes:
         name: the subject's name on the command line.
-        communicates: whether the subject computes the collective's result. If not, the bench measures the time and does
-            not check the result.
+        communicates: whether the subject computes the collective's result. If not, the bench does not check the result.
     """
 
     name: str
@@ -46,21 +45,22 @@ class Subject(ABC):
     def allocate(self) -> Allocate | None:
         """Return the function that allocates `Buffers.block` for this subject.
 
-        None: this subject uses a block that several subjects share.
+        Return None if the subject can use the block that all such subjects share.
         """
         return None
 
     @abstractmethod
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that runs the collective once, to its end, and does as little other work as possible.
+        """Return a function that runs the collective once, and returns when it is complete. The function does no other work.
 
         Raises:
-            NotImplementedError: this subject cannot run the collective with this dtype and device. Every rank raises it.
+            NotImplementedError: this subject cannot run the collective with this dtype and device. Every rank raises this
+                error.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections that were made for the bench."""
+        """Close the connections that only the bench uses."""
 
 
 class GroupSubject(Subject):
@@ -114,7 +114,7 @@ class InWindowSubject(GroupSubject):
 
 
 class RawMPI(Subject):
-    """Runs blocking calls of mpi4py on buffers, as a program without Syncline would do."""
+    """Runs blocking calls of mpi4py, as a program without Syncline would do."""
 
     name = RAW_MPI
 
@@ -122,7 +122,7 @@ class RawMPI(Subject):
         self._communicator = communicator
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return the blocking call. Make the call's arguments now, so that they take no time in the measurement."""
+        """Return the blocking call, with arguments that are made now, so that they take no time in the measurement."""
         from mpi4py import MPI
 
         from ...transports.mpi.library import REDUCIBLE, memory
@@ -169,7 +169,7 @@ class TorchGloo(Subject):
         self._group = group
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that calls the group's method, as torch.distributed's function does, and waits for the result."""
+        """Return a function that calls the group's method and waits for the result, as torch.distributed does."""
         g, b = self._group, buffers
         rows = b.parts(b.block)
         calls: dict[str, Call] = {
@@ -201,10 +201,10 @@ class Floor(Subject):
     communicates = False
 
     def prepare(self, collective: str, buffers: Buffers) -> Call:
-        """Return a function that does the additions and copies of one `all_reduce`.
+        """Return a function that does one rank's additions and copies of an `all_reduce`.
 
-        The function adds one piece of memory for each other rank to this rank's piece. Then it copies the sum into each of the
-        other pieces.
+        The block has one piece for each rank. The function adds all other pieces to this rank's piece, and then copies the sum
+        to all other pieces.
         """
         if collective != "all_reduce":
             raise NotImplementedError("it is that of all_reduce")
@@ -235,18 +235,18 @@ def _rooted(options: Any) -> Any:
 
 
 def default_subjects(group: ProcessGroup) -> list[str]:
-    """Return the names of the subjects to measure if the command line names none: the group's backend, and baselines."""
+    """Return the default subjects, for a command line that names none: the group's backend, and the baselines."""
     raw = [RAW_MPI] if group.backend_name == "mpi" else []
     ours = [f"{group.backend_name}{IN_WINDOW}", group.backend_name] if raw else [group.backend_name]
     return [*ours, *raw, TORCH_GLOO, FLOOR] if group.size > 1 else [group.backend_name]
 
 
 def connect_subject(name: str, control: ProcessGroup) -> Subject:
-    """Make the subject with this name, and connect it to the other ranks. A collective of the group `control`.
+    """Make the subject with this name, and connect it to the other ranks. All ranks of `control` call this function.
 
     Raises:
-        InvalidArgumentError: no backend and no baseline has this name, or the name puts "-in-window" after a baseline's name,
-            or the baseline needs MPI, which does not connect these ranks.
+        InvalidArgumentError: there is no backend or baseline with this name, or the baseline needs MPI, and MPI does not
+            connect these ranks. Also, "-in-window" must not follow the name of a baseline.
     """
     if name in _BASELINES:
         return _BASELINES[name](control)

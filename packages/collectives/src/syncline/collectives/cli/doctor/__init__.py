@@ -1,4 +1,4 @@
-"""Before a job, tell the user of a cluster what is installed, what is wrong, and how to repair it."""
+"""`syncline doctor` checks a cluster before a job. It prints what is installed, and names problems and remedies."""
 
 from .diagnosis import diagnose
 from .finding import Finding, Status

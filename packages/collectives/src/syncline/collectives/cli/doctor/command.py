@@ -1,4 +1,4 @@
-"""The command `doctor` connects the ranks, and judges what each rank sees. Rank 0 prints the findings."""
+"""The command `doctor` connects the ranks, and checks the facts that each rank reports. Rank 0 prints the findings."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the doctor. Every rank of the job must call this. Returns the exit status.
+    """Run the doctor, and return the exit status. Every rank of the job must call this function.
 
-    All ranks return the same status, except ranks that MPI has ended. An MPI library that cannot start may end the process at
-    once, with or without a message. So a child process starts MPI, and this process reports how the child ended.
+    If an MPI library cannot start, it may end the process at once, with or without a message. So a child process starts MPI,
+    and this process reports how the child has ended. All ranks return the same status, except ranks whose child has ended in
+    this way.
     """
     if not _starts_mpi():
         return _examine(arguments)

@@ -1,4 +1,4 @@
-"""Judges what the ranks observed: what is right, and what is wrong. Pure functions."""
+"""Check the observations of the ranks, and return findings. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN_WITH = ("2.6", "2.8", "2.10", "2.13", "2.14", "2.15")
 
 
 def was_run(version: str) -> bool:
-    """Whether our tests were run with this version of torch, such as "2.13.0+cpu". Only major and minor version count."""
+    """Whether Syncline was tested with this version of torch, such as "2.13.0+cpu". Only major and minor version count."""
     return ".".join(version.split(".")[:2]) in RUN_WITH
 
 
@@ -32,13 +32,13 @@ def diagnose(
     *,
     backends: Sequence[str],
 ) -> list[Finding]:
-    """Judge what every rank of the job observed.
+    """Check the observations of all ranks of the job, and return the findings.
 
     Args:
-        ranks: one observation for each rank; if the ranks could not be connected, only the observation of this rank.
-        choice: the backend that a job would choose, or None if the choice failed.
-        problem: why the ranks could not be connected or did not compute the right sum, or None.
-        shrink_lack: why the other ranks could not go on if one rank were lost, or None.
+        ranks: the observation of each rank. If the ranks could not connect, only the observation of this rank.
+        choice: the backend that a job would choose; None if the choice failed.
+        problem: the reason why the ranks could not connect or computed a wrong sum; None if there is no problem.
+        shrink_lack: the reason why the other ranks cannot continue after the loss of a rank; None if they can.
         backends: the names of the installed backends.
     """
     return [
@@ -60,7 +60,7 @@ def diagnose(
 
 
 def software(ranks: Observations) -> Finding:
-    """Check that all ranks have the same versions, and that our tests were run with this torch."""
+    """Check that all ranks have the same versions, and that Syncline was tested with this version of torch."""
     versions = [", ".join(f"{name} {version}" for name, version in rank.software) for rank in ranks]
     if len(set(versions)) > 1:
         return Finding("software", Status.WRONG, _differing(versions), "install the same versions on every node")
@@ -73,7 +73,7 @@ def software(ranks: Observations) -> Finding:
 
 
 def launcher(ranks: Observations) -> Finding:
-    """Say which launcher started the ranks, and check its variables."""
+    """Report the launcher that started the ranks, and check the launcher's variables."""
     problem = next((rank.launch_problem for rank in ranks if rank.launch_problem), None)
     if problem is not None:
         return Finding("launcher", Status.WRONG, problem, "clean the environment, or launch anew")
@@ -85,7 +85,7 @@ def launcher(ranks: Observations) -> Finding:
 
 
 def mpi(ranks: Observations) -> list[Finding]:
-    """Check the MPI library, its thread level, and whether library and launcher belong to the same MPI."""
+    """Check the MPI library and its thread level. Also check that the library and the launcher belong to the same MPI."""
     loaded = [rank.mpi for rank in ranks if rank.mpi is not None]
     if not loaded:
         return [_mpi_not_loaded(ranks[0])]
@@ -100,7 +100,7 @@ def mpi(ranks: Observations) -> list[Finding]:
 
 
 def nodes(ranks: Observations) -> Finding:
-    """Say which ranks are on which node. Nodes with unequal numbers of ranks are slow, so they give a warning."""
+    """Report the ranks of each node. Warn if the nodes have different numbers of ranks, because this is slow."""
     placement = place(0, [rank.host for rank in ranks])
     per_node = Counter(placement.node_of)
     names = {placement.node_of[rank]: placement.hostnames[rank] for rank in range(len(ranks))}
@@ -114,7 +114,7 @@ def nodes(ranks: Observations) -> Finding:
 
 
 def unseen(ranks: Observations) -> Finding:
-    """Say that some ranks were not observed, because the ranks did not connect."""
+    """Report that there are no observations of some ranks, because the ranks did not connect."""
     return Finding(
         "nodes",
         Status.WARN,
@@ -124,14 +124,14 @@ def unseen(ranks: Observations) -> Finding:
 
 
 def cores(ranks: Observations) -> Finding:
-    """Check on every node that there are enough cores for the ranks and their threads. Return the worst finding."""
+    """Check that every node has enough cores for its ranks and their threads. Return the worst finding."""
     placement = place(0, [rank.host for rank in ranks])
     members = (placement.ranks_on_node(node) for node in range(placement.nodes))
     return worst([_cores_of_node([ranks[rank] for rank in node]) for node in members])
 
 
 def gpus(ranks: Observations) -> list[Finding]:
-    """Check that there are enough GPUs, that MPI can read their memory, and that NCCL is installed.
+    """Check that there are enough GPUs, that MPI can send GPU memory, and that NCCL is installed.
 
     If no rank sees a GPU, the finding is OK.
     """
@@ -149,7 +149,7 @@ def gpus(ranks: Observations) -> list[Finding]:
 
 
 def site_file(ranks: Observations) -> Finding:
-    """Say which site file is read, and what it changes."""
+    """Report the site file, and the settings that the file changes."""
     name = "site file"
     found = [rank.site_file for rank in ranks]
     if len(set(found)) > 1:
@@ -159,7 +159,7 @@ def site_file(ranks: Observations) -> Finding:
 
 
 def backend(choice: BackendChoice | None, known: Sequence[str]) -> Finding:
-    """Say which backend a job would use, and why."""
+    """Report the backend that a job would use, and the reason."""
     if choice is None:
         return Finding("backend", Status.WRONG, "none could be chosen", "mend what the line about the connection names")
     unknown = [name for name in _backends_in(choice.name) if name not in known]
@@ -173,7 +173,7 @@ def backend(choice: BackendChoice | None, known: Sequence[str]) -> Finding:
 
 
 def connection(size: int, problem: str | None) -> Finding:
-    """Say whether the ranks connected and computed the right sum."""
+    """Report whether the ranks connected and computed the right sum."""
     if problem is None:
         return ok("connection", f"{size} rank(s) connected, and an all_reduce gave the right sum")
     return Finding("connection", Status.WRONG, problem, "mend what is WRONG above, if anything is, then run this command again")
@@ -314,13 +314,13 @@ _IF_TOLD_SO = {"Slurm": "if srun was given --no-kill --kill-on-bad-exit=0"}
 
 
 def survival(launcher: str | None, size: int, lack: str | None, *, tolerates_faults: bool = False) -> Finding:
-    """Say whether the other ranks would go on if a rank died. The finding is always OK, because both answers are normal.
+    """Report whether the other ranks can continue after the loss of a rank. Both answers are normal, so the status is OK.
 
     Args:
-        launcher: the name of the launcher, such as "Slurm", or None if there is none.
+        launcher: the name of the launcher, such as "Slurm"; None if there is no launcher.
         size: the number of ranks.
-        lack: why the group cannot shrink, or None.
-        tolerates_faults: whether mpirun was told not to end the other ranks when one is lost.
+        lack: the reason why the group cannot shrink; None if it can.
+        tolerates_faults: whether mpirun lets the other ranks run when a rank is lost (`--with-ft ulfm`).
     """
     if size == 1:
         return ok(_LOSS, "nobody would be left: there is one rank")
@@ -342,7 +342,7 @@ _MORE = "give the job more memory (Slurm's --mem or --mem-per-cpu, a container's
 
 
 def memory(ranks: Sequence[Observation]) -> list[Finding]:
-    """Judge three things: whether ranks can share memory, how much memory is left, and how large /dev/shm is."""
+    """Check whether the ranks can share memory, how much memory is left, and how large /dev/shm is."""
     has_fences = all(rank.has_fence for rank in ranks)
     return [_sharing(ranks[0].sharing, has_fences), _left(ranks), _dev_shm(ranks)]
 

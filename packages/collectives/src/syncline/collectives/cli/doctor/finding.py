@@ -1,4 +1,4 @@
-"""Finding: one thing that the doctor checked, and functions that show findings."""
+"""`Finding`: the result of one check of the doctor. Functions show findings as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUOTED = re.compile(r"(`[^`]*`)")
 
 
 class Status(Enum):
-    """How bad a finding is: all is well, a job may be slower than it could be, or a job may fail."""
+    """The severity of a finding. OK: no problem. WARN: a job may be slower than necessary. WRONG: a job may fail."""
 
     OK = "ok"
     WARN = "warn"
@@ -21,13 +21,13 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
+    """The result of one check.
 
     Attributes:
-        name: what was checked, in a word or two.
-        status: how bad the finding is.
-        found: what was found.
-        remedy: how to repair the problem; empty if and only if the status is OK.
+        name: the name of the check, in one or two words.
+        status: the severity.
+        found: describes the result.
+        remedy: tells the user how to solve the problem. Empty if and only if the status is OK.
     """
 
     name: str
@@ -41,18 +41,18 @@ class Finding:
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """Return the first of the worst findings. There must be at least one finding."""
+    """Return the finding with the highest severity. If there are several, return the first. `findings` must not be empty."""
     severity = list(Status).index
     return max(findings, key=lambda finding: severity(finding.status))
 
 
 def ok(name: str, found: str) -> Finding:
-    """Return a finding that needs no remedy."""
+    """Return a finding with the status OK."""
     return Finding(name, Status.OK, found)
 
 
 def in_text(findings: Sequence[Finding], width: int = 100) -> str:
-    """Return the findings as aligned text. Each remedy stands below its finding. A summary stands at the end."""
+    """Return the findings as aligned text. Each remedy is below its finding, and a summary is at the end."""
     name_width = max((len(finding.name) for finding in findings), default=0)
     indent = " " * (7 + name_width + 2)
     lines: list[str] = []
@@ -87,7 +87,7 @@ def _is_command(piece: str) -> bool:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Say in words how many findings are wrong and how many are warnings."""
+    """Return a text with the numbers of findings that are wrong and of warnings."""
     wrong = sum(finding.status is Status.WRONG for finding in findings)
     warned = sum(finding.status is Status.WARN for finding in findings)
     if not wrong and not warned:

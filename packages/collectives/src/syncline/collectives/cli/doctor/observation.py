@@ -1,4 +1,4 @@
-"""Observation: what one process sees of its machine. Its values are plain, so that ranks can exchange and compare them."""
+"""`Observation`: facts about the machine and the software of one process. Ranks can exchange and compare observations."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class MPIFacts:
-    """What mpi4py says about the MPI library, while MPI runs in this process.
+    """Facts about the MPI library from mpi4py, while MPI runs in this process.
 
     Attributes:
         library: the MPI library's name and version, such as "MPICH 5.0.2".
         standard: the version of the MPI standard, such as "4.1".
-        abi: the binary interface that mpi4py was loaded for, such as "mpich".
-        thread_level: how many threads may call MPI: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
-        world_size: the number of processes that the library sees.
+        abi: the binary interface of the mpi4py module that was loaded, such as "mpich".
+        thread_level: MPI's thread level: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+        world_size: the size of MPI_COMM_WORLD.
         mpi4py: mpi4py's version.
     """
 
@@ -47,31 +47,32 @@ class MPIFacts:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one process sees of its node, its software and its launcher.
+    """Facts about the node, the software and the launcher of one process.
 
     Attributes:
-        host: the node that the process runs on.
+        host: the node on which the process runs.
         software: names and versions of the software that must be the same on every rank.
-        launcher: the name of the launcher, such as "Slurm", or None if there is none.
-        launch_problem: what is wrong with the launcher's variables, or None.
-        launch_world_size: the number of processes according to the launcher, or None.
-        launch_is_mpi: whether the launcher starts MPI programs. The MPI library must then see the same number of processes.
-        mpi: the facts from the MPI library, or None if MPI does not run in this process.
-        mpi_lack: why MPI cannot be used on this host, or None.
+        launcher: the name of the launcher, such as "Slurm"; None if there is no launcher.
+        launch_problem: describes an error in the launcher's variables; None if there is no error.
+        launch_world_size: the number of processes according to the launcher; None if the launcher does not tell this number.
+        launch_is_mpi: whether the launcher starts MPI programs. If so, the launcher and the MPI library must agree on the
+            number of processes.
+        mpi: facts about the MPI library; None if MPI does not run in this process.
+        mpi_lack: the reason why MPI cannot be used on this host; None if it can.
         cores: the cores that this process may run on.
         node_cores: the number of cores of the node.
         threads: the number of threads with which torch computes.
-        shm_total_bytes, shm_free_bytes: the size of /dev/shm, and how much of it is free; both 0 if there is none.
+        shm_total_bytes, shm_free_bytes: the size of /dev/shm, and its free space. 0 if there is no /dev/shm.
         memory_limits: the memory limits of this process.
-        sharing: whether this rank could share memory with the other ranks of the node, in words; None if it was not tried.
+        sharing: the result of a test whether the ranks of the node can share memory, as text; None if there was no test.
         gpus: the names of the visible CUDA devices.
-        gpu_ids: the UUIDs of these devices, by which ranks know whether they see the same device.
-        cupy, nccl: the versions of CuPy and of the NCCL that CuPy finds, or None.
-        cuda_aware: the result of a transfer of CUDA memory by MPI, in words; None if it was not tried.
-        tolerates_faults: whether mpirun was told not to end the other ranks when one is lost (`--with-ft ulfm`).
+        gpu_ids: the UUIDs of these devices. With these UUIDs, ranks find out whether they see the same device.
+        cupy, nccl: the version of CuPy, and the version of NCCL that CuPy finds; None if it is missing.
+        cuda_aware: the result of a test in which MPI sends CUDA memory, as text; None if there was no test.
+        tolerates_faults: whether mpirun lets the other ranks run when a rank is lost (`--with-ft ulfm`).
         has_fence: whether there is a memory fence for this processor. Ranks need a fence to synchronize in shared memory.
-        site_file: the site file that is read, and the keys that it changes, in words.
-        site_problem: why the site file cannot be read, with the remedy, or None.
+        site_file: a text with the path of the site file and the keys that the file changes.
+        site_problem: the reason why the site file cannot be read, and the remedy; None if there is no problem.
     """
 
     host: HostIdentity
@@ -103,7 +104,7 @@ class Observation:
 def observe(
     environ: Mapping[str, str], mpi_lack: str | None, cuda_aware: str | None = None, sharing: str | None = None
 ) -> Observation:
-    """Observe this process's machine. The function is no collective, and does not start MPI."""
+    """Collect the facts about this process and its machine. This function does not communicate, and does not start MPI."""
     launch, problem = _launch(environ)
     shm_total, shm_free = _shared_memory()
     cupy, nccl = _cupy()
@@ -230,6 +231,6 @@ def _cupy() -> tuple[str | None, str | None]:
 
 
 def nccl_version_in_words(number: int) -> str:
-    """Turn NCCL's version number into words: 22703 is "2.27.3", and 2804 (before NCCL 2.9) is "2.8.4". A pure function."""
+    """Convert NCCL's version number to text: 22703 is "2.27.3", and 2804 (before NCCL 2.9) is "2.8.4". A pure function."""
     step = 10_000 if number >= 10_000 else 1_000
     return f"{number // step}.{number % step // 100}.{number % 100}"

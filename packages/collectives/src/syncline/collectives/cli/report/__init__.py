@@ -1,1 +1,1 @@
-"""`syncline report FOLDER` shows the files that the ranks of a job wrote. Packages offer a reader for each kind of file."""
+"""`syncline report FOLDER` shows files that the ranks of a job wrote. Installed packages provide readers for such files."""

@@ -1,4 +1,4 @@
-"""The command `report` calls every `ReportReader` that finds files of its kind in the folder."""
+"""The command `report`, which shows a folder with all installed readers (`ReportReader`) that find files in the folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ENTRY_POINT_GROUP = "syncline.report_readers"
 
 
 class ReportReader(Protocol):
-    """Shows the files of one kind in a folder. An entry point in the group `syncline.report_readers` names each reader.
+    """Shows one kind of files in a folder. A package registers a reader as an entry point of `syncline.report_readers`.
 
-    A reader is an object or a module. It may also have `html(folder, arguments) -> str`, which returns the reader's part of the
-    HTML page. If the reader has no `html`, the page shows the reader's text.
+    A reader is an object or a module. A reader may also have a function `html(folder, arguments) -> str`, which returns the
+    reader's part of the HTML page. If the reader has no such function, the page shows the reader's text.
 
     Attributes:
-        EXPECTED: the files that the reader looks for, in words, such as "failure records (rank-*.json)".
+        EXPECTED: describes the files that the reader looks for, such as "failure records (rank-*.json)".
     """
 
     EXPECTED: str
@@ -33,7 +33,7 @@ class ReportReader(Protocol):
         """Whether the folder has files that this reader can show."""
 
     def text(self, folder: Path, arguments: argparse.Namespace) -> str:
-        """Return what the files in the folder say, as text for the terminal.
+        """Return the content of the files in readable form, as text for the terminal.
 
         Raises:
             InvalidArgumentError: a file cannot be read.
@@ -49,7 +49,7 @@ def load_readers() -> list[ReportReader]:
 
 
 def html_of(reader: ReportReader, folder: Path, arguments: argparse.Namespace) -> str:
-    """Return the reader's part of the page: its own HTML, or else its text."""
+    """Return the reader's part of the page. If the reader has no `html`, this is the reader's text."""
     own = getattr(reader, "html", None)
     return own(folder, arguments) if own is not None else f"<pre>{html.escape(reader.text(folder, arguments))}</pre>"
 
@@ -81,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the reports of the folder. With `--html`, also write them as a page.
+    """Print the reports of the folder. With `--html`, also write the reports as an HTML page.
 
     Raises:
-        InvalidArgumentError: there is no such folder, or no reader knows a file in it, or the page cannot be written.
+        InvalidArgumentError: the folder does not exist, no reader finds a file in the folder, or the page cannot be written.
     """
     readers = _readers_of(arguments.folder, load_readers())
     print("\n\n".join(reader.text(arguments.folder, arguments) for reader in readers))

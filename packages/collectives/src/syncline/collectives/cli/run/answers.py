@@ -2,16 +2,16 @@
 
 When the script has imported torch, this module changes four things in torch:
 
-1. For the URLs `env://` and `tcp://` the ranks meet in a store on rank 0. The other ranks reach this store by MPI messages, so
-   no port is opened.
-2. torch reads the backend of each device from its class `BackendConfig`. A subclass in this module replaces `BackendConfig`,
-   and names a backend of Syncline in place of the backend that the script named. The script and torch still see the script's
-   name.
-3. torch makes every group by one function, `_new_process_group_helper`. A function of this module replaces this function, and
-   decides whether point 2 applies to the group. For the default group, rank 0 logs this decision.
-4. `DistributedDataParallel` and the default time limit are replaced, if the command line says so.
+1. For the URLs `env://` and `tcp://`, the ranks meet in a store on rank 0. The other ranks reach this store by MPI messages, so
+   rank 0 opens no port.
+2. torch looks up the backend of each device in its class `BackendConfig`. This module replaces `BackendConfig` by a subclass,
+   which names a backend of Syncline instead of the script's backend. The script and torch still see the name that the script
+   used.
+3. torch makes every group with the function `_new_process_group_helper`. This module replaces this function by its own
+   function, which decides whether point 2 applies to the group. For the default group, rank 0 logs this decision.
+4. If the command line says so, this module replaces `DistributedDataParallel` and the default time limit.
 
-Collectives do not pass through this code, so they are not slower.
+These changes do not make collectives slower, because collectives do not use the changed code.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Answers:
     Args:
         job: this process's rank, and the other ranks of its job.
         backend: a key of `BACKENDS`.
-        ddp: returns the class that replaces torch's `DistributedDataParallel`. Called when torch is loaded. None: torch's
-            class stays.
-        timeout_s: the time limit of groups that the script makes without a time limit. None: torch's default.
+        ddp: returns the class that replaces torch's `DistributedDataParallel`. This function is called when torch is loaded.
+            None: do not replace the class.
+        timeout_s: the default time limit of groups. None: torch's default.
     """
 
     def __init__(self, job: Job, backend: str, ddp: Callable[[], type] | None, timeout_s: float | None) -> None:
@@ -67,7 +67,7 @@ class Answers:
         self._store: Any = None
 
     def prepare(self) -> None:
-        """Change torch now if it is imported already, else as soon as the script imports it."""
+        """Change torch now, if torch is imported already. Otherwise change torch as soon as the script imports it."""
         if "torch" in sys.modules:
             self._change_torch()
         else:
@@ -200,16 +200,16 @@ class Answers:
 
 
 def unknown_names(c10d: object, rendezvous: object) -> list[str]:
-    """Return the names that we must replace, but that these modules of torch.distributed lack."""
+    """Return the names that this module must replace and that torch.distributed does not have."""
     asked = [(c10d, name) for name in _OF_C10D] + [(rendezvous, name) for name in _OF_RENDEZVOUS]
     return [name for module, name in asked if not hasattr(module, name)]
 
 
 def carrier_for(named: Mapping[str, str], backend: str) -> str | None:
-    """Return Syncline's backend for a group. None: the group stays torch's own. A pure function.
+    """Return the name of Syncline's backend for a group. None: torch's own backend carries the group. A pure function.
 
     Args:
-        named: for each type of device, torch's backend that the script named.
+        named: for each type of device, the backend that the script named.
         backend: a key of `BACKENDS`.
     """
     names = set(named.values())

@@ -1,4 +1,4 @@
-"""`syncline run` reads the options, refuses options that cannot work, then runs the script."""
+"""The command `run`: read the options, refuse options that cannot work, then run the script."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `syncline run` with these command-line words. Returns the exit status, if the script does not exit by itself."""
+    """Run `syncline run` with these command-line arguments. Return the exit status, unless the script exits by itself."""
     parser = argparse.ArgumentParser(prog="syncline run", description=HELP, allow_abbrev=False)
     add_arguments(parser)
     return run(parser.parse_args(words))

@@ -1,15 +1,16 @@
-"""How a rank leaves its job. No other rank must wait for a rank that never comes.
+"""End a rank of a job, so that no other rank waits for it for ever.
 
-torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. The rules of `syncline run`:
+torchrun ends a job when one worker fails. If no worker fails, each worker may end when it is done. `syncline run` has these
+rules:
 
-1. An exception that nobody caught ends the job at once. The rank that failed first prints the exception. Ranks that fail at
-   about the same time print one line that names the first rank.
-2. A status other than 0 (`sys.exit(3)`) ends the job with that status, after the script's own exit handlers. If all ranks end
+1. An uncaught exception ends the job at once. The rank that failed first prints the exception. Other ranks that fail at about
+   the same time print one line that names the first rank.
+2. A status other than 0 (`sys.exit(3)`) ends the job with this status, after the script's own exit handlers. If all ranks end
    at about the same time, the job is not aborted.
-3. A rank that ends without failure sleeps until the other ranks end, too. Every process must finalize MPI before it ends,
-   otherwise the launcher kills the other ranks. `os._exit(0)` does not finalize MPI, so this module replaces `os._exit`.
+3. A rank that ends without failure sleeps until the other ranks end, too. Every process must finalize MPI before it ends.
+   Otherwise the launcher kills the other ranks. `os._exit(0)` does not finalize MPI, so this module replaces `os._exit`.
 
-These rules hold for ranks only, not for child processes of ranks.
+These rules do not hold for child processes of ranks.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _PATIENCE_S = 10.0
 
 
 class Ending:
-    """What happens when this process ends. With MPI, the constructor replaces `os._exit` and registers an exit handler.
+    """Handles the end of this process. With MPI, the constructor replaces `os._exit` and registers an exit handler.
 
-    Make this object right after MPI has started. Exit handlers run in reverse order, so the handler of this object runs last.
+    Make this object right after MPI has started. Python runs exit handlers in reverse order, so this handler then runs last.
     """
 
     def __init__(self, job: Job) -> None:
@@ -63,14 +64,14 @@ class Ending:
             os._exit = self._exit_at_once
 
     def note_exit(self, error: SystemExit) -> None:
-        """Take the exit status from the SystemExit with which the script ended."""
+        """Note the exit status. `error` is the SystemExit with which the script has ended."""
         self.status = as_status(error.code)
         set_exit_status(self.status)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End the job, because nobody caught this exception. Print the exception.
+        """End the job because of an uncaught exception. Print the exception.
 
-        If another rank failed before, name that rank instead.
+        If another rank failed before, print one line that names this other rank instead.
         """
         self.status = status = 130 if isinstance(error, KeyboardInterrupt) else 1
         set_exit_status(status)
@@ -179,7 +180,7 @@ def _print(error: BaseException) -> None:
 
 
 def first_to_fail(world: MPI.Intracomm, failed_at: float) -> int:
-    """Return the first of the ranks that fail at about the same time as this rank. Each of these ranks calls this function.
+    """Return the rank that failed first. All ranks that fail at about the same time call this function.
 
     Args:
         world: a communicator of all ranks.

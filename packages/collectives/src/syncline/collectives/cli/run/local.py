@@ -1,4 +1,4 @@
-"""Starts the ranks on this machine: by the mpiexec of the installed MPI, or without MPI as child processes."""
+"""Start the ranks on this machine: with the mpiexec of the installed MPI, or, without MPI, as child processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SI_USER = 0
 
 
 def start_ranks(count: int) -> int:
-    """Run the command of this process again, on `count` ranks of this machine.
+    """Run the command line of this process again, on `count` ranks of this machine.
 
-    With MPI, mpiexec replaces this process, and handles signals, input and the exit status.
+    With MPI, mpiexec replaces this process, so this function does not return. Without MPI, the ranks are child processes.
 
     Returns:
         The exit status of the first rank that failed, or 128 plus the number of the signal that ended this rank. 0 if no rank

@@ -1,7 +1,7 @@
 """Redirect the standard streams: put the rank before each line of output, show only rank 0's output, or end the input.
 
-This file is also a program, which puts the rank before each line. The program runs as its own process, so it reads everything
-that a rank and its children write, even if the rank is killed. The program writes each line in one piece.
+This file is also a program, which puts the rank before each line. The program runs as a separate process. So the program reads
+the output of a rank and its children to the end, even if the rank is killed. The program writes each line in one piece.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 
 
 def end_stdin() -> None:
-    """Let this process and its children find the end of the input at once."""
+    """Give this process and its children an empty standard input."""
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
 
 
 def silence_stdout() -> None:
-    """Discard what this process and its children write to standard output."""
+    """Discard the standard output of this process and its children."""
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 

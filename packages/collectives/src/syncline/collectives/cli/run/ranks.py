@@ -1,4 +1,4 @@
-"""Finds this process's rank in its job. Then sets torchrun's variables, from which the script reads the rank."""
+"""Find this process's rank in its job. Then set torchrun's variables, from which the script reads the rank."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ _START_S = 300.0
 
 @dataclass(frozen=True)
 class Job:
-    """What this process knows about its rank and about its job.
+    """The rank of this process, and the facts about its job.
 
     Attributes:
         rank, size: this rank's number in the job, and the number of ranks.
         local_rank, local_size: this rank's number among the ranks of this node, and the number of these ranks.
         node, nodes: this node's number, and the number of nodes. Nodes are numbered in the order of their lowest ranks.
-        address, port: where rank 0 may listen. The port was free when it was chosen.
-        run_id: a name of this run, the same on all ranks.
-        carrier: the launcher that gave this information, in words.
+        address, port: the address and the port where rank 0 may listen. The port was free when it was chosen.
+        run_id: a name of this run, which is the same on all ranks.
+        carrier: the name of the launcher that gave this information.
         world: a communicator of all ranks; None without MPI. Only `syncline run` uses this communicator.
         local_cores: for each rank of this node, the cores that it may use.
-        without_mpi: why MPI is not used, or None.
+        without_mpi: the reason why MPI is not used; None if MPI is used.
         has_blocks: whether each node has consecutive ranks, as with torchrun.
-        pid: the process id of this process. A forked child has another process id, which shows that the child is no rank.
+        pid: the process id of this rank. A forked child has another process id, and is not a rank.
     """
 
     rank: int
@@ -96,11 +96,11 @@ class Job:
     pid: int = field(default_factory=os.getpid)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks. Without MPI, return only this rank's value. A collective."""
+        """Return the values of all ranks, in a collective. Without MPI, return only this rank's value."""
         return [value] if self.world is None else self.world.allgather(value)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that torchrun would set."""
+        """Return the environment variables that torchrun would set."""
         said = (
             self.rank,
             self.size,
@@ -117,22 +117,22 @@ class Job:
         return {**dict(zip(TORCHRUN, map(str, said), strict=True)), **_CONSTANT}
 
     def who(self) -> str:
-        """Describe this process in words."""
+        """Return a text that names this rank, its host and its process id."""
         return f"[syncline] {rank_here(self.rank, self.size, self.pid)}"
 
 
 def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
-    """Find this process's job. Return None if the caller must start `wanted` ranks, because there is no launcher.
+    """Find this process's job. Return None if there is no launcher, so that the caller must start `wanted` ranks.
 
-    In an MPI job, this function starts MPI, and is a collective of all ranks.
+    In an MPI job, this function starts MPI. Then all ranks must call this function.
 
     Args:
         environ: the environment variables.
         wanted: how many ranks the user asked for (`-n`), or None.
 
     Raises:
-        LaunchError: two launchers started this process, or a rank of a job started it, or the launcher and the MPI library
-            belong to different MPIs.
+        LaunchError: two launchers were used, a rank of a job started this process, or the launcher and the MPI library belong
+            to different MPIs.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     if run_id.startswith(started_id(os.getppid())):
@@ -160,7 +160,7 @@ def find_job(environ: Mapping[str, str], wanted: int | None) -> Job | None:
 
 
 def started_id(starter: int) -> str:
-    """Return how the run id begins, if the process `starter` (`syncline run -n N`) has started the ranks without MPI."""
+    """Return the prefix of the run id, if the process `starter` (`syncline run -n N`) has started the ranks without MPI."""
     return f"{RUN_ID_PREFIX}started-{starter}-"
 
 
@@ -168,7 +168,7 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
     """Set torchrun's variables.
 
     Returns:
-        The variables that had a different value before (for example, from the user's shell), such as "RANK=3 (now 0)".
+        The variables that had a different value before, for example from the user's shell. An entry is "RANK=3 (now 0)".
     """
     wanted = job.variables()
     stale = [name for name in TORCHRUN if environ.get(name, wanted[name]) != wanted[name]]
@@ -179,14 +179,14 @@ def set_variables(job: Job, environ: MutableMapping[str, str]) -> list[str]:
 
 
 def threads_for(local_cores: Sequence[frozenset[int]], local_rank: int, quota: float) -> int:
-    """Return how many threads a rank should run: its share of the cores that it may use, but at most its share of the quota.
+    """Return the number of threads that a rank should run. A pure function.
 
-    A pure function.
+    This is the rank's share of the cores that it may use, but at most the rank's share of the quota.
 
     Args:
-        local_cores: for each rank of the node, the cores that it may use. A launcher may give each rank its own cores.
+        local_cores: for each rank of the node, the cores that this rank may use. A launcher may give each rank its own cores.
         local_rank: the rank's index in `local_cores`.
-        quota: how many cores all ranks of the node together may keep busy (a container's limit).
+        quota: how many cores all ranks of the node together may keep busy. A container may set such a limit.
     """
     share = sum(1 / sum(core in cores for cores in local_cores) for core in local_cores[local_rank])
     return max(1, int(min(share, quota / len(local_cores)) + 1e-9))
@@ -198,7 +198,7 @@ def cores_of_this_process() -> frozenset[int]:
 
 
 def core_quota() -> float:
-    """Return how many cores the container may keep busy, or infinity without such a limit."""
+    """Return how many cores the container may keep busy; infinity if there is no limit."""
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             most, period = file.read().split()
@@ -309,8 +309,8 @@ def _let_the_script_start_mpi(mpi: Any) -> None:
 def end_mpi() -> None:
     """End MPI in this process.
 
-    `syncline run` may have replaced `MPI.Finalize` by a function that does nothing (see `_let_the_script_start_mpi`). This
-    function calls the original.
+    `syncline run` may have replaced `MPI.Finalize` by a function that does nothing, because the script may call it too early.
+    This function calls the original `MPI.Finalize`.
     """
     from mpi4py import MPI
 
@@ -388,12 +388,12 @@ def _without_mpi(launch: Launch, environ: Mapping[str, str], problem: str) -> Jo
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Turn Slurm's "4(x2),3" into [4, 4, 3]. A pure function."""
+    """Read Slurm's list of tasks on each node: "4(x2),3" becomes [4, 4, 3]. A pure function."""
     return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a Slurm list: "gpu07" from "gpu[07-09,12],login1". A pure function."""
+    """Return the first host of a Slurm host list: "gpu07" for "gpu[07-09,12],login1". A pure function."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", hosts)[0])
 
 
@@ -401,7 +401,7 @@ def first_host(hosts: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now. Another process may still take it."""
+    """Return a port of this machine that is free now. Another process may take the port later."""
     with socket.create_server(("", 0)) as listener:
         return int(listener.getsockname()[1])
 

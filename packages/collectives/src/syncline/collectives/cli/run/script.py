@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ScriptError(Exception):
-    """The script cannot be found or read. `status` is the exit status that `python` would give."""
+    """The script cannot be found or read. `status` is the exit status that `python` would have."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class ScriptError(Exception):
 
 @dataclass(frozen=True)
 class Script:
-    """A script: its code, its name for `sys.argv[0]`, and the attributes of its `__main__`."""
+    """A script: its code, its name for `sys.argv[0]`, and the attributes of its module `__main__`."""
 
     code: types.CodeType
     name: str
@@ -33,18 +33,18 @@ class Script:
 def find_script(name: str, *, is_module: bool) -> Script:
     """Find and compile the script, and put its folder first in `sys.path`.
 
-    With `is_module` the script is a module. Then the current folder comes first, and the `__init__` of the module's packages
-    runs here, as with `python -m`.
+    With `is_module`, `name` is the name of a module. Then the current folder comes first in `sys.path`, and this function runs
+    the `__init__` of the module's packages, as `python -m` does.
 
     Raises:
-        ScriptError: there is no such script, or it cannot be read.
-        SyntaxError: the script is no valid Python.
+        ScriptError: the script does not exist, or it cannot be read.
+        SyntaxError: the script is not valid Python.
     """
     return _module(name) if is_module else _file(name)
 
 
 def run_script(script: Script, arguments: Sequence[str]) -> None:
-    """Run the script as `__main__`. Its exceptions are passed on, also SystemExit."""
+    """Run the script as `__main__`. Exceptions of the script, including SystemExit, reach the caller."""
     main = types.ModuleType("__main__")
     main.__dict__.update(script.attributes, __builtins__=builtins)
     if sys.version_info < (3, 14):
