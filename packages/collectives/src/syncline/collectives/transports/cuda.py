@@ -1,4 +1,4 @@
-"""CUDA devices. torch makes streams, events and pinned memory, but CuPy makes the streams that must not be shared."""
+"""The `DeviceRuntime` of CUDA. This module uses torch, but CuPy makes the streams that must not be shared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaEvent(Event):
-    """An event on a stream. The constructor records the event behind the operations that the stream holds now."""
+    """An event on a stream. The constructor records the event after all operations that the stream holds now."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -84,7 +84,7 @@ class _Current:
 
 
 class CudaStream(Stream):
-    """A stream of torch's pool. If `is_own`: a stream of CuPy that nobody else uses as long as this object lives."""
+    """A CUDA stream. With `is_own`, no other code uses the stream while this object lives. Else torch's pool has the stream."""
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
         self.device = device
@@ -109,12 +109,13 @@ class CudaStream(Stream):
         return CudaEvent(self._stream)
 
     def complete(self, future: TensorsFuture, tensors: list[torch.Tensor], done: Event, *, captured: bool) -> None:
-        """Complete the future. torch then records an event on the current stream; waiters and callbacks wait for this event.
+        """Complete the future. torch then records an event on the current stream. Waiters and callbacks wait for this event.
 
-        If this object's stream were the current stream, waiters would also wait for later collectives, which this stream may
-        already hold. So take a stream from torch's pool, let it wait only for `done`, and make it the current stream. But in a
-        CUDA graph capture, make this object's stream current: a capture requires that all its streams are joined again, and
-        nobody would join the stream of the pool.
+        This object's stream may already hold later collectives. If it were the current stream, waiters would also wait for
+        these collectives. So this method makes a stream of torch's pool current, and this stream waits only for `done`.
+
+        In a CUDA graph capture, the method makes this object's stream current instead. A capture requires that all its streams
+        are joined at the end, and no code would join the stream of the pool.
         """
         assert isinstance(done, CudaEvent)
         ordered: torch.cuda.Stream = self._stream
@@ -130,7 +131,7 @@ class CudaStream(Stream):
 
 
 class CudaRuntime(DeviceRuntime):
-    """The GPUs that torch sees. torch reuses pinned memory only when no copy needs the memory any more."""
+    """The CUDA devices of this process. Callers may drop pinned memory early, because torch reuses it only after all copies."""
 
     device_type = "cuda"
 
@@ -190,18 +191,18 @@ class CudaRuntime(DeviceRuntime):
     # ---- copies ----
 
     def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned host memory for as many elements as the tensor has. The memory is not filled."""
+        """Allocate flat, pinned host memory with as many elements as `tensor`. The content is undefined."""
         return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor to pinned host memory. The thread waits for the copy without holding the GIL."""
+        """Copy the tensor to pinned host memory, and wait for the copy. The thread does not hold the GIL while it waits."""
         host = self.empty_on_host(tensor)
         host.copy_(tensor.view(-1), non_blocking=True)
         self.finish(tensor)
         return host
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Start to copy `host` to `tensor` on the current stream, without waiting for the end of the copy."""
+        """Start to copy `host` to `tensor` on the current stream. Do not wait for the end of the copy."""
         tensor.view(-1).copy_(host, non_blocking=True)
 
     @override
@@ -210,11 +211,13 @@ class CudaRuntime(DeviceRuntime):
 
 
 class StreamPool:
-    """Lends each stream to one user (any object). When this user is gone, another user can get the stream.
+    """Lends each stream to one user, which may be any object. When Python frees the user, another user can get the stream.
 
-    Two users must not share a stream, because the operations of one would wait for the operations of the other. For example,
-    if a send is behind a receive, and the peer answers only after this send, both ranks wait for ever. Streams are never
-    destroyed, because torch's allocator keeps memory for each stream, by the stream's handle.
+    Two users must not share a stream, because the operations of one user would wait for the operations of the other user. For
+    example, a send may be queued after a receive in the same stream. If the peer answers only after this send, both ranks wait
+    for ever.
+
+    The pool never destroys a stream, because torch's allocator keeps memory for each stream handle.
 
     Args:
         make: makes a stream on a device, and returns its handle.
@@ -226,7 +229,7 @@ class StreamPool:
         self._lock = Lock()
 
     def acquire(self, device: torch.device, user: object) -> int:
-        """Get the handle of a stream. The stream belongs to `user` as long as `user` lives."""
+        """Return the handle of a stream. The stream belongs to `user` as long as `user` lives."""
         with self._lock:
             idle = self._idle[device]
             handle = idle.pop() if idle else self._make(device)
@@ -256,5 +259,5 @@ def _driver() -> Any | None:
 
 
 def cuda_runtime() -> CudaRuntime | None:
-    """A `CudaRuntime` for a new group; None if this process sees no CUDA device."""
+    """Return a `CudaRuntime` for a new group, or None if this process sees no CUDA device."""
     return CudaRuntime() if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""DeviceTransport lets a transport for host memory also move tensors of a device (a GPU)."""
+"""`DeviceTransport` moves the tensors of a GPU, with a transport for host memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ Keep = Callable[..., AbstractContextManager[None]]
 
 
 class DeviceTransport(Transport):
-    """Moves tensors in host memory by one transport, and tensors of a device by another transport or through host memory.
+    """Moves tensors in host memory and tensors of a device.
+
+    A second transport moves the device's tensors. If there is no second transport, they are copied through host memory.
 
     Args:
         host: the transport for tensors in host memory, and for calls without a tensor.
         rank: this process's rank in the group.
         device: copies tensors between the device and host memory.
-        direct: the transport for tensors of the device. None: copy these tensors to host memory, and move them by `host`.
+        direct: the transport for tensors of the device. None: copy these tensors to host memory, and move the copies with
+            `host`.
     """
 
     def __init__(self, host: Transport, rank: int, device: DeviceRuntime, direct: Transport | None = None) -> None:
@@ -44,12 +47,12 @@ class DeviceTransport(Transport):
     def compares_every_call(self) -> bool:
         """Whether the host transport compares every call.
 
-        The direct transport compares its calls in any case: see Note [Presync] in `mpi.transport`.
+        The direct transport always compares its calls: see Note [Presync] in `mpi.transport`.
         """
         return self._host.compares_every_call
 
     def describe(self) -> str:
-        """The host transport's description, and whether tensors of the device go directly or through host memory."""
+        """Return the host transport's description, and whether tensors of the device travel directly or through host memory."""
         way = "staged through the host" if self._direct is None else "directly"
         return f"{self._host.describe()}, {self._device.device_type} {way}"
 
@@ -66,7 +69,7 @@ class DeviceTransport(Transport):
 
     @override
     def barrier(self, call: Call) -> None:
-        """The host transport's barrier, which does not wait for operations on the device."""
+        """Call the host transport's barrier. The barrier does not wait for operations on the device."""
         self._host.barrier(call)
 
     @override
@@ -141,7 +144,7 @@ class DeviceTransport(Transport):
 
 
 class StagedPlan(Plan):
-    """Copies the tensors of a call to host memory, runs a plan of the host transport, and copies the results to the device.
+    """Copies the inputs of a call to host memory, runs a plan of the host transport, and copies the results to the device.
 
     Cost: one copy to the host for each tensor that is read, and one copy back for each tensor that is written.
 
@@ -150,7 +153,8 @@ class StagedPlan(Plan):
         signature: the signature of the calls.
         rank: this rank.
         device: copies tensors between the device and host memory.
-        kept: makes a context from the host buffers. If the plan fails inside the context, these buffers stay alive for ever.
+        kept: makes a context manager for the host buffers. If the plan fails inside the context, these buffers stay alive for
+            ever, because the library may still write to them.
     """
 
     def __init__(self, plan: Plan, signature: Signature, rank: int, device: DeviceRuntime, kept: Keep) -> None:
@@ -187,7 +191,7 @@ class StagedPlan(Plan):
 
 
 class StagedArrival(Request):
-    """The receive of a device tensor: a receive into host memory, and then a copy to the device."""
+    """A receive of a device tensor. The message arrives in host memory, and is then copied to the device."""
 
     def __init__(self, request: Request, there: torch.Tensor, tensor: torch.Tensor, device: DeviceRuntime) -> None:
         self._request = request
@@ -198,19 +202,19 @@ class StagedArrival(Request):
         self._is_over = False
 
     def wait(self, scope: CancelScope) -> None:
-        """Wait for the message, then copy it to the device."""
+        """Wait for the message, then copy the message to the device."""
         if not self._is_over:
             self._request.wait(scope)
             self._deliver()
 
     def test(self) -> bool:
-        """Whether the message has arrived; if so, copy it to the device."""
+        """Whether the message has arrived. If so, also copy the message to the device."""
         if not self._is_over and self._request.test():
             self._deliver()
         return self._is_over
 
     def source(self) -> int | None:
-        """The sender's rank, after the receive is over."""
+        """Return the sender's rank, after the receive is over."""
         return self._request.source()
 
     def _deliver(self) -> None:

@@ -1,4 +1,4 @@
-"""The backend "gloo": connects processes over TCP by the Gloo library that is built into torch."""
+"""The backend "gloo": connects processes over TCP with the Gloo library, which is part of torch."""
 
 from __future__ import annotations
 
@@ -97,13 +97,14 @@ class GlooTransport(LibraryTransport):
         _open.add(self)
 
     def describe(self) -> str:
-        """The version of torch, which contains Gloo."""
+        """Return "gloo" and the version of torch, because torch contains Gloo."""
         return f"gloo of torch {torch.__version__}"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce in Gloo's ring. Large float16 and bfloat16 tensors take a reduce-scatter and an all-gather instead.
+        """Call Gloo's all-reduce, or, for large float16 and bfloat16 tensors, a reduce-scatter and an all-gather.
 
-        For these two dtypes, Gloo's ring moves float32, so 4 bytes for each element. The two collectives move 2 bytes.
+        Gloo's all-reduce of these two dtypes would send float32, which are 4 bytes for each element. The two other collectives
+        send 2 bytes for each element.
         """
         if tensor.dtype not in HALVES or self._group.size == 1 or tensor.nbytes < _SCATTER_HALVES_FROM_BYTES:
             _wait(self._group.all_reduce(tensor, op, async_op=True), call.scope)
@@ -115,27 +116,27 @@ class GlooTransport(LibraryTransport):
         tensor.copy_(padded[: tensor.numel()])
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """An all_reduce of a copy."""
+        """All-reduce a copy of the tensor. Only the root keeps the result."""
         _wait(self._group.reduce(tensor, root, op, async_op=True), call.scope)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
-        """Gloo's broadcast of bytes."""
+        """Call Gloo's broadcast, with the tensor as bytes."""
         _wait(self._group.broadcast(tensor, root, async_op=True), call.scope)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """Gloo's all-gather of bytes."""
+        """Call Gloo's all-gather, with the tensors as bytes."""
         _wait(self._group.all_gather_into_tensor(block, tensor, async_op=True), call.scope)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """Gloo's gather of bytes."""
+        """Call Gloo's gather, with the tensors as bytes."""
         _wait(self._group.gather(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
 
     def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """Gloo's scatter of bytes."""
+        """Call Gloo's scatter, with the tensors as bytes."""
         _wait(self._group.scatter(tensor, self._parts(block, tensor), root, async_op=True), call.scope)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """An all-to-all of bytes, then a reduction in rank order."""
+        """Exchange the parts in an all-to-all, with the tensors as bytes. Then each rank reduces its part in rank order."""
         _wait(self._group.reduce_scatter_tensor(tensor, block, op, async_op=True), call.scope)
 
     def all_to_all(
@@ -146,7 +147,7 @@ class GlooTransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Gloo's all-to-all of bytes."""
+        """Call Gloo's all-to-all, with the tensors as bytes."""
         _wait(self._group.all_to_all_single(output, tensor, output_counts, input_counts, async_op=True), call.scope)
 
     @override
@@ -170,7 +171,7 @@ class GlooTransport(LibraryTransport):
         return _StorePost(dist.PrefixStore(f"status/{self._group.name}", self._store), self._group.rank, self._group.size)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make another Gloo group. Its ranks meet in this group's store, under keys that no earlier subset has used."""
+        """Make another Gloo group. The members meet in this group's store, under keys that no earlier subset has used."""
         rank = list(members).index(self._group.rank)
         group = f"{name}/{crc32(repr(list(members)).encode()):x}"
         self._subsets[group] += 1
@@ -178,9 +179,9 @@ class GlooTransport(LibraryTransport):
         return connect(store, rank, len(members), name, scope, self.devices)
 
     def outlive(self, store: dist.Store, timeout_s: float) -> None:
-        """Set the store where subsets meet, and the time limit of collectives. Call this after the ranks have connected.
+        """Set the store in which subsets meet, and the time limit of collectives, after the ranks have connected.
 
-        The ranks may have connected with another store and another time limit.
+        This is necessary if the ranks have used another store and another time limit to connect.
         """
         self._store = store
         self._group.torch_group._set_default_timeout(timedelta(seconds=timeout_s))
@@ -193,22 +194,22 @@ class GlooTransport(LibraryTransport):
         return self._connected
 
     def close(self) -> None:
-        """Drop the torch group: Gloo closes its sockets when the last reference is gone."""
+        """Drop the torch group. Gloo closes its sockets when the last reference to the group is gone."""
         _open.discard(self)
         self._connected = None
 
     def abort(self) -> None:
         """Keep the torch group for ever, because its destructor would wait for collectives in flight.
 
-        The reference is not dropped even when the interpreter ends: otherwise two ranks that gave up the same collective would
-        wait for each other at exit.
+        The reference stays even when the interpreter ends. Otherwise two ranks that gave up the same collective would wait for
+        each other at exit.
         """
         _open.discard(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     @override
     def leave_to_parent(self) -> None:
-        """Keep the torch group for ever: its destructor would wait for threads that a forked child does not have."""
+        """Keep the torch group for ever, because its destructor would wait for threads that a forked child does not have."""
         self.abort()
 
     def _parts(self, block: torch.Tensor | None, part: torch.Tensor) -> list[torch.Tensor] | None:
@@ -252,23 +253,23 @@ def connect(
 ) -> GlooTransport:
     """Connect with the other ranks. All ranks call this function with the same store, size and name.
 
-    First, the ranks meet in the store, so that an error can name the ranks that do not come. If `liveness` is given, the ranks
-    already know each other, and skip this meeting. Then Gloo connects on a separate thread. When the time limit is
-    reached, this rank stops waiting for that thread. (Gloo's own time limit would hold for each of its steps, not for the whole
-    connection.)
+    First, the ranks meet in the store, so that an error can name the missing ranks. If `liveness` is given, the ranks know each
+    other already, and skip this meeting. Then Gloo connects the ranks on a new thread. At the time limit, this rank stops
+    waiting for this thread. (Gloo's own time limit would hold for each of its steps, and not for the whole connection.)
 
     Args:
         store: the store in which the ranks meet.
         rank: this rank.
         size: the number of ranks.
         name: the group's name.
-        scope: the time limit for everything.
-        devices: where this rank's Gloo listens (see `Devices`); default: `interfaces`, or an address that all ranks can reach.
-        liveness: finds out which ranks are lost, if the ranks already know each other; else None.
+        scope: has the time limit for the meeting and the connection together.
+        devices: where Gloo listens on this rank (see `Devices`). By default, Gloo listens on `interfaces`, or at an address
+            that all ranks can reach.
+        liveness: finds out which ranks are lost. None if the ranks do not know each other yet.
         interfaces: see `ConnectRequest`.
 
     Raises:
-        CollectiveTimeout: not all ranks came, or Gloo did not connect them in time.
+        CollectiveTimeout: not all ranks came in time, or Gloo did not connect the ranks in time.
         DisagreementError: the ranks were given different sizes, or run different versions of Syncline.
         LaunchError: the hosts cannot reach each other.
         RankLostError: a rank ended while the ranks connected.
@@ -354,7 +355,7 @@ def _wait(work: Work, scope: CancelScope) -> None:
 
 
 class GlooBackend(Backend):
-    """The backend "gloo". Its ranks are processes that find one another through a store."""
+    """The backend "gloo". The ranks are processes that meet in a store."""
 
     @property
     @override
@@ -367,13 +368,13 @@ class GlooBackend(Backend):
         return True
 
     def missing(self) -> str | None:
-        """Why this backend cannot be used: this build of torch has no Gloo. None if the backend can be used."""
+        """Return an error text if this build of torch has no Gloo. Otherwise return None."""
         if dist.is_available() and dist.is_gloo_available():
             return None
         return "this build of torch has no Gloo; install one of torch's standard wheels"
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Meet the other ranks, then connect each rank with all others over TCP."""
+        """Meet the other ranks in a store, then connect each rank with all other ranks over TCP."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'gloo': {lack}")

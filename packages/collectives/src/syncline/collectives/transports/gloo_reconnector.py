@@ -31,9 +31,10 @@ _REMEDY = "let the ranks meet in a folder (init_method='file:///shared/folder') 
 
 
 def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why the store in which the ranks meet may end together with a rank; None if this store outlives all ranks.
+    """Return an error text if the store in which the ranks meet may end with a rank; None if the store outlives all ranks.
 
-    The function assumes that a store from the caller outlives all ranks.
+    After a rank is lost, the other ranks must meet in this store again. If the caller has passed a store, the function assumes
+    that this store outlives all ranks.
     """
     if size == 1 or request.store is not None:
         return None
@@ -47,7 +48,7 @@ def store_lack(request: ConnectRequest, size: int, environ: Mapping[str, str] = 
 
 
 def admit_lack(request: ConnectRequest) -> str | None:
-    """Return why a process that starts later cannot find the store in which the ranks meet; None if the process can."""
+    """Return an error text if a process that starts later cannot find the ranks' store; None if the process can find it."""
     if request.store is not None or (request.init_method or "").startswith("file:"):
         return None
     return (
@@ -58,7 +59,7 @@ def admit_lack(request: ConnectRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """The facts about a job that a newcomer (a process that starts later and joins the job) must know.
+    """The facts about a job for a newcomer, which is a process that starts later and joins the job.
 
     Attributes:
         size: the number of ranks at the start.
@@ -70,18 +71,19 @@ class Job:
 
 
 class GlooReconnector(StoreReconnector):
-    """Connects the members of a Gloo group again. Each member is a process, and writes its process identity to the store.
+    """Connects the members of a Gloo group again.
 
-    By this identity, other members on the same machine can find out whether the process has ended.
+    Each member is a process, and writes its process identity to the store. With this identity, other members on the same
+    machine can find out whether the process has ended.
 
     Args:
         store: the store in which the ranks met at the start of the job.
-        generation: the group's current members, and which of them is this process.
+        generation: the current members of the group, and the member number of this process.
         job: the facts that newcomers must know.
-        connect: connects the members by Gloo, and returns the transport. It takes `(generation, liveness, store, timeout_s)`,
-            and uses the store only while it connects.
-        lack: why the members cannot meet again, or None.
-        lack_for_newcomers: why newcomers cannot come, or None.
+        connect: connects the members by Gloo, and returns the transport. The function takes
+            `(generation, liveness, store, timeout_s)`, and uses the store only while it connects.
+        lack: the reason why the members cannot meet again; None if they can.
+        lack_for_newcomers: the reason why newcomers cannot join; None if they can.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The backend "in_process": ranks are threads of one process. It is for tests, and is the simplest example of a backend."""
+"""The backend "in_process", for tests: ranks are threads of one process. This backend is also the simplest example."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class _Receive:
 
 
 class SharedState:
-    """The memory that the ranks of a group share, as threads of one process.
+    """The state that the ranks of a group share, as threads of one process. The state has rounds, messages and receives.
 
-    It holds rounds, messages and receives. In a round, each rank calls `exchange` once, and gets the values of all ranks. A
-    message goes to the oldest receive that matches. If no receive matches, the message is kept until a matching receive begins.
-    One condition variable guards everything.
+    In a round, each rank calls `exchange` once, and gets the values of all ranks. A message goes to the oldest receive that
+    matches. If no receive matches, the state keeps the message until a matching receive begins. One condition variable protects
+    the state.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,7 +58,7 @@ class SharedState:
         self._aborted = False
 
     def exchange(self, round_number: int, rank: int, value: Any, scope: CancelScope) -> list[Any]:
-        """Show this rank's value to the other ranks, and return the values of all ranks for this round, in rank order.
+        """Give this rank's value to the other ranks, and return the values of all ranks in this round, in rank order.
 
         Raises:
             TimeoutError: some ranks did not come in time; the message names them.
@@ -73,7 +73,7 @@ class SharedState:
             return [arrived[r] for r in range(self.size)]
 
     def send(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
-        """Give a message to the oldest receive that matches, or keep it until such a receive comes."""
+        """Give a message to the oldest receive that matches, or keep the message until a matching receive begins."""
         with self._condition:
             for receive in self._receives[dst]:
                 if receive.matches(src, tag):
@@ -100,7 +100,7 @@ class SharedState:
         """Wait for the message of a receive.
 
         Returns:
-            The sender and the content.
+            The sender's rank, and the tensor.
 
         Raises:
             TimeoutError: no message came in time.
@@ -112,10 +112,10 @@ class SharedState:
         return receive.message
 
     def child(self, name: str, members: tuple[int, ...], rank: int) -> SharedState:
-        """The shared state of a subset of the ranks.
+        """Return the shared state of a subset of the ranks.
 
-        For one subset, every member's first call returns one common object. Every member's second call returns another common
-        object, and so on.
+        The first call of each member returns the same object. The second call of each member returns another object, and so on.
+        So the members can make several groups with the same name.
         """
         with self._condition:
             number = self._asked[name, members, rank]
@@ -151,10 +151,11 @@ class SharedState:
 
 
 class InProcessTransport(LibraryTransport):
-    """The collectives of ranks that are threads.
+    """Carries out collectives between ranks that are threads of one process.
 
-    Most collectives have two rounds. In the first round, the ranks show each other their tensors, and then read them. The
-    second round is a barrier. After the barrier all ranks have read all tensors, so a rank may overwrite its own tensor.
+    Most collectives have two rounds. In the first round, each rank gets references to the tensors of all ranks, and then reads
+    these tensors. The second round is a barrier. After the barrier all ranks have read all tensors, so a rank may overwrite its
+    own tensor.
     """
 
     backend_name = "in_process"
@@ -167,15 +168,15 @@ class InProcessTransport(LibraryTransport):
     @property
     @override
     def compares_every_call(self) -> bool:
-        """True: in every round, the ranks compare the texts that describe their calls."""
+        """True, because in every round the ranks compare the texts that describe their calls."""
         return True
 
     def describe(self) -> str:
-        """The backend's name and the number of threads."""
+        """Return the backend's name and the number of threads."""
         return f"in_process: {self._shared_state.size} rank(s) as threads"
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Every rank reduces all tensors itself, in rank order."""
+        """Let every rank reduce all tensors, in rank order."""
         tensors = self._show(tensor, call)
         if self._size == 1:  # in place, because no other rank reads the tensor
             reduce_into(tensor, op, tensors)
@@ -185,7 +186,7 @@ class InProcessTransport(LibraryTransport):
         tensor.copy_(result)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """The root reduces."""
+        """Let the root reduce the tensors of all ranks, in rank order."""
         tensors = self._show(tensor, call)
         result = reduce_in_rank_order(op, tensors) if self._rank == root else None
         self.barrier(call)
@@ -193,20 +194,20 @@ class InProcessTransport(LibraryTransport):
             tensor.copy_(result)
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
-        """Every rank copies the root's tensor."""
+        """Let every rank copy the root's tensor."""
         tensors = self._show(tensor, call)
         if self._rank != root:
             tensor.copy_(tensors[root])
         self.barrier(call)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """Every rank copies every tensor."""
+        """Let every rank copy the tensors of all ranks."""
         result = torch.cat(self._show(tensor, call))
         self.barrier(call)
         block.copy_(result)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """The root copies every tensor."""
+        """Let the root copy the tensors of all ranks."""
         tensors = self._show(tensor, call)
         result = None if block is None else torch.cat(tensors)
         self.barrier(call)
@@ -214,13 +215,13 @@ class InProcessTransport(LibraryTransport):
             block.copy_(result)
 
     def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """Every rank copies its part of the root's block."""
+        """Let every rank copy its part of the root's block."""
         part = self._show(block, call)[root].view(self._size, tensor.numel())[self._rank].clone()
         self.barrier(call)
         tensor.copy_(part)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Every rank reduces its part of all blocks."""
+        """Let every rank reduce its part of all blocks, in rank order."""
         blocks = self._show(block, call)
         result = reduce_in_rank_order(op, [entry.view(self._size, tensor.numel())[self._rank] for entry in blocks])
         self.barrier(call)
@@ -234,7 +235,7 @@ class InProcessTransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Every rank copies its part of every tensor."""
+        """Let every rank copy its part of the tensors of all ranks."""
         shown = self._meet(call, (tensor, list(input_counts)))
         parts = [theirs.split(counts)[self._rank] for theirs, counts in shown]
         sent = [part.numel() for part in parts]
@@ -266,10 +267,10 @@ class InProcessTransport(LibraryTransport):
         return InProcessTransport(self._shared_state.child(name, tuple(members), self._rank), members.index(self._rank))
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, because there is nothing to release."""
 
     def abort(self) -> None:
-        """Wake the other threads."""
+        """Wake the other threads, whose calls then fail."""
         self._shared_state.abort()
 
     @property
@@ -333,13 +334,13 @@ class _Receiving(Request):
 
 
 class InProcessReconnector(StoreReconnector):
-    """Connects the ranks anew after a rank was lost or a new rank came. The ranks are threads of one process.
+    """Connects the ranks again after a rank was lost or a new rank came. The ranks are threads of one process.
 
     Args:
         store: a store in memory, which all ranks share.
         generation: the group's current generation.
         first_size: the number of ranks in the first generation.
-        states: the shared state of each generation, by the generation's number; all ranks share this dictionary.
+        states: the shared state of each generation, by the number of the generation. All ranks share this dictionary.
     """
 
     def __init__(self, store: Store, generation: Generation, first_size: int, states: dict[int, SharedState]) -> None:
@@ -363,22 +364,25 @@ class InProcessReconnector(StoreReconnector):
 
 
 class InProcessGroup(ShrinkableGroup):
-    """A group whose ranks are threads. A test can make a rank count as lost (`lose`), or add a rank (`newcomer`)."""
+    """A group whose ranks are threads. A test can simulate a lost rank (`lose`), or add a rank (`newcomer`)."""
 
     _reconnector: InProcessReconnector
 
     def lose(self) -> None:
-        """For tests: from now on, the other ranks see this rank as a killed process. This rank must issue no more calls."""
+        """Let this rank look like a killed process to the other ranks, for tests. This rank must issue no more calls."""
         self._reconnector.store.set(f"ended/{self._generation.me}", b"")
         self.abort()
 
     def newcomer(self) -> InProcessGroup:
-        """For tests: make a group of one rank for a new thread. Its `admit` joins this group. Any thread may call this."""
+        """Make a group of one rank for a new thread, for tests. The new group's `admit` joins this group.
+
+        Any thread may call this method.
+        """
         return InProcessGroup(InProcessTransport(SharedState(1), 0), self._reconnector.newcomer(), **self._options)
 
 
 def create_groups(size: int, *, name: str = "default", timeout_s: float = 60.0) -> list[InProcessGroup]:
-    """Make a group of `size` ranks in this process. Returns one object for each rank; give each to its own thread.
+    """Make a group of `size` ranks in this process. Return one object for each rank. Each object needs its own thread.
 
     Raises:
         InvalidArgumentError: `size` is below one.
@@ -401,7 +405,7 @@ class InProcessBackend(Backend):
     """Makes a group of one rank, for a script that was started without a launcher."""
 
     def missing(self) -> str | None:
-        """Always None: this backend needs nothing."""
+        """Return None, because this backend needs no other software."""
         return None
 
     def connect(self, request: ConnectRequest) -> HostGroup:

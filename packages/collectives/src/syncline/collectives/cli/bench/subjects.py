@@ -203,7 +203,7 @@ class Floor(Subject):
     def prepare(self, collective: str, buffers: Buffers) -> Call:
         """Return a function that does one rank's additions and copies of an `all_reduce`.
 
-        The block has one piece for each rank. The function adds all other pieces to this rank's piece, and then copies the sum
+        There is one piece of memory for each rank. The function adds all other pieces to this rank's piece, and copies the sum
         to all other pieces.
         """
         if collective != "all_reduce":

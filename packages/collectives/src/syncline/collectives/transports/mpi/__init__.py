@@ -1,4 +1,4 @@
-"""MPI through mpi4py. mpi4py is imported only when a program asks whether MPI works, or connects a group."""
+"""The backend "mpi", which uses MPI through mpi4py. mpi4py is imported only when a program checks or uses this backend."""
 
 from .backend import backend
 

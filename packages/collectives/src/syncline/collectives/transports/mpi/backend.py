@@ -1,4 +1,4 @@
-"""The backend "mpi" checks the process before MPI starts, and starts MPI. `connection` then connects the ranks."""
+"""The backend "mpi", which checks the process and starts MPI. Then the module `connection` connects the ranks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ in_forks(_note_mpi_of_parent)
 
 
 class MPIBackend(Backend):
-    """The backend "mpi". Its ranks are the processes of MPI_COMM_WORLD, or of a communicator that the caller gives."""
+    """The backend "mpi". The ranks are the processes of MPI_COMM_WORLD, or of a communicator that the caller passes."""
 
     def missing(self) -> str | None:
-        """Return why this process cannot use MPI; None if it can. The method loads the MPI library to find out.
+        """Return an error text if this process cannot use MPI; else None. The method loads the MPI library to find out.
 
-        The reasons: the process is a fork of a rank, mpi4py is missing or finds no MPI library, or the library does not fit the
-        launcher.
+        There are three possible reasons: the process is a fork of a rank, mpi4py is missing or finds no MPI library, or the
+        library does not belong to the launcher.
         """
         # A fork shares the parent's connections but not its threads, so MPI in it would hang.
         if _parent_has_mpi or is_fork_of_rank():
@@ -44,7 +44,7 @@ class MPIBackend(Backend):
         return missing_library() or conflict_with_launcher()
 
     def connect(self, request: ConnectRequest) -> HostGroup:
-        """Start MPI if it does not run, and make a group over a duplicate of MPI_COMM_WORLD or of the given communicator."""
+        """Start MPI if necessary, and make a group over a duplicate of MPI_COMM_WORLD or of the caller's communicator."""
         lack = self.missing()
         if lack is not None:
             # Only an installation can mend a missing library; the other problems need another start of the job.

@@ -1,4 +1,4 @@
-"""Connect the processes of an MPI job. Import this module only if an MPI library can be loaded."""
+"""Connect the processes of an MPI job. You can import this module only if there is an MPI library."""
 
 from __future__ import annotations
 
@@ -155,9 +155,9 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
     """Return when all ranks of the communicator have called this function, with the same version of Syncline.
 
     Raises:
-        CollectiveTimeout: some ranks did not come in time. On a listener (see Note [The first meeting]) the message names the
-            missing ranks of the listener's block, or says that all ranks of the block have come. On a rank that is no listener,
-            the message names the listeners of its block.
+        CollectiveTimeout: some ranks did not come in time. On a listener (see Note [The first meeting]), the message names the
+            missing ranks of the listener's block, or says that all ranks of the block have come. On other ranks, the message
+            names the listeners of the rank's block.
         DisagreementError: the ranks run different versions. All ranks raise this error.
     """
     meeting = next((one for one in _unfinished if one.communicator == communicator), None)
@@ -177,7 +177,7 @@ def meet(communicator: MPI.Intracomm, connecting: Connecting, version: str = __v
 
 
 def blocks(size: int) -> list[range]:
-    """Divide the ranks into blocks of at most 64 ranks. Each block has separate listeners: see Note [The first meeting]."""
+    """Divide the ranks into blocks of at most 64 ranks. Each block has its own listeners: see Note [The first meeting]."""
     return [range(start, min(start + _BLOCK_RANKS, size)) for start in range(0, size, _BLOCK_RANKS)]
 
 

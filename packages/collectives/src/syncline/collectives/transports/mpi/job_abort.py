@@ -1,26 +1,27 @@
 """End the job when a rank fails, but keep the job running when a rank only finishes earlier than the other ranks.
 
-MPI ends a job when all its processes have called MPI_Finalize, which mpi4py does at the interpreter's exit. Without our guards,
-a rank that fails with an exception would wait in MPI_Finalize for ever, while the other ranks wait for it in a collective.
-There are three guards:
+MPI ends a job when all its processes have called MPI_Finalize, which mpi4py calls at the interpreter's exit. If a rank fails
+with an exception, it would wait in MPI_Finalize for ever, while the other ranks wait for this rank in a collective. Three
+guards prevent this:
 
-1. If nobody catches an exception in the main thread, the rank prints the exception and its own rank, and aborts the job. (At an
+1. If an exception in the main thread is not caught, the rank prints the exception and its own rank, and aborts the job. (At an
    interactive prompt, the exception ends only the command that was typed.)
 2. If a rank calls `sys.exit` with a status other than 0 while a group is open, the rank aborts the job with this status.
-3. A rank that exits in any other way enters a barrier on a separate communicator, and waits there until all ranks come. If the
-   others do not come at once, the rank tells them that it has left (see `LeaveNotices`). Ranks that wait for this rank then
-   fail with an error that names the call: see Note [Who will not come] in `health.leaving`.
+3. If a rank exits in any other way, the rank waits in a barrier on a separate communicator until all ranks come. If the other
+   ranks do not come at once, the rank tells them that it has left (see `LeaveNotices`). Ranks that wait for this rank then fail
+   with an error that names the call: see Note [Who will not come] in `health.leaving`.
 
-   The exiting rank does not wait for a rank whose process is gone. MPI cannot end a job in order if a process is gone, so the
-   rank aborts the job. If MPI tolerates faults, the rank does not abort the job, and its process then has 15 seconds to end.
+   If the process of another rank is gone, MPI cannot end the job in order. So the exiting rank does not wait, and aborts the
+   job. If MPI tolerates faults, the rank does not abort the job. Then its process has 15 seconds to end.
 
-A program may end MPI itself with `MPI.Finalize()`, and go on. `MPI.Finalize()` begins by deleting the attributes of
-MPI_COMM_SELF, and this calls our callback. In the callback we close our groups, and the ranks meet as in guard 3. After this,
-our threads must not call MPI, because a call would abort the process. Threads that call MPI now and then do so only inside
-`while_mpi_runs`. If a thread is inside this context, the callback waits for the thread, but at most one second, because the
-thread may be blocked inside MPI.
+A program may end MPI itself with `MPI.Finalize()`, and continue. `MPI.Finalize()` first deletes the attributes of
+MPI_COMM_SELF, and this calls a callback of this module. The callback closes Syncline's groups, and the ranks meet as in guard
+3. Afterwards, Syncline's threads must not call MPI, because a call would abort the process. So threads call MPI only inside
+   `while_mpi_runs`. If
+a thread is inside this context, the callback waits for the thread. This wait takes at most one second, because the thread may
+be blocked inside MPI.
 
-A forked child of a rank is not a rank: its exceptions, its exit status and its end concern only itself, and it does not call
+A forked child of a rank is not a rank. Its exceptions, its exit status and its end do not affect the job, and it does not call
 MPI. See Note [Forks] in `forks`.
 """
 
@@ -66,7 +67,7 @@ _PATIENCE_S = 10.0
 def abort_on_uncaught() -> None:
     """Install the first guard: an uncaught exception aborts the job.
 
-    This guard needs no other rank, so call this function before any step that may fail.
+    This function does not communicate, so call it before any step that may fail.
     """
     # `syncline run` or another caller prints the exception itself.
     if are_handled_elsewhere():
@@ -101,19 +102,19 @@ def is_interactive() -> bool:
 
 
 class ExitBarrier(Inherited):
-    """Lets ranks that exit wait for each other. If a rank exits with an error status while a group is open, aborts the job.
+    """Makes ranks that exit wait for one another. If a rank exits with an error status while a group is open, aborts the job.
 
-    This class implements guards 2 and 3 of the module's docstring. All ranks of the job call the constructor together. "The
-    job" means here all ranks of MPI, or the ranks of the communicator that `init_process_group` got.
+    This class implements guards 2 and 3 of the module's docstring. All ranks of the job call the constructor together. Here,
+    "the job" means all ranks of MPI, or the ranks of the communicator that was passed to `init_process_group`.
 
     Args:
         job: a communicator of all ranks of the job.
 
     Attributes:
         leavers: knows which ranks have left, and which collectives this rank has started.
-        liveness: finds out which ranks are lost because their process is gone.
-        period_s: the seconds between two calls of `look` by the monitor. The monitor calls `look` also while the rank computes,
-            so that the rank receives notices and passes them on.
+        liveness: finds out which ranks are lost, because their process is gone.
+        period_s: the monitor calls `look` after each period, in seconds. The monitor does this even while the rank computes, so
+            that the rank receives notices and passes them on.
         may_block: True, because `look` calls MPI.
     """
 
@@ -141,16 +142,16 @@ class ExitBarrier(Inherited):
     def in_fork(self) -> None:
         """Remove the guards in a forked child.
 
-        Also remove mpi4py's exit handler, which ends MPI, and would never return in a child.
+        Also remove mpi4py's exit handler. This handler ends MPI, and would never return in a child.
         """
         atexit.unregister(self._on_exit)
         atexit.register(_end_without_mpi)
 
     @classmethod
     def of(cls, job: MPI.Intracomm) -> ExitBarrier:
-        """Return the exit barrier of the job. The first call makes it.
+        """Return the exit barrier of the job. The first call makes the barrier.
 
-        Every rank of the job calls this. `job` is a communicator of all ranks of the job.
+        Every rank of the job calls this method. `job` is a communicator of all ranks of the job.
         """
         # Communicators of the same ranks in the same order need only one barrier.
         same = (MPI.IDENT, MPI.CONGRUENT)
@@ -161,7 +162,7 @@ class ExitBarrier(Inherited):
         return _made[-1]
 
     def look(self, _: float) -> None:
-        """Receive notices of ranks that have left, and pass them on. The monitor calls this every `period_s` seconds."""
+        """Receive notices of ranks that have left, and pass the notices on. The monitor calls this method regularly."""
         with suppress(MPI.Exception), while_mpi_runs() as runs:  # if a rank is lost, others may still leave
             if runs:
                 self.leavers.left()

@@ -1,4 +1,4 @@
-"""The MPI library: its name, its errors, its datatypes, the tags of our messages, requests, waiting, and failed ranks."""
+"""Functions about the MPI library: its name, errors, datatypes, tags, requests, waiting, and failed ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TESTS_BEFORE_NAPPING = 15
 
 
 class Tag(enum.IntEnum):
-    """The tags on a group's private communicator."""
+    """The tags of messages on a group's private communicator."""
 
     PAIRWISE = 1
     """`all_to_all`: the ranks' parts."""
@@ -49,14 +49,14 @@ class Tag(enum.IntEnum):
 
 
 def library_name() -> str:
-    """Return the MPI library in a few words: "MPICH 5.0.2", "Open MPI 5.0.11"."""
+    """Return the name and version of the MPI library, such as "MPICH 5.0.2" or "Open MPI 5.0.11"."""
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
 @contextmanager
 def mpi_errors() -> Iterator[None]:
-    """A context that turns MPI's errors into `TransportError`."""
+    """Return a context manager that turns errors of MPI into `TransportError`."""
     try:
         yield
     except MPI.Exception as error:
@@ -75,19 +75,20 @@ _LONGEST_CALL_S = 1.0
 
 @contextmanager
 def while_mpi_runs() -> Iterator[bool]:
-    """A context for threads that call MPI now and then.
+    """Return a context manager for threads that call MPI now and then.
 
-    Its value says whether the thread may call MPI inside the context. The value is False if MPI ends or has ended.
+    `with while_mpi_runs() as runs`: the thread may call MPI only if `runs` is True. `runs` is False if MPI is ending or has
+    ended.
     """
     with _calling:
         yield not (_is_over or MPI.Is_finalized())
 
 
 def no_more_mpi() -> None:
-    """Call this before MPI ends. From now on, `while_mpi_runs` gives False.
+    """Tell other threads that MPI ends: from now on, `while_mpi_runs` gives False. Call this function before MPI ends.
 
-    If another thread is inside `while_mpi_runs`, wait for this thread, but at most one second. Without this limit the wait
-    might never end, because the thread may be blocked inside MPI.
+    If another thread is inside `while_mpi_runs`, this function waits for the thread. The wait takes at most one second, because
+    the thread may be blocked inside MPI.
     """
     global _is_over
     _is_over = True
@@ -96,7 +97,7 @@ def no_more_mpi() -> None:
 
 
 def translated(members: MPI.Group, whole: MPI.Group) -> list[int]:
-    """Return for each member of the MPI group `members` its rank in the MPI group `whole`. Free `members`, but not `whole`."""
+    """Return, for each member of the MPI group `members`, its rank in the MPI group `whole`. Only `members` is freed."""
     try:
         return [int(rank) for rank in MPI.Group.Translate_ranks(members, list(range(members.Get_size())), whole)]
     finally:
@@ -113,22 +114,23 @@ def wait(
 ) -> None:
     """Block until an MPI request is complete.
 
-    The thread first tests the request a few times without a pause. Then the thread rests between tests: if there are as many
-    ranks as cores, it shares its core with the backward pass. Measured on 2 cores (MPICH 5.0, 4 ranks, 4 B all_reduce):
-    spinning 6,700 us, `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
+    The thread first tests the request a few times without a pause. Then the thread rests between tests, because it may share
+    its core with the backward pass. Measured on 2 cores (MPICH 5.0, 4 ranks, all_reduce of 4 bytes): spinning 6,700 us,
+    `time.sleep(0)` 340 us, yielding 40 us, MPI's own blocking call 36 us.
 
     Args:
         request: the request.
-        scope: a time limit that can also be cancelled. The wait ends when the scope ends.
-        status: an MPI status. This function fills it in.
+        scope: has a time limit, and can be cancelled. The wait ends when the scope ends.
+        status: an MPI status, which this function fills in.
         longest_nap_s: see `Patience`.
         naps_at_once: sleep from the first rest on. If other threads compute on the core, a sleeping thread gets the core back
-            sooner than a yielding thread, and leaves the other threads more time. Set this only for a single message over a
-            network: an MPI library makes progress only when it is called, and its collectives take many steps.
+            sooner than a yielding thread, and leaves more time to the other threads. Set this only for a single message over a
+            network. For a collective, sleeping is slow: an MPI library makes progress only when it is called, and a collective
+            takes many steps.
 
     Raises:
         TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.
-        BaseException: the reason with which the scope was cancelled. The request stays active.
+        BaseException: another thread has cancelled the scope with this error. The request stays active.
     """
     for _ in range(_TESTS_BEFORE_NAPPING if naps_at_once else _TESTS_BEFORE_YIELDING):
         if request.Test(status):
@@ -142,10 +144,10 @@ def wait(
 class MPIRequest(Request):
     """A non-blocking MPI send or receive.
 
-    Its tensor stays alive until MPI has finished, even if this object is dropped earlier.
+    The tensor stays alive until MPI has finished, even if this object is dropped earlier.
 
-    A receive whose wait has ended early is not cancelled. Its message may be in flight already, and would then go to the next
-    receive.
+    If a wait for a receive ends early, the receive is not cancelled. The reason: its message may be in flight already, and
+    would then go to the next receive.
     """
 
     _abandoned: ClassVar[deque[tuple[MPI.Request, torch.Tensor]]] = deque()
@@ -179,7 +181,7 @@ class MPIRequest(Request):
 
     @classmethod
     def free_abandoned(cls) -> None:
-        """Release the tensors of requests that were dropped before they were complete, and are complete now."""
+        """Release tensors of requests that are complete now, but were dropped before they were complete."""
         for _ in range(len(cls._abandoned)):
             try:
                 entry = cls._abandoned.popleft()
@@ -212,12 +214,12 @@ class MPIRequest(Request):
 
 
 def is_fault_tolerant() -> bool:
-    """Whether the launcher started this job so that it survives the loss of a rank."""
+    """Whether the launcher started this job with the option that lets other ranks survive the loss of a rank."""
     return MPI.get_vendor()[0] == "Open MPI" and tolerates_faults()
 
 
 def missing_for_shrink() -> str | None:
-    """Return why the surviving ranks cannot go on, and what the user can do. Return None if they can go on."""
+    """Return an error text, with a remedy, if the other ranks cannot continue after the loss of a rank; else None."""
     if is_fault_tolerant():
         return None
     # If only the option is missing, the user need not change the library.
@@ -230,9 +232,9 @@ def missing_for_shrink() -> str | None:
 
 
 def failed_ranks(communicator: MPI.Comm) -> list[int]:
-    """Return the ranks of a communicator that have failed, as far as this process's MPI knows.
+    """Return the failed ranks of a communicator, as far as MPI knows them in this process.
 
-    Does not communicate or block.
+    This function does not communicate or block.
     """
     if not is_fault_tolerant() or MPI.Is_finalized():
         return []
@@ -247,9 +249,9 @@ def failed_ranks(communicator: MPI.Comm) -> list[int]:
 
 
 def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
-    """End all operations on these communicators with an error, on all ranks, if MPI can (ULFM). Otherwise do nothing.
+    """End all operations on these communicators with an error, on all ranks. Without ULFM, do nothing.
 
-    This may block while a rank is stopped.
+    This function may block while a rank is stopped.
     """
     if not is_fault_tolerant() or MPI.Is_finalized():
         return
@@ -263,9 +265,9 @@ def revoke(communicators: Iterable[MPI.Comm | None]) -> None:
 
 @contextmanager
 def revoked_on_failure(*communicators: MPI.Comm) -> Iterator[None]:
-    """A context that revokes the communicators if its body fails.
+    """Return a context manager that revokes the communicators if its body fails.
 
-    Other ranks may wait in them for this rank, which will not come.
+    Otherwise other ranks could wait for this rank on these communicators for ever.
     """
     try:
         yield
@@ -315,14 +317,14 @@ _SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16})
 
 @functools.lru_cache(maxsize=256)
 def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
-    """Return the MPI type and the MPI reduction that give exactly the result of `op`; None if MPI's result would differ.
+    """Return the MPI type and the MPI reduction for `op`. Return None if MPI's result would differ from `op`.
 
     For AVG and PREMUL_SUM the reduction is a SUM. The caller divides the result of AVG, and multiplies the terms of PREMUL_SUM
     before the reduction. The function returns None for:
 
-    - dtypes that are not in `REDUCIBLE`.
-    - MIN and MAX of floats: with not-a-number, MPI's result depends on the rank.
-    - sums of small integers: they must wrap around, but Open MPI's vector instructions stop at the largest value.
+    - dtypes that are not in `REDUCIBLE`;
+    - MIN and MAX of floats, because MPI's result for not-a-number depends on the rank;
+    - sums of small integers, because sums must wrap around, and Open MPI's vector instructions stop at the largest value.
     """
     core = core_op(op)
     is_fickle = core in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point
@@ -333,9 +335,9 @@ def mpi_reduction(dtype: torch.dtype, op: Reduction) -> tuple[MPI.Datatype, MPI.
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
-    """Return a contiguous tensor's memory, so that MPI can read and write it. The caller keeps the tensor alive.
+    """Return the memory of a contiguous tensor as a buffer for MPI. The caller must keep the tensor alive.
 
-    MPI knows nothing of CUDA streams. So for a CUDA tensor, this function blocks until the current stream is finished.
+    MPI does not use CUDA streams. So for a CUDA tensor, this function blocks until the current stream has finished.
     """
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -343,12 +345,13 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 
 
 def message(tensor: torch.Tensor, unit_bytes: int) -> tuple[Any, ...]:
-    """Describe a contiguous tensor as one message of bytes, also if it has more bytes than MPI can count in a C int.
+    """Describe a contiguous tensor as one message of bytes. The tensor may have more bytes than a C int can count.
 
     Args:
-        tensor: the tensor. The caller keeps it alive until the message has been sent or received.
-        unit_bytes: a tensor with more bytes than this is sent as one element of an MPI type that consists of units of this
-            size. MPI does not send the type to the other rank, so that rank may describe the same bytes as `MPI.BYTE`.
+        tensor: the tensor. The caller must keep the tensor alive until the message has been sent or received.
+        unit_bytes: if the tensor has more bytes than this, the message is one element of an MPI type. This type consists of
+            units with `unit_bytes` bytes. MPI does not send the type, so the other rank may describe the same bytes as
+            `MPI.BYTE`.
     """
     if tensor.nbytes <= unit_bytes:
         return memory(tensor), MPI.BYTE

@@ -1,18 +1,20 @@
-"""Messages between neighbours. Ranks send them after a time-out, when a call takes long, and when a rank leaves the job.
+"""Messages between neighbours, for three cases: after a time-out, if a call takes long, and if a rank leaves the job.
 
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
-If each of N ranks told every other rank, N^2 messages would be sent just when something is wrong. Also, a send to a rank
-without a connection may never return. MPICH over TCP connects two processes at the first send, and waits inside the send until
-the other process also calls MPI. The rank that everybody waits for may never call MPI.
+If each of N ranks sent a message to every other rank, there would be N^2 messages in a moment when something is wrong already.
+Also, a send to a rank without a connection may never return. MPICH over TCP connects two processes at the first send, and waits
+inside the send until the other process also calls MPI. A rank that is missing may never call MPI.
 
-So a rank talks only to its neighbours: the ranks that are 1, 2, 4, ... before and after it. Neighbours are connected when the
-group is made. All other ranks are at most log2 N steps away. A rank passes everything that it hears on to its neighbours::
+So rank r sends messages only to its neighbours: the ranks r - 1, r - 2, r - 4, ... and r + 1, r + 2, r + 4, ... (modulo N).
+Neighbours are connected when the group is made. All other ranks are at most log2 N steps away. A rank passes all news on to its
+neighbours::
 
       message of this rank --> its 2 log2 N neighbours --> their neighbours --> ...      a rank sends again when it hears news
 
-It does not matter which ranks are silent, as long as the ranks that talk are connected through neighbours. If ranks are
-not connected in this way (ranks 0 and 3 of 8, with all others silent), they do not hear of each other.
+Some ranks may be silent, because they are stopped or gone. The other ranks still hear of one another if they are connected
+through neighbours that are not silent. If they are not connected in this way (ranks 0 and 3 of 8, and all other ranks are
+silent), they do not hear of one another.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def neighbours(rank: int, size: int) -> list[int]:
 def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
     """Connect this rank with its neighbours, and return the neighbours. Every rank of the communicator calls this function.
 
-    Cost: one empty message to each neighbour.
+    Cost: each rank sends one empty message to each neighbour.
     """
     found = neighbours(communicator.Get_rank(), communicator.Get_size())
     nothing = [bytearray(), MPI.BYTE]
@@ -60,17 +62,17 @@ def connect_neighbours(communicator: MPI.Intracomm) -> list[int]:
 
 
 class TimeoutReport:
-    """Lets ranks whose time limit was reached tell each other in which call they wait. The constructor is a collective.
+    """After a time-out, exchanges the calls in which the ranks wait. All ranks call the constructor together.
 
-    Ranks that wait for the same missing rank time out at about the same time. So if a rank says nothing, it is probably the
-    missing rank. Each rank tells its neighbours (see Note [Neighbours]) in which call it waits, and everything that it has
-    heard of other ranks. Each rank listens for 1.5 seconds, or until it has heard of all ranks.
+    Ranks that wait for the same missing rank reach their time limits at about the same time. So a rank that sends nothing is
+    probably the missing rank. Each rank sends its own call, and all calls of other ranks that it knows, to its neighbours (see
+    Note [Neighbours]). Each rank listens for 1.5 seconds, or until it knows the calls of all ranks.
 
-    Cost: with N ranks, each rank sends a message to at most 2 log2 N neighbours. While the rank hears of more ranks, it sends
-    again every 0.1 seconds: about log2 N times. Ranks that wait in the same call share one entry of a message.
+    Cost: with N ranks, each rank sends a message to at most 2 log2 N neighbours. If the rank gets news, it sends again every
+    0.1 seconds, about log2 N times. Ranks that wait in the same call share one entry of a message.
 
     Args:
-        communicator: a private communicator, on which no other message has the tag `STATEMENTS`.
+        communicator: a private communicator. Only this object may use the tag `STATEMENTS` on this communicator.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -83,7 +85,7 @@ class TimeoutReport:
         self._coming: list[tuple[MPI.Request, bytearray]] = []
 
     def collect(self, signature: str) -> str:
-        """Tell the other ranks in which call this rank waits. Return in words in which calls the other ranks wait."""
+        """Tell the other ranks the call in which this rank waits. Return a text with the calls of the other ranks."""
         said = Statements()
         said.add(signature.encode()[:_LONGEST_BYTES].decode(errors="replace"), [self._rank])
         self._exchange(said)
@@ -148,10 +150,10 @@ class MPIStatusPost(StatusPost):
 
     See Note [Neighbours]. For example, rank 13 = 8 + 4 + 1 sends to rank 12 (13 without its lowest bit) and to rank 5 (13
     without its highest bit). So a line reaches rank 0 even if one rank on a route is stopped. No send blocks, because a line
-    has at most 4 KB, and MPI accepts a message of this size at once.
+    has at most 4 KB, and MPI buffers messages of this size.
 
     Args:
-        communicator: a communicator with connected neighbours, on which no other message has the tag `STATUS`.
+        communicator: a communicator with connected neighbours. Only this object may use the tag `STATUS` on this communicator.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -202,22 +204,23 @@ class MPIStatusPost(StatusPost):
 
 
 def towards_zero(rank: int) -> list[int]:
-    """Return the neighbours to which a rank sends its status lines for rank 0: see `MPIStatusPost`."""
+    """Return the neighbours to which a rank sends status lines on their way to rank 0: see `MPIStatusPost`."""
     return sorted({rank & (rank - 1), rank ^ (1 << (rank.bit_length() - 1))}) if rank else []
 
 
 class LeaveNotices:
     """Tells the neighbours that this rank has left, and which other ranks have left. See Note [Neighbours].
 
-    `receive` receives notices of other ranks, and passes them on. A rank calls `receive` often while it waits for other ranks
-    (in a call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may call the
-    methods.
+    `receive` receives notices of other ranks, and passes these notices on. A rank calls `receive` often while it waits for
+    other ranks (in a call or at the end of the job), and now and then while it computes (see `ExitBarrier`). Any thread may
+    call the methods. All ranks call the constructor together.
 
-    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages. It passes on later news after 0.2 seconds. Ranks
-    that have started the same calls share one entry of a message. The constructor is a collective.
+    Cost: with N ranks, a rank that has news sends at most 2 log2 N messages. If the rank gets more news, it waits 0.2 seconds
+    before it sends again. Ranks that have started the same calls share one entry of a message.
 
     Args:
-        communicator: a communicator of all processes of the job. No other message on it has the tag `LEAVING`.
+        communicator: a communicator of all processes of the job. Only this object may use the tag `LEAVING` on this
+            communicator.
         clock: returns the time in seconds.
     """
 
@@ -234,7 +237,7 @@ class LeaveNotices:
         self._sent: list[MPI.Request] = []
 
     def leave(self, started: Mapping[str, int]) -> None:
-        """Tell the neighbours that this rank leaves. `started` has the number of collectives that it started in each group."""
+        """Tell the neighbours that this rank leaves. `started`: how many collectives this rank has started, by group key."""
         with self._lock:
             self._note(Leaving(self._communicator.Get_rank(), started))
             self._tell()
@@ -256,12 +259,12 @@ class LeaveNotices:
             return found
 
     def stop(self) -> None:
-        """Stop passing notices on. Call this when all ranks have left."""
+        """Send no more notices. Call this method when all ranks have left."""
         with self._lock:
             self._passes_on = False
 
     def close(self) -> None:
-        """Stop receiving. Call this before the communicator is freed."""
+        """Receive no more notices. Call this method before the communicator is freed."""
         with self._lock:
             self._is_closed = True
 

@@ -27,24 +27,24 @@ class MPIReconnector(Reconnector):
     ~~~~~~~~~~~~~~~~~~~~~~~~
     ::
 
-        1. each survivor revokes the communicators of the old group: a rank that still waits in one gets an error
-        2. MPI_Comm_shrink makes a new communicator of the survivors, who keep their order
-        3. each survivor connects over the new communicator as at the start of the job; this may fail if another rank dies
-        4. MPI_Comm_agree: have all connected? All survivors get the same answer. If not, repeat from 1 with the communicator
-           of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
+        1. each survivor revokes the communicators of the old group; ranks that still wait on a communicator get an error
+        2. MPI_Comm_shrink makes a new communicator of the survivors, in the same order
+        3. each survivor connects over the new communicator, as at the start of the job; this may fail if another rank dies
+        4. MPI_Comm_agree tells all survivors whether every survivor has connected; if not, repeat from step 1 with the
+           communicator of step 2; after `MOST_ATTEMPTS` times with the same members, all survivors give up
 
-    All four steps run in this order on one separate thread (`DetachedCall`), because a call of MPI cannot be ended. The thread
-    that called `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits for
-    this separate thread, too. If the separate thread has failed, the next call of `shrink` starts a new thread, which
+    All four steps run in this order on a separate thread (`DetachedCall`), because the program cannot end a call of MPI. The
+    thread that calls `shrink` waits for the separate thread, at most for `silence_timeout_s`. A second call of `shrink` waits
+    for the same separate thread. If this thread has failed, the next call of `shrink` starts a new thread. The new thread
     begins with the communicator of the last step 2, because a rank never shrinks a communicator twice.
 
-    If a rank lives but does not call `shrink`, MPI does not count this rank as lost, so step 2 does not end. Then `shrink`
-    fails with `CollectiveTimeout`, and may be called again.
+    If a rank lives but does not call `shrink`, MPI does not treat this rank as lost, so step 2 does not end. Then `shrink`
+    raises `CollectiveTimeout`, and may be called again.
 
     Args:
-        communicator: a communicator of all ranks that the group has at the start, for this object only.
-        connect: makes the transport. It takes a communicator, and for each member of this communicator the member's rank in the
-            job. All members call `connect`.
+        communicator: a communicator of all ranks that the group has at the start. Only this object may use the communicator.
+        connect: makes the transport. The function takes a communicator, and the rank in the job of each member of this
+            communicator. All members call `connect`.
         leavers: knows which ranks of the job have left, and counts the collectives that this rank has started.
         name: the group's name.
     """
@@ -62,7 +62,7 @@ class MPIReconnector(Reconnector):
 
     @property
     def transport(self) -> Transport:
-        """The transport between the present members of the group."""
+        """The transport between the current members of the group."""
         return self._transport
 
     @override

@@ -1,4 +1,4 @@
-"""Sync lets the ranks of a group wait for each other and compare a call. MessageSync does this by MPI collectives."""
+"""`Sync` lets the ranks of a group wait for one another and compare a call. `MessageSync` does this by MPI collectives."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ Run = Callable[[Callable[[], MPI.Request]], object]
 
 
 class Sync(ABC):
-    """Lets the ranks wait for each other. All ranks call its methods in the same order."""
+    """Lets the ranks of a group wait for one another. All ranks call the methods in the same order."""
 
     @abstractmethod
     def compare(self, call: Call, place: int = NOWHERE) -> bool:
         """Return when all ranks have come with the same call.
 
         Args:
-            call: this rank's call; `Call.digest` is compared.
-            place: a number that says where in shared memory this rank's tensor is (see `Windows.key_of`); `NOWHERE` if the
-                tensor is not in shared memory. The ranks compare their places, too.
+            call: this rank's call. The ranks compare `Call.digest`.
+            place: the place of this rank's tensor in shared memory, as a number (see `Windows.key_of`). `NOWHERE` if the tensor
+                is not in shared memory. The ranks also compare their places.
 
         Returns:
-            Whether all ranks gave the same place, and the place is not `NOWHERE`.
+            True if all ranks passed the same place, and the place is not `NOWHERE`. Else False.
 
         Raises:
             DisagreementError: the ranks make different calls. All ranks raise this error.
-            TimeoutError: a rank did not come. The text says what this rank knows of the other ranks.
+            TimeoutError: a rank did not come. The text has the facts that this rank knows about the other ranks.
             TransportError: a rank has given up, the library failed, or `call.scope` was cancelled with a `TransportError`.
         """
 
     @abstractmethod
     def wait(self, call: Call) -> None:
-        """Return when all ranks have come, without comparing calls.
+        """Return when all ranks have come. The ranks do not compare their calls.
 
-        This raises `TimeoutError` and `TransportError`, as `compare` does.
+        This method raises `TimeoutError` and `TransportError`, as `compare` does.
         """
 
 
 class MessageSync(Sync):
-    """Lets the ranks wait for each other by MPI collectives. It can also run any non-blocking MPI operation to its end.
+    """Lets the ranks wait for one another by MPI collectives. This class can also wait for any non-blocking MPI operation.
 
     Args:
-        communicator: a communicator on which nobody else starts collectives.
-        report: after a time-out, asks the other ranks in which calls they wait.
+        communicator: a communicator. Only this object may start collectives on this communicator.
+        report: after a time-out, finds out in which calls the other ranks wait.
     """
 
     def __init__(self, communicator: MPI.Intracomm, report: TimeoutReport) -> None:
@@ -73,7 +73,7 @@ class MessageSync(Sync):
     def compare(self, call: Call, place: int = NOWHERE) -> bool:
         """As `Sync.compare`. One reduction (MAX) compares the calls.
 
-        The reduction contains each number and its negative, so it gives the largest and the smallest number. If these two are
+        The reduction contains each number and its negative. So the result has the largest and the smallest number. If both are
         equal, all numbers are equal.
         """
         digest, numbers = call.digest(), self._numbers
@@ -90,10 +90,10 @@ class MessageSync(Sync):
         self.run(call, self._communicator.Ibarrier)
 
     def disagreement(self, call: Call) -> DisagreementError:
-        """Return the error that lists each rank's call. When the ranks know that their calls differ, all of them call this.
+        """Return the error that lists each rank's call. All ranks call this method when their calls differ.
 
         Raises:
-            TimeoutError: a rank does not answer, because it has given up before.
+            TimeoutError: a rank does not answer, because this rank has given up before.
         """
         signatures = all_gather_objects(self._communicator, call.words, lambda start: self.run(call, start))
         return different_calls(Statements.of(signatures))
@@ -127,13 +127,13 @@ class MessageSync(Sync):
             raise
 
     def keep(self, *objects: object) -> None:
-        """Keep requests whose wait has ended early, and memory that MPI may still use, as long as this object lives."""
+        """Keep these objects alive as long as this object, because MPI may still use them after a wait has ended early."""
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:
-        """Return a TimeoutError that says in which calls the other ranks wait.
+        """Return a `TimeoutError` that says in which calls the other ranks wait.
 
-        Asking the other ranks takes one or two seconds.
+        This method takes one or two seconds, because the ranks exchange messages.
         """
         with mpi_errors():
             return TimeoutError(self._report.collect(call.words))
@@ -142,8 +142,8 @@ class MessageSync(Sync):
 def all_gather_objects(communicator: MPI.Intracomm, mine: _T, run: Run) -> list[_T]:
     """Gather an object from each rank of a communicator, without blocking inside MPI.
 
-    mpi4py's own `allgather` blocks without a time limit. With some MPI libraries it also blocks the other threads of the
-    process. If two ranks call `allgather` on two groups in a different order, both ranks then wait for ever.
+    mpi4py's own `allgather` blocks without a time limit. With some MPI libraries, `allgather` also blocks the other threads of
+    the process. Then two ranks that call `allgather` on two groups in different orders wait for ever.
     """
     packed = MPI.pickle.dumps(mine)
     sizes = array("q", [0]) * communicator.Get_size()

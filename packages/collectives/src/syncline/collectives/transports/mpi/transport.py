@@ -1,4 +1,4 @@
-"""MPITransport: the collectives of one MPI communicator."""
+"""`MPITransport`: collectives on one MPI communicator."""
 
 from __future__ import annotations
 
@@ -50,23 +50,29 @@ _TAGS = 32_767  # MPI guarantees at least this many
 
 
 class MPITransport(LibraryTransport):
-    """Runs MPI collectives: most of them in the non-blocking form, in which a time limit can end the wait; see Note [Presync].
+    """Carries out collectives with MPI, mostly in the non-blocking form, so that a time limit can end the wait.
 
-    MPI itself does most collectives and reductions. This process does these reductions itself: float16 and bfloat16 (MPI has no
-    portable type), sums of small integers, MIN and MAX of floats (see `mpi_reduction`), each `reduce_scatter`, and all
-    reductions if `reproducible`. In these reductions, each rank owns a slice of the tensor. An all-to-all of bytes brings all
-    terms of a slice to its owner, and the owner reduces these terms in rank order. After this, an `all_reduce` needs an
-    all-gather, a `reduce` needs a gather, and a `reduce_scatter` is complete.
+    For the blocking form, see Note [Presync]. MPI itself does most collectives and reductions. This class does these reductions
+    without MPI's reductions:
+
+    - float16 and bfloat16, because MPI has no portable type for them;
+    - sums of small integers, and MIN and MAX of floats (see `mpi_reduction`);
+    - each `reduce_scatter`;
+    - all reductions, if `reproducible` is True.
+
+    In these reductions, each rank owns a slice of the tensor. An all-to-all of bytes moves all terms of a slice to its owner,
+    and the owner reduces these terms in rank order. Then a `reduce_scatter` is complete. An `all_reduce` also needs an
+    all-gather, and a `reduce` also needs a gather.
 
     Cost of an `all_reduce` with slices, for n bytes and p ranks: 2 n (p-1)/p bytes on the wire from each rank, as in a ring,
     and 2 n bytes of extra memory.
 
     Args:
-        communicator: a communicator for this transport only.
-        reproducible: reduce in rank order, so that the same inputs give the same bits in every run, whatever algorithms the MPI
-            library chooses.
-        report: after a time-out, asks the other ranks in which calls they wait; default: a new one for this communicator.
-        on_device: whether tensors are in a device's memory. MPI must be able to take this memory.
+        communicator: a communicator. Only this transport may use the communicator.
+        reproducible: whether to reduce in rank order. Then the same inputs give the same bits in every run, because the result
+            does not depend on the algorithms of the MPI library.
+        report: after a time-out, finds out in which calls the other ranks wait. None: make a new report for this communicator.
+        on_device: whether tensors are in a device's memory. If True, the MPI library must support this memory.
     """
 
     backend_name = "mpi"
@@ -102,11 +108,11 @@ class MPITransport(LibraryTransport):
         return f"mpi: {library_name()}"
 
     def use_ring(self, ring_bytes: int, piece_bytes: int) -> None:
-        """Reduce large tensors in a ring from now on, not by MPI's all-reduce. Use this only if each rank is alone on its node.
+        """Reduce large tensors in a ring from now on. Call this method only if each rank is alone on its node.
 
         Args:
-            ring_bytes: use the ring if a tensor has at least this many bytes for each rank; the same on all ranks.
-            piece_bytes: the size of the largest piece that a rank sends in the ring; the same on all ranks.
+            ring_bytes: use the ring if a tensor has at least this many bytes for each rank. The value is the same on all ranks.
+            piece_bytes: the size of the largest piece that a rank sends in the ring. The value is the same on all ranks.
         """
         # A group of one rank needs no ring. The ring reduces on the host, so it cannot take the memory of a device.
         if self._size > 1 and not self._on_device:
@@ -114,7 +120,7 @@ class MPITransport(LibraryTransport):
             self._ring_min_bytes = max(PRESYNC_MIN_BYTES, ring_bytes * self._size)
 
     def sync(self, call: Call) -> Sync:
-        """Return the object by which all ranks wait for each other, and compare their calls."""
+        """Return the object with which all ranks wait for one another and compare their calls."""
         return self._messages
 
     @override
@@ -124,7 +130,7 @@ class MPITransport(LibraryTransport):
     # ---- reductions. For a large call, all ranks have come already: see Note [Presync] ----
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Reduce by MPI's own reduction, or in a ring, or move bytes by MPI and reduce them in this process."""
+        """Reduce with MPI's own reduction or in a ring. Otherwise move bytes with MPI, and reduce in this process."""
         native = self._native(tensor.dtype, op)
         # If MPI cannot reduce this dtype, or must not choose the order, this process reduces.
         if native is None:
@@ -142,22 +148,22 @@ class MPITransport(LibraryTransport):
         self._scale_after(tensor, op)
 
     def all_reduce_widened(self, wide: torch.Tensor, op: ReduceOp, divisor: int, tensor: torch.Tensor, call: Call) -> None:
-        """Reduce a tensor of a wider dtype, divide and round the result once, and give it to all ranks in the narrower dtype.
+        """All-reduce a tensor of a wider dtype. The result is divided and rounded once, and has a narrower dtype.
 
         Cost, for n elements and p ranks: each rank sends n (p-1)/p wide elements and n (p-1)/p narrow elements. `all_reduce` of
         the wide tensor would send 2 n (p-1)/p wide elements.
 
         Args:
             wide: this rank's terms, at most 1 GiB.
-            op: a reduction that `core_op` returns, so neither AVG nor PREMUL_SUM.
-            divisor: divides the result.
-            tensor: a tensor of the narrower dtype with as many elements as `wide`. It gets the result.
-            call: the call that this reduction belongs to.
+            op: a reduction that `core_op` returns. So AVG and PREMUL_SUM are not possible.
+            divisor: the result is divided by this number.
+            tensor: gets the result. A tensor of the narrower dtype with as many elements as `wide`.
+            call: the call of this reduction.
         """
         self._hand_out(self._reduced_slice(wide, op, call).div_(divisor), tensor, call)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, call: Call) -> None:
-        """Reduce by MPI's own reduction, or move bytes by MPI and reduce them in this process."""
+        """Reduce with MPI's own reduction. Otherwise move bytes with MPI, and reduce in this process."""
         native = self._native(tensor.dtype, op)
         if native is None:
             for piece in _pieces(tensor):
@@ -175,7 +181,7 @@ class MPITransport(LibraryTransport):
             self._scale_after(tensor, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, block: torch.Tensor, op: Reduction, call: Call) -> None:
-        """Receive this rank's part of all blocks as bytes, and reduce these terms in rank order."""
+        """Receive this rank's part of the blocks of all ranks, and reduce these parts in rank order."""
         rows = block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         results = []
@@ -190,13 +196,13 @@ class MPITransport(LibraryTransport):
     # ---- moves ----
 
     def broadcast(self, tensor: torch.Tensor, root: int, call: Call) -> None:
-        """Broadcast bytes."""
+        """Broadcast the tensor as bytes."""
         for piece in _pieces(tensor):
             spec = (memory(piece), MPI.BYTE)
             self._collective("Bcast", (spec, root), piece.nbytes, call)
 
     def all_gather(self, block: torch.Tensor, tensor: torch.Tensor, call: Call) -> None:
-        """Gather bytes, without a copy if the tensor is already this rank's part of the block."""
+        """All-gather the tensors as bytes. If the tensor is already this rank's part of the block, this needs no copy."""
         if tensor.dtype not in REDUCIBLE:  # torch cannot copy some of the other dtypes, so copy bytes
             block, tensor = bytes_of(block), bytes_of(tensor)
         part = block.view(self._size, tensor.numel())[self._rank]
@@ -211,7 +217,7 @@ class MPITransport(LibraryTransport):
             self.broadcast(row, root, call)
 
     def gather(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """Gather bytes."""
+        """Gather the tensors as bytes."""
         rows = None if block is None else block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         for start in range(0, tensor.numel(), step):
@@ -224,7 +230,7 @@ class MPITransport(LibraryTransport):
                 rows[:, start : start + step].copy_(landing)
 
     def scatter(self, tensor: torch.Tensor, block: torch.Tensor | None, root: int, call: Call) -> None:
-        """Scatter bytes."""
+        """Scatter the block as bytes."""
         rows = None if block is None else block.view(self._size, tensor.numel())
         step = self._piece_numel(tensor)
         for start in range(0, tensor.numel(), step):
@@ -242,10 +248,10 @@ class MPITransport(LibraryTransport):
         input_counts: Sequence[int],
         call: Call,
     ) -> None:
-        """Exchange bytes by a message for each pair of ranks.
+        """Send one message from each rank to each rank, as bytes.
 
-        MPI's own all-to-all is not used: all ranks would have to know whether any size exceeds a C int, and no rank knows all
-        sizes.
+        This method cannot use MPI's own all-to-all: all ranks would have to know whether any size exceeds a C int, but no rank
+        knows all sizes.
         """
         requests = []
         with mpi_errors():
@@ -263,14 +269,14 @@ class MPITransport(LibraryTransport):
     # ---- two ranks ----
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """MPI's Isend."""
+        """Start a send with `MPI_Isend`."""
         MPIRequest.free_abandoned()
         with mpi_errors():
             wire = wire_tag(tag, tensor.dtype, self._largest_tag)
             return MPIRequest(self._communicator.Isend(message(tensor, PIECE_BYTES), dst, wire), tensor)
 
     def start_recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Request:
-        """MPI's Irecv."""
+        """Start a receive with `MPI_Irecv`."""
         MPIRequest.free_abandoned()
         with mpi_errors():
             source = MPI.ANY_SOURCE if src is None else src
@@ -284,12 +290,12 @@ class MPITransport(LibraryTransport):
         return MPIStatusPost(self._private)
 
     def subset(self, members: Sequence[int], name: str, number: int, scope: CancelScope) -> Transport:
-        """Make a transport over a new communicator of the members, in their order. MPI has no time limit for this step."""
+        """Make a transport over a new communicator of the members. MPI has no time limit for this step."""
         communicator = self._communicator_of(members, number)
         return MPITransport(communicator, reproducible=self._reproducible, on_device=self._on_device)
 
     def close(self) -> None:
-        """Free the communicators. All ranks call this method, and send no status line (see `MPIStatusPost`) afterwards."""
+        """Free the communicators, on all ranks. Afterwards, no rank may send a status line (see `MPIStatusPost`)."""
         self.status_post().posted()  # receive the lines that nobody has read; see `closes_together`
         self._private.Free()
         self._communicator.Free()
@@ -299,11 +305,11 @@ class MPITransport(LibraryTransport):
         return failed_ranks(self._communicator)
 
     def interrupt(self) -> None:
-        """If MPI can (ULFM), revoke the communicators: all operations on them end with an error, on all ranks."""
+        """With ULFM, revoke the communicators: all operations on these communicators end with an error, on all ranks."""
         revoke((self._communicator, self._private))
 
     def abort(self) -> None:
-        """Do nothing. MPI can wake the other ranks only by ending the job, and only the program may decide this."""
+        """Do nothing. MPI can wake the other ranks only if it ends the job, and only the program may do this."""
 
     def _communicator_of(self, members: Sequence[int], number: int) -> MPI.Intracomm:
         with mpi_errors():
@@ -317,7 +323,7 @@ class MPITransport(LibraryTransport):
                 whole.Free()
 
     def takes_ring(self, signature: Signature) -> bool:
-        """Whether calls of this signature use the ring, not MPI's all-reduce."""
+        """Whether calls of this signature use the ring instead of MPI's all-reduce."""
         if signature.name != "all_reduce" or self._native(signature.element_dtype, signature.reduction) is None:
             return False
         return self._ring is not None and signature.nbytes >= self._ring_min_bytes and signature.dtype in RING_DTYPES
@@ -371,22 +377,23 @@ class MPITransport(LibraryTransport):
         return max(1, PIECE_BYTES // (tensor.element_size() * self._size))
 
     def presync(self, nbytes: int, call: Call) -> None:
-        """Before a large collective, let all ranks come together and compare the call. `nbytes` is the same on every rank.
+        """Before a large collective, wait for all ranks and compare the call. `nbytes` is the same on every rank.
 
         Note [Presync]
         ~~~~~~~~~~~~~~
-        A blocking MPI call cannot be given up, so a time limit needs the non-blocking form. But in Open MPI the non-blocking
-        form uses a slower algorithm: with version 5.0, two ranks of a node take 1,000 us instead of 160 us to all-reduce 1 MiB,
-        and 7,900 us instead of 690 us for 4 MiB. So with Open MPI a large collective blocks, but only after all ranks have come
-        for the same call. The call then ends as soon as the data has moved. If a rank dies or stops during this time, no rank
-        returns from the call. Then the monitor ends the process, and the launcher ends the job. A job that must survive the
-        loss of a rank (ULFM) does not block.
+        MPI's collectives have a blocking and a non-blocking form. A thread cannot leave a blocking call, so a time limit needs
+        the non-blocking form. But in Open MPI the non-blocking form uses a slower algorithm: with version 5.0, two ranks of a
+        node take 1,000 us instead of 160 us to all-reduce 1 MiB, and 7,900 us instead of 690 us for 4 MiB. So with Open MPI we
+        use the blocking form for a large collective, but only after all ranks have come for the same call. Then the call ends
+        as soon as the data has moved. If a rank dies or stops during this time, no rank returns from the call. Then the monitor
+        ends the process, and the launcher ends the job. A job that must survive the loss of a rank (ULFM) uses the non-blocking
+        form.
 
         MPICH and Intel MPI use one algorithm for both forms. While one thread blocks inside these libraries, no other thread of
         the process can communicate. If two groups communicated at the same time, in a different order on each rank, the ranks
         would wait for ever. So with MPICH and Intel MPI we use the non-blocking form.
 
-        For CUDA memory, MPI's collectives run in the blocking form, because Open MPI crashes in the non-blocking form.
+        For CUDA memory, we use the blocking form, because Open MPI crashes in the non-blocking form.
         """
         if nbytes >= PRESYNC_MIN_BYTES or self._on_device or self.compares_every_call:
             self.sync(call).compare(call)
@@ -409,7 +416,7 @@ class MPITransport(LibraryTransport):
 
 
 class MPIPlan(LibraryPlan):
-    """Runs the transport's collective. Before a large collective, all ranks come together: see Note [Presync].
+    """Runs the transport's collective. Before a large collective, the ranks wait for one another: see Note [Presync].
 
     Args:
         transport: the transport.

@@ -1,4 +1,4 @@
-"""How a rank waits for MPI requests and in shared memory. Between two checks it first yields the core, and later sleeps."""
+"""Wait for MPI requests, or in shared memory. Between two checks, the thread first yields the core, and later sleeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _spin_s = DEFAULT_SPIN_S
 
 
 def spin_for(seconds: float) -> None:
-    """Set for how many seconds a waiting thread of this process yields between checks. After this time it sleeps instead.
+    """Set how many seconds a waiting thread of this process yields between checks. After this time, the thread sleeps.
 
     If `seconds` is infinity, the thread never sleeps.
     """
@@ -29,25 +29,25 @@ def spin_for(seconds: float) -> None:
 
 
 def yield_cpu() -> None:
-    """Let another thread use the core, if one is ready to run."""
+    """Let another thread use the core, if another thread is ready to run."""
     os.sched_yield()
 
 
 class Patience:
-    """Lets a thread rest between two checks of one wait. Make this object when the first few checks did not end the wait.
+    """Lets a thread rest between two checks of a wait. Make this object if the first few checks have not ended the wait.
 
     Note [How long to spin]
     ~~~~~~~~~~~~~~~~~~~~~~~
-    [1] For some seconds (see `spin_for`) the thread yields between checks. If each rank has a core, the yield returns at once,
+    [1] For some seconds (see `spin_for`), the thread yields between checks. If each rank has a core, the yield returns at once,
         and the thread sees the end of the wait within microseconds. But the thread keeps its core busy. Most waits of a
-        training step end here.
-    [2] Then the thread sleeps between checks, each time for a hundredth of the time that it has waited so far, but at least 50
-        us. (The system turns 50 us into 100 us.) So a sleep makes a wait at most 1 % longer, except right at the start of [2].
-        A rank that waits for seconds uses a hundredth of its core.
+        training step end in this phase.
+    [2] Then the thread sleeps between checks. Each sleep takes a hundredth of the time that the thread has waited so far, but
+        at least 50 us. (The system turns 50 us into 100 us.) So a sleep makes a wait at most 1 % longer, except at the start of
+        this phase. A rank that waits for seconds uses a hundredth of its core.
 
     Args:
-        longest_nap_s: the longest sleep, in seconds; 0: never sleep.
-        naps_at_once: leave out [1], unless `spin_for` was called with infinity; see `library.wait`.
+        longest_nap_s: the longest sleep, in seconds. 0: never sleep.
+        naps_at_once: leave out phase [1], unless `spin_for` was called with infinity; see `library.wait`.
     """
 
     __slots__ = ("_began_s", "_longest_nap_s", "_looks", "_nap_s", "_spin_s")
@@ -64,8 +64,8 @@ class Patience:
         """Rest before the next check of the wait.
 
         Returns:
-            Whether the caller must now check the call's cancel scope (its time limit). False after most rests without a
-            sleep: the check reads the clock, and a check after each rest would slow down short waits.
+            Whether the caller must now check the call's cancel scope (its time limit). After most rests without a sleep, the
+            result is False. The reason: the check reads the clock, so a check after each rest would slow down short waits.
         """
         if self._nap_s:
             time.sleep(self._nap_s)

@@ -1,4 +1,4 @@
-"""NCCL, through CuPy. CuPy is imported only when a program asks whether NCCL works, or connects a group."""
+"""The backend "nccl", which uses NCCL through CuPy. CuPy is imported only when a program checks or uses this backend."""
 
 from .backend import NcclBackend, backend
 

@@ -1,4 +1,4 @@
-"""The backend "nccl": connect the ranks of a job over NCCL."""
+"""The backend "nccl", which connects the ranks of a job over NCCL."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _generations = itertools.count()
 
 
 class NcclBackend(Backend):
-    """The backend "nccl", for ranks with one GPU each. NCCL starts at a group's first collective, on the GPU of its tensors."""
+    """The backend "nccl", for ranks with one GPU each. The first collective of a group starts NCCL on the tensors' GPU."""
 
     @property
     def meets_in_store(self) -> bool:
-        """True: the ranks may meet in a store."""
+        """True, because the ranks may meet in a store."""
         return True
 
     def missing(self) -> str | None:
-        """Why this backend cannot be used, such as a missing GPU, CuPy or NCCL; None if it can."""
+        """Return an error text if the backend cannot be used, for example because CuPy is missing. Otherwise return None."""
         return library.problem()
 
     def connect(self, request: ConnectRequest) -> NcclGroup:
-        """Make a group. `_meeting` decides how the ranks meet: in a host group, over MPI, or in a store."""
+        """Make a group. The ranks first meet in a host group, over MPI, or in a store; see `_meeting`."""
         lack = self.missing()
         if lack is not None:
             raise BackendUnavailableError(f"backend 'nccl': {lack}")

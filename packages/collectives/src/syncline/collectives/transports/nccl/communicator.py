@@ -1,6 +1,6 @@
-"""One NCCL communicator: turns tensors into calls of NCCL. The only module that calls a `NcclCommunicator` of CuPy.
+"""`Communicator` calls NCCL with tensors. No other module calls a `NcclCommunicator` of CuPy.
 
-Tables and functions at the top translate torch's dtypes and our reductions to NCCL's.
+Tables and functions at the top translate torch's dtypes and Syncline's reductions to those of NCCL.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NativeReduction:
 
     Attributes:
         op: NCCL's number for the reduction, a value of ncclRedOp_t.
-        factor: each rank's terms are multiplied by this factor before the reduction; None if there is no factor.
+        factor: NCCL multiplies each rank's terms by this factor before the reduction. None: there is no factor.
     """
 
     op: int
@@ -66,12 +66,12 @@ class NativeReduction:
 
 
 def native_reduction(op: Reduction, dtype: torch.dtype, *, reproducible: bool = False) -> NativeReduction | None:
-    """NCCL's own reduction for `op`; None if the ranks must exchange the terms and reduce them themselves.
+    """Return NCCL's own reduction for `op`. Return None if the ranks must exchange the terms and reduce without NCCL.
 
-    None for:
+    The result is None for these reductions:
 
-    - reductions that NCCL lacks, such as all reductions of int16, bitwise reductions, and products of complex numbers.
-    - minimum and maximum of floating point numbers, because NCCL drops a not-a-number on some ranks.
+    - reductions that NCCL lacks, such as all reductions of int16, bitwise reductions, and products of complex numbers;
+    - minimum and maximum of floating point numbers, because NCCL drops a not-a-number on some ranks;
     - with `reproducible`, reductions whose result depends on the order of the terms.
     """
     if dtype in BOOL:
@@ -90,22 +90,24 @@ def _is_native_on_floats(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 
 def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor so that NCCL can reduce it: complex numbers as pairs of real numbers, bool as uint8."""
+    """Return a view of a flat tensor that NCCL can reduce: complex numbers as pairs of real numbers, bool as uint8."""
     if tensor.dtype in COMPLEX:
         return torch.view_as_real(tensor).view(-1)
     return tensor.view(torch.uint8) if tensor.dtype in BOOL else tensor
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor so that NCCL can move it: unchanged, or as bytes (bool, float8, complex, ...)."""
+    """Return a flat tensor as NCCL can send it: unchanged, or, for dtypes such as bool and complex, as a view of bytes."""
     return tensor if tensor.dtype in NCCL_TYPES else bytes_of(tensor)
 
 
 class Communicator:
-    """Puts collectives on one CUDA stream. Tensors must be flat, on the communicator's GPU, and live until the stream is done.
+    """Puts collectives on one CUDA stream. Tensors must be flat and on the communicator's GPU.
 
-    No method waits for the GPU. For an empty tensor, no method calls NCCL, because the tensor's pointer may be invalid. The
-    tensor is then empty on all ranks, so no rank waits for another.
+    The caller must keep the tensors until the stream has finished, because no method waits for the GPU.
+
+    If a tensor is empty, the methods do not call NCCL, because the tensor's pointer may be invalid. The tensor is then empty on
+    all ranks, so no rank waits for another rank.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
@@ -123,18 +125,18 @@ class Communicator:
 
     @classmethod
     def connect(cls, nccl: Any, unique_id: bytes, rank: int, size: int, stream: int) -> Communicator:
-        """Connect with the other ranks that have the same id. Blocks until all `size` ranks have come."""
+        """Connect with the other ranks that pass the same id. Block until all `size` ranks have come."""
         with mapped(nccl, "ncclCommInitRank"):
             return cls(nccl, nccl.NcclCommunicator(size, unique_id, rank), rank, size, stream)
 
     def split(self, members: Sequence[int] | None, color: int | None, stream: int) -> Communicator | None:
-        """Make a communicator of `members`, which are ranks of this communicator. All ranks call this.
+        """Make a communicator of `members`, which are ranks in this communicator. All ranks call this method.
 
         No operation of this communicator may be in flight.
 
         Args:
             members: the members; None on a rank that is in no new communicator.
-            color: a number that all members give, and no other rank; None on a rank that is in no new communicator.
+            color: a number that all members pass, and no other rank. None on a rank that is in no new communicator.
             stream: the handle of the new communicator's CUDA stream.
         """
         with mapped(self._nccl, "ncclCommSplit"):
@@ -153,13 +155,13 @@ class Communicator:
             self._call("allReduce", address, address, count, datatype, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        """Reduce in place on the root. On other ranks the tensor is only read."""
+        """Reduce in place on the root. The tensors of other ranks do not change."""
         if tensor.numel():
             address, count, datatype = self._wire(tensor)
             self._call("reduce", address, address, count, datatype, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, block: torch.Tensor, op: int) -> None:
-        """Reduce the blocks, and write part r of the result to rank r's output. `block` is as long as `size` outputs."""
+        """Reduce the blocks, and write part r of the result to rank r's output. A block has `size` parts."""
         if output.numel():
             address, count, datatype = self._wire(output)
             self._call("reduceScatter", self._wire(block)[0], address, count, datatype, op)
@@ -194,10 +196,10 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """A context. The calls inside it become one operation of NCCL, which starts when the context ends. Contexts may nest.
+        """Return a context manager. The calls inside the context become one operation of NCCL, which starts at its end.
 
-        NCCL stores the addresses of the calls' tensors, and uses them when the context ends. Until then, this object keeps the
-        tensors alive.
+        Contexts may be nested. NCCL uses the addresses of the calls' tensors at the end of the outermost context. Until then,
+        this object keeps the tensors alive.
         """
         # NCCL uses the addresses at the outermost end, so an inner context adds to the list of the outer one.
         outermost = self._kept is None
@@ -217,7 +219,7 @@ class Communicator:
     # ---- the end ----
 
     def check(self) -> None:
-        """Raise if an asynchronous error has occurred, such as the loss of a peer.
+        """Raise an error if NCCL has found an asynchronous error, such as the loss of a peer.
 
         Raises:
             TransportError: NCCL reports an error.
@@ -226,21 +228,21 @@ class Communicator:
             self._raw.check_async_error()
 
     def abort(self) -> None:
-        """End all operations in flight on this rank. Any thread may call this, also while another thread is inside NCCL.
+        """End all operations in flight on this rank. Any thread may call this method, even if another thread is inside NCCL.
 
         Note [Abort of a blocking communicator]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        NCCL guarantees a safe abort only if the communicator is non-blocking, and no thread is inside NCCL. Neither holds here.
-        CuPy (14) makes blocking communicators: its `NcclConfig` has only the field `split_share`. And the usual reason to abort
-        is a thread that is stuck inside NCCL. Normally the abort ends the kernels, and the call of the stuck thread returns an
-        error. Two other outcomes are possible:
+        NCCL guarantees a safe abort only if the communicator is non-blocking, and no thread is inside NCCL. Both conditions
+        fail here. CuPy (14) makes blocking communicators, because its `NcclConfig` has only the field `split_share`. And the
+        usual reason to abort is a thread that is stuck inside NCCL. Normally the abort ends the kernels, and the call of the
+        stuck thread returns an error. Two other outcomes are possible:
 
         1. The abort or the stuck call does not return. Each abort has its own thread, so only the end of the process waits for
            it, for a few seconds.
         2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
-        We accept both outcomes, because they only happen in a group that has failed: by then the report has been written, the
-        works have their error, and nobody uses the group any more.
+        We accept both outcomes, because they happen only in a group that has failed. At this time the report is written, the
+        works have their error, and no code uses the group any more.
         """
         self._raw.abort()
 
@@ -266,7 +268,7 @@ def _group(nccl: Any) -> Iterator[None]:
 
 @contextmanager
 def mapped(nccl: Any, what: str) -> Iterator[None]:
-    """A context that turns NCCL's errors into ours.
+    """Return a context manager that turns errors of NCCL into `TransportError`.
 
     Raises:
         TransportError: NCCL raised an error.
@@ -288,6 +290,6 @@ def _remedy(status: int) -> str:
 
 
 def version_in_words(nccl: Any) -> str:
-    """NCCL's version, such as "2.27.7". NCCL gives it as one number: 10000 * major + 100 * minor + patch."""
+    """Return NCCL's version as text, such as "2.27.7". NCCL itself returns 10000 * major + 100 * minor + patch."""
     number = int(nccl.get_version())
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

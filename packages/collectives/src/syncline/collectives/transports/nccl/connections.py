@@ -1,4 +1,4 @@
-"""Make a group's NCCL communicators when they are first needed, and destroy the communicators when the group closes."""
+"""Make a group's NCCL communicators at their first use, and destroy the communicators when the group closes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MULTI_RANK_VARIABLE, MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 @dataclass(frozen=True)
 class StreamCommunicator:
-    """A communicator and the stream that it works on.
+    """A communicator and its CUDA stream.
 
     Attributes:
-        communicator: a communicator of all ranks of a group, or of two ranks in one direction.
+        communicator: connects all ranks of a group, or two ranks in one direction.
         stream: the communicator's stream.
-        lock: held while a call is issued, because NCCL allows only one thread at a time.
+        lock: a thread holds this lock while it issues a call, because NCCL allows only one thread at a time.
     """
 
     communicator: Communicator
@@ -52,15 +52,13 @@ class StreamCommunicator:
 
 
 class Connector:
-    """Connects the ranks of one group over NCCL. The group may be a part of the job.
-
-    The job is all processes that use the rendezvous.
+    """Connects the ranks of one group over NCCL. The group may be a part of the job. All ranks of the job use one rendezvous.
 
     Args:
         nccl: the module `cupy.cuda.nccl`, or a fake.
         runtime: makes streams on the GPUs.
         rendezvous: lets the ranks of the job exchange messages before NCCL connects these ranks.
-        ranks: for each rank of the group, in order, the same process's rank in the job.
+        ranks: for each rank of the group, its rank in the job.
         rank: this process's rank in the group.
         name: the group's name.
     """
@@ -76,12 +74,12 @@ class Connector:
         self.name = name
 
     def part(self, members: Sequence[int], name: str) -> Connector:
-        """Make the connector of a new group of `members`, which are ranks of this group."""
+        """Make the connector of a new group. `members` are ranks in this group."""
         ranks = [self.ranks[member] for member in members]
         return Connector(self.nccl, self.runtime, self.rendezvous, ranks, list(members).index(self.rank), name)
 
     def agree(self, topic: str, payload: Payload, decide: Callable[[list[Payload]], Payload], scope: CancelScope) -> Payload:
-        """Let all ranks of the group agree on a payload (a dictionary) without the GPU; see `Rendezvous.agree`."""
+        """Let all ranks of the group agree on a decision, without the GPU; see `Rendezvous.agree`."""
         return self._agree(topic, self.ranks, payload, decide, scope)
 
     def _agree(
@@ -93,13 +91,13 @@ class Connector:
         """Connect some ranks of the group. Each of these ranks must call this method.
 
         Args:
-            topic: a name for this connection; used only once.
-            members: the ranks to connect, as ranks of this group, in the order of the new communicator.
+            topic: a name for this connection. Each connection needs a new name.
+            members: the ranks to connect, as ranks in this group. Their order is the order in the new communicator.
             device: this rank's GPU.
             scope: the time limit for the whole call.
 
         Raises:
-            DisagreementError: the ranks cannot be connected; for example, two ranks have chosen the same GPU.
+            DisagreementError: NCCL cannot connect these ranks; for example, two ranks have chosen the same GPU.
             TransportError: a rank did not call this method in time, or NCCL failed.
         """
         with mapped(self.nccl, "ncclGetVersion"):
@@ -117,7 +115,7 @@ class Connector:
     def split(
         self, whole: StreamCommunicator, members: Sequence[int] | None, color: int | None, scope: CancelScope
     ) -> StreamCommunicator | None:
-        """Call `Communicator.split`. All ranks must call this method. Returns None if this rank is in no new group."""
+        """Call `Communicator.split`. All ranks must call this method. Return None if this rank is in no new group."""
         stream = self.runtime.stream(whole.stream.device, is_own=True)
         made = self.within(scope, stream.device, lambda: whole.communicator.split(members, color, stream.handle))
         return None if made is None else StreamCommunicator(made, stream)
@@ -130,7 +128,7 @@ class Connector:
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
-        """Call NCCL on a separate thread. If NCCL does not return in time, raise a `CollectiveTimeout`."""
+        """Call `connect`, which calls NCCL, on a new thread. If it does not return in time, raise a `CollectiveTimeout`."""
         call = DetachedCall(connect, "syncline-nccl-connect", partial(self.runtime.background, device))
         try:
             return call.wait(scope)
@@ -142,15 +140,15 @@ class Connector:
 
 
 class Connections:
-    """A group's communicators on one GPU: one for all ranks, and two for each rank that this rank sends to or receives from.
+    """A group's communicators on one GPU: one for all ranks, and two for each peer of a send or receive.
 
-    If connecting or splitting fails, some ranks may be inside NCCL and others not. So such a failure ends the group.
+    If NCCL fails while it connects or splits a group, some ranks may still be inside NCCL. So such a failure ends the group.
 
     Args:
         connector: connects ranks.
-        place: returns the group and the rank in words, for errors.
+        place: returns a text with the group and the rank, for errors.
         timeout_s: returns the time limit for connecting, in seconds.
-        in_flight: watches each communicator, and is told when a pair cannot connect.
+        in_flight: watches each communicator. If a pair cannot connect, it ends the group.
         of_all: the communicator of all ranks, if it exists already.
     """
 
@@ -174,18 +172,18 @@ class Connections:
 
     @property
     def device(self) -> torch.device:
-        """The GPU of the group's first call, which is the only GPU that the group serves. Before this call: the current GPU."""
+        """The group's GPU, which is the GPU of the group's first call. Before the first call, this is the current GPU."""
         return self._connector.runtime.current_device() if self._device is None else self._device
 
     def background(self) -> AbstractContextManager[object]:
-        """A context for threads that work for the group; see `DeviceRuntime.background`."""
+        """Return a context manager for threads that work for the group; see `DeviceRuntime.background`."""
         return self._connector.runtime.background(self.device)
 
     def connection_of_all(self, signature: Signature, device: torch.device) -> StreamCommunicator:
-        """The communicator of all ranks, for a call with this signature. The first call connects the ranks.
+        """Return the communicator of all ranks, for a call with this signature. The first call connects the ranks.
 
         Raises:
-            FatalError: the ranks could not be connected.
+            FatalError: NCCL could not connect the ranks.
         """
         if self._of_all is None:
             # Check before `_fatal`: a misuse on this rank leaves the group usable.
@@ -199,7 +197,7 @@ class Connections:
         return self._of_all
 
     def with_peer(self, peer: int, signature: Signature, device: torch.device) -> Pair:
-        """The pair of communicators with another rank. These two ranks may not be connected yet."""
+        """Return the `Pair` of this rank and another rank. The two ranks may not be connected yet."""
         pair = self._pairs.get(peer)
         # While the pair connects, another thread issues the transfers, so this thread's capture would not contain them.
         if pair is None or not pair.is_connected:
@@ -212,13 +210,13 @@ class Connections:
         return pair
 
     def split(self, members: Sequence[int] | None, color: int | None, scope: CancelScope) -> StreamCommunicator | None:
-        """Call ncclCommSplit, to make a communicator for a new group of some of this group's ranks.
+        """Call ncclCommSplit to make a communicator for a new group of some of this group's ranks.
 
-        Returns None if this rank is in no new group, or if this group is not connected yet. A new group without a communicator
-        connects when it is first used.
+        Return None if this rank is in no new group, or if this group is not connected yet. In the second case, the new group
+        connects at its first use.
 
         Raises:
-            FatalError: the communicator could not be made.
+            FatalError: NCCL could not make the communicator.
         """
         self._refuse_capture(Signature("split"))
         if self._of_all is None:
@@ -230,18 +228,18 @@ class Connections:
             return self._connector.split(self._of_all, members, color, scope)
 
     def note_capture(self) -> None:
-        """Record that a CUDA graph now refers to a communicator."""
+        """Note that a CUDA graph now uses a communicator."""
         self._was_captured = True
 
     def give_back(self) -> None:
         """Destroy the communicators. Call this method when no operation is in flight.
 
-        Each communicator is destroyed on a separate thread: NCCL waits for the other ranks, and these may destroy their
+        Each communicator is destroyed on a separate thread. The reason: NCCL waits for the other ranks, which may destroy their
         communicators in another order. NCCL also waits until the program has deleted the CUDA graphs that use a communicator.
 
         Raises:
-            TransportError: the group's time limit was reached. (If a call was captured in a CUDA graph, the limit is at most 30
-                seconds.)
+            TransportError: NCCL did not return within the group's time limit. (If a call was captured in a CUDA graph, the
+                limit is at most 30 seconds.)
         """
         scope = CancelScope(min(_GRAPHS_S, self._timeout_s()) if self._was_captured else self._timeout_s())
         calls = [DetachedCall(made.communicator.destroy, "syncline-nccl-destroy", self.background) for made in self._made]
@@ -330,16 +328,16 @@ Task: TypeAlias = Callable[[StreamCommunicator], None]
 
 
 class Pair:
-    """The transfers between two ranks, issued in order. The first transfer connects the ranks, without blocking the caller.
+    """Issues the transfers between two ranks, in order. The first transfer connects the ranks, without blocking the caller.
 
-    Blocking would be wrong: in a ring where all ranks begin with a send, each rank would wait for the next rank. So a
-    separate thread issues the transfers that are submitted before the connection exists. The thread ends when no transfer is
-    left. From then on, the caller of `submit` issues the transfer itself.
+    The caller must not block: in a ring where all ranks begin with a send, each rank would wait for the next rank. So a
+    separate thread connects the ranks, and issues the transfers that are submitted meanwhile. The thread ends when no transfer
+    is left. From then on, the caller of `submit` issues the transfer itself.
 
     Args:
-        connect: makes the communicator for each direction; called on this separate thread.
-        fail: called with the error if `connect` fails, or if a transfer fails on this thread.
-        context: makes a context that this thread enters.
+        connect: makes a communicator for each direction. The separate thread calls this function.
+        fail: called with the error if `connect` or a transfer fails on the separate thread.
+        context: makes a context manager. The separate thread runs inside this context.
     """
 
     def __init__(
@@ -358,11 +356,11 @@ class Pair:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the ranks are connected, so that the caller of `submit` issues the transfer itself."""
+        """Whether the ranks are connected. If so, the caller of `submit` issues the transfer itself."""
         return self._made is not None
 
     def submit(self, direction: Direction, task: Task) -> None:
-        """Issue a transfer: call `task` with the communicator of this direction, now or when the ranks are connected."""
+        """Issue a transfer. `task` is called with the communicator of this direction, now or when the ranks are connected."""
         with self._lock:
             if self._made is None:
                 self._waiting.append((direction, task))
@@ -396,10 +394,10 @@ class Pair:
 
 
 def peer_info(rank: int, pci_id: str, version: str) -> Payload:
-    """The facts about this process that decide whether ranks can be connected.
+    """Return facts about this process. With these facts, `find_conflict` decides whether NCCL can connect the ranks.
 
     Args:
-        rank: this process's rank of the job.
+        rank: this process's rank in the job.
         pci_id: the PCI address of this process's GPU.
         version: the version of NCCL in this process.
     """
@@ -417,7 +415,7 @@ def peer_info(rank: int, pci_id: str, version: str) -> Payload:
 
 
 def find_conflict(peers: Sequence[Payload]) -> str | None:
-    """Why these ranks cannot be connected; None if they can."""
+    """Return an error text if NCCL cannot connect these ranks; else None."""
     return _one_gpu_twice(peers) or _two_versions(peers)
 
 

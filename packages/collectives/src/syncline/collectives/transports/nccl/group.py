@@ -1,4 +1,4 @@
-"""NcclGroup: a process group over NCCL."""
+"""`NcclGroup`: a process group over NCCL."""
 
 from __future__ import annotations
 
@@ -53,53 +53,56 @@ class NcclGroup(EngineGroup):
 
     The objects of a call::
 
-        Call ─► PlannedCall: with its plan and tensors ─► Launch: what is on the stream ─► StreamWork: what the user holds
+        Call ─► PlannedCall: with its plan and tensors ─► Launch: on the stream ─► StreamWork: the user's handle
 
     Note [Order over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~
     1. All collectives of the group run on one stream, in the order of issue. The caller's thread issues a collective when the
        group's queue gives this thread its turn. The collective starts after all operations that are on this thread's current
        stream at that moment, so the tensors of the collective are ready.
-    2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until they
-       are connected: at the group's first collective, and at the first gather, scatter, all-to-all, and reduction in steps (see
-       `NcclPlan`). Transfers between two ranks connect on a separate thread. `wait` orders the current stream after the
-       collective. `wait` blocks the CPU only with a timeout, or for a barrier.
-    3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches it,
-       before this thread issues another call. While the callback runs, the thread's current stream is ordered after the
+    2. The call returns when the collective is on the stream. But if NCCL must connect ranks first, the call blocks until the
+       ranks are connected. This happens at the group's first collective. It also happens at the first gather, scatter and
+       all-to-all, and at the first reduction in steps (see `NcclPlan`). For transfers between two ranks, a separate thread
+       connects the ranks. `wait` makes the current stream wait for the collective. `wait` blocks the calling thread only with a
+       timeout, or for a barrier.
+    3. For the CPU, a future is complete when the collective is on the stream. A callback runs on the thread that attaches the
+       callback, before this thread issues another call. While the callback runs, the thread's current stream waits for the
        collective. So a call that the callback issues has the same place in the order on every rank, and the callback can wait
        for this call without blocking a thread. `StreamWork.get_future` names two exceptions.
-    4. `send` and `recv` have no place in the order: each direction between two ranks has its own communicator and stream.
-    5. A future's callback may issue collectives. So a thread that completes a future, with or without an error, holds no lock:
-       it calls `StreamWork.settle` after its turn in the queue. If an error must end the group, the code that runs in the turn
-       raises a `FatalError`. The group ends after the turn, when the thread holds no lock.
+    4. `send` and `recv` have no place in the order, because each direction between two ranks has its own communicator and
+       stream.
+    5. A future's callback may issue collectives. So a thread must hold no lock when it completes a future, with or without an
+       error: the thread calls `StreamWork.settle` after its turn in the queue. If an error must end the group, the code in the
+       turn raises a `FatalError`. The group ends after the turn, when the thread holds no lock.
 
-    The group serves the GPU of its first call. The group's communicator is made at this call. A group that was split from a
-    connected group has its communicator already.
+    The group serves only the GPU of its first call, which makes the group's communicator. If the group was split from a
+    connected group, the group already has a communicator.
 
-    All calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph, once the group is connected. A
-    collective before the capture connects the group.
+    After the group is connected, all calls except `barrier` and `wait` with a timeout can be captured in a CUDA graph. So run a
+    collective before the capture.
 
-    If NCCL cannot reduce as `ReduceOp` says, the ranks exchange the terms and reduce in rank order; see `NcclPlan`. If NCCL
-    itself reduces, two things differ from what `ReduceOp` says, as in torch: float16 and bfloat16 are rounded at each
-    addition, and AVG multiplies each term by 1/size before the addition. NCCL is faster this way. With `reproducible` neither
-    difference exists, at the cost of copies of the tensor.
+    If NCCL cannot reduce in the way that `ReduceOp` describes, the ranks exchange the terms and reduce in rank order; see
+    `NcclPlan`. If NCCL itself reduces, two things differ from `ReduceOp`, as in torch: float16 and bfloat16 are rounded at each
+    addition, and AVG multiplies each term by 1/size before the addition. NCCL is faster this way. With `reproducible`, these
+    differences do not exist, but the reduction needs copies of the tensor.
 
     Note [Comparison over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    NCCL does not compare calls: if ranks disagree, they get wrong sums or wait for ever. So the ranks compare their histories
-    (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the group does
-    one comparison after the other, and a training step does not wait for a comparison. If a comparison finds a difference, the
-    group ends, and the next call on the group raises the error. A barrier with `async_op=False` waits for a comparison, and
-    raises the comparison's error even if NCCL never ends the barrier. `close` waits for a comparison, too, for at most
-    `_CLOSE_S` seconds. A group with more than `_COMPARED_EACH_TIME` ranks does not compare after each backward: the more
-    ranks it has, the less often it compares.
+    NCCL does not compare calls: if ranks make different calls, they get wrong sums or wait for ever. So the ranks compare their
+    histories (see Note [Comparison of calls] in `health.agreement`) by messages on the host, without the GPU. A thread of the
+    group makes one comparison after the other, and a training step does not wait for a comparison. If a comparison finds a
+    difference, the group ends, and the next call on the group raises the error.
 
-    Calls are recorded and digested in the order in which they are put on the stream. Calls in a CUDA graph are recorded at the
-    capture, not at a replay.
+    A barrier with `async_op=False` waits for a comparison, and raises the comparison's error even if NCCL never ends the
+    barrier. `close` also waits for a comparison, for at most `_CLOSE_S` seconds. A group with more than `_COMPARED_EACH_TIME`
+    ranks does not compare after each backward: the more ranks the group has, the less often they compare.
+
+    The history has the calls in the order in which they are put on the stream. Calls in a CUDA graph enter the history at the
+    capture, and not at a replay.
 
     Args:
         connector: connects the group.
-        of_all: the communicator of all ranks of this group, if it was split from the communicator of another group.
+        of_all: the communicator of all ranks of this group, if the group was split from another group.
         reproducible: whether to reduce in rank order if the result depends on the order.
         owns_rendezvous: whether the group owns its rendezvous; False for a part of another group.
     """
@@ -148,11 +151,11 @@ class NcclGroup(EngineGroup):
 
     @property
     def device_types(self) -> frozenset[str]:
-        """Only "cuda"."""
+        """The type "cuda" only."""
         return self._device_types
 
     def describe(self) -> str:
-        """NCCL's version."""
+        """Return a text with NCCL's version."""
         return f"nccl: NCCL {version_in_words(self._connector.nccl)} through CuPy"
 
     @property
@@ -162,7 +165,7 @@ class NcclGroup(EngineGroup):
         return None if failure is None else failure.error
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
-        """Allocate with torch, by default on the current GPU. CuPy 14 cannot register the memory with NCCL."""
+        """Allocate a tensor with torch, by default on the current GPU. CuPy 14 cannot register the memory with NCCL."""
         return super().allocate(numel, dtype, self._runtime.current_device() if device is None else device)
 
     # ---- collectives ----
@@ -304,13 +307,13 @@ class NcclGroup(EngineGroup):
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """A context in which all collectives of this thread become one call of NCCL. All of them return the same `Work` object.
+        """Return a context manager in which all collectives of this thread become one call of NCCL, with one `Work` object.
 
-        The collectives must have `async_op=True`. `send` and `recv` are issued as outside of the context.
+        The collectives must have `async_op=True`. The context does not affect `send` and `recv`.
 
         Raises:
-            MisuseError: a call has `async_op=False`, is a barrier, or takes several steps (see `NcclPlan`). Or contexts are
-                nested.
+            MisuseError: a call has `async_op=False`, is a barrier, or takes several steps (see `NcclPlan`). Or this thread is
+                in such a context already.
         """
         batch = self._queue.run_in_turn(self._open_batch)
         try:
@@ -443,7 +446,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def agree_on_calls(self, *, async_op: bool = False) -> Work | None:
-        """As `ProcessGroup.agree_on_calls`. With `async_op`, returns None at once, and a thread compares the calls."""
+        """As `ProcessGroup.agree_on_calls`. With `async_op`, return None at once, and let another thread compare the calls."""
         if async_op:
             self._asked_to_compare += 1
             # All ranks count alike, so they skip the same comparisons.
@@ -525,7 +528,7 @@ class NcclGroup(EngineGroup):
 
     @override
     def beside(self, host: ProcessGroup) -> NcclGroup:
-        """As `ProcessGroup.beside`. The new group connects when it is first used, and uses nothing of the aborted group."""
+        """As `ProcessGroup.beside`. The new group connects at its first use, without connections of the aborted group."""
         before = self._connector
         rendezvous = GroupRendezvous(host, owned=before.rendezvous.owns_group)
         connector = Connector(before.nccl, before.runtime, rendezvous, range(host.size), host.rank, self.name)

@@ -1,4 +1,4 @@
-"""InFlight watches the operations of a group on the GPU, and ends the group when one of them fails."""
+"""`InFlight` watches the operations of a group on the GPU, and ends the group when an operation fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _busy: set[InFlight] = set()
 
 
 class FatalError(Exception):
-    """Raised by code that holds locks, if an error must end the group after the locks are released. Users never see it.
+    """An error that must end the group, raised by code that holds locks. The group ends after the locks are released.
+
+    Users never see this exception.
 
     Attributes:
         error: the error that ends the group.
@@ -35,35 +37,42 @@ class FatalError(Exception):
 
 
 class InFlight:
-    """Watches launches (see `Launch`). Releases the tensors of a launch that is over. Ends the group if one fails or hangs.
+    """Watches launches (see `Launch`). Releases the tensors of finished launches. Ends the group if a launch fails or hangs.
 
     Note [Failure over NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    Each of these is a failure: a collective exceeds its time limit; NCCL reports an error of a communicator; issuing a
-    collective or connecting raises an error; the user calls `abort`; another rank fails (within a node, NCCL may not report
-    this). After the first failure, these steps follow:
+    The group fails if one of these events happens:
 
-    1. The failure is recorded. From now on every new collective of the group raises it.
-    2. Every work that is still in flight fails with the recorded error. Threads that block in `wait` wake and raise the error;
-       later `wait`s raise it, too. Works that were over before stay successful.
-    3. The communicators are aborted: their kernels leave the GPU. Streams that wait for these kernels go on, with garbage. Each
-       communicator is aborted on a separate thread, because an abort waits for kernels of other communicators, or for CUDA
-       graphs. When the process ends, it waits a few seconds for these threads.
-    4. If the ranks met in a store, the failure is written to the store. The other ranks read it within about `_HEAR_S` seconds.
+    - a collective exceeds its time limit,
+    - NCCL reports an error of a communicator,
+    - the group cannot connect, or cannot issue a collective,
+    - the user calls `abort`,
+    - another rank fails (within a node, NCCL may not report this).
 
-    A thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`) wakes because of step 3. The
-    next operation of this thread on the group raises the recorded error: a new collective, a wait for the failed collective,
-    or `close`.
+    After the first failure, these steps follow:
 
-    The monitor (a thread of the process) calls `look` while a launch is in flight. `look` holds no lock while it asks CUDA or
+    1. The group stores the error. From now on every new collective of the group raises this error.
+    2. Every work that is still in flight fails with this error. Threads that block in `wait` wake up and raise the error. Later
+       calls of `wait` raise the error, too. Works that were over before stay successful.
+    3. The group aborts its communicators, so that their kernels leave the GPU. Streams that wait for these kernels continue,
+       with garbage in the tensors. Each abort runs on a separate thread, because an abort waits for kernels of other
+       communicators, or for CUDA graphs. At the end of the process, an exit handler waits a few seconds for these threads.
+    4. If the ranks met in a store, this rank writes the failure to the store. The other ranks read the failure within about
+       `_HEAR_S` seconds.
+
+    Because of step 3, a thread that was blocked outside of Syncline (`tensor.item()`, `torch.cuda.synchronize()`) wakes up. The
+    next operation of this thread on the group raises the error. This is a new collective, a wait for the failed collective, or
+    `close`.
+
+    The monitor (a thread of the process) calls `look` while a launch is in flight. `look` holds no lock while it calls CUDA or
     NCCL. So if CUDA or NCCL never returns, another thread can still abort the communicators.
 
     Args:
-        place: returns the group and the rank in words, for errors.
+        place: returns a text with the group and the rank, for errors.
         background: makes the context in which `look` runs, and in which a thread aborts a communicator.
         report: writes a report of a failure, if the group writes reports, and returns the failure; see `EngineGroup._reported`.
-        tell: tells the other ranks that the group has failed on this rank; may block.
-        hear: returns why another rank will not come any more, or None; may block.
+        tell: tells the other ranks that the group has failed on this rank. This function may block.
+        hear: returns an error text if another rank has failed, or None. This function may block.
     """
 
     period_s = 0.1
@@ -95,13 +104,13 @@ class InFlight:
         return self._failure
 
     def reason_to_give_up(self) -> TransportError | None:
-        """Why waiting in this group is useless; None if the group has not failed."""
+        """Return an error if the group has failed, so that no call can end. Otherwise return None."""
         return None if self._failure is None else TransportError("the group has failed meanwhile")
 
     # ---- communicators and launches ----
 
     def attach(self, communicator: Communicator) -> None:
-        """Add a communicator. If the group has failed, the communicator is aborted at once."""
+        """Add a communicator. If the group has failed, abort the communicator at once."""
         with self._changed:
             if self._failure is None:
                 self._communicators.append(communicator)
@@ -110,9 +119,9 @@ class InFlight:
         self._abort(communicator, [])
 
     def watch(self, launch: Launch) -> None:
-        """Watch a launch. Call this before the launch is issued, because issuing may never return.
+        """Watch a launch. Call this method before the launch is issued, because NCCL may never return from the issue.
 
-        If the group has failed, this makes the launch fail at once.
+        If the group has failed, the launch fails at once.
         """
         with self._changed:
             failure = self._failure
@@ -217,7 +226,7 @@ class InFlight:
     # ---- the end; see Note [Failure over NCCL] ----
 
     def fail(self, error: BaseException) -> None:
-        """End the group. Any thread that holds no lock may call this method. Only the first failure has an effect."""
+        """End the group with this error. Only the first call has an effect. The calling thread must hold no lock."""
         # Launches that are over by now stay successful, so release them first.
         try:
             self._reap()
@@ -244,7 +253,7 @@ class InFlight:
         DetachedCall(lambda: self._tell(error), "syncline-nccl-tell")
 
     def report_and_fail(self, error: BaseException) -> BaseException:
-        """Write a report of an error, and end the group with this error. Returns the error, which may now name the report."""
+        """Write a report of an error, and end the group with this error. Return the error; its text may now name the report."""
         # Only the first failure gets a report; later ones follow from it.
         failure = error if self._failure is not None else self._report(error)
         self.fail(failure)

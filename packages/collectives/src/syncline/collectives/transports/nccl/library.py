@@ -1,4 +1,4 @@
-"""Find CuPy and its NCCL module. If something is missing, say in one sentence what to install."""
+"""Find CuPy and its NCCL module. If a package is missing, return a text that says what to install."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OLDEST_CUPY = 14
 
 
 def problem() -> str | None:
-    """Return why NCCL cannot work in this process, and what to do. None if NCCL can work.
+    """Return an error text if NCCL cannot work in this process; else None. The text names the problem and the remedy.
 
-    The cheap checks come first, so a machine without a GPU never imports CuPy.
+    The function imports CuPy only if this process has a GPU.
     """
     cuda = torch.version.cuda
     if cuda is None:
@@ -30,7 +30,7 @@ def problem() -> str | None:
 
 @functools.cache
 def cupy_problem(cuda_major: int) -> str | None:
-    """Why CuPy's NCCL cannot work with a torch for this CUDA version; None if it can."""
+    """Return an error text if CuPy's NCCL cannot work with a torch for this CUDA version; else None."""
     packages = _PACKAGES.format(major=cuda_major)
     if find_spec("cupy") is None:
         return f"CuPy is not installed; `pip install {packages}` brings it and NCCL"
@@ -67,8 +67,8 @@ def _mismatch(cupy: Any, nccl: Any, cuda_major: int) -> str | None:
 def preload_nccl() -> None:
     """Load NCCL's library before CuPy looks for it.
 
-    Load the first library that exists of these: the library that torch has loaded, the library on the system's search path,
-    the library from PyPI. If there is none, do nothing: `cupy_problem` then reports this.
+    This function tries three libraries, in this order: the library that torch has loaded, the library on the system's search
+    path, and the library from PyPI. If all are missing, this function does nothing, and `cupy_problem` reports the problem.
     """
     for candidate in ("libnccl.so.2", *map(str, _from_pypi())):
         try:
@@ -89,7 +89,7 @@ def _from_pypi() -> list[Path]:
 
 
 def load() -> Any:
-    """The module `cupy.cuda.nccl`."""
+    """Import and return the module `cupy.cuda.nccl`."""
     preload_nccl()
     from cupy.cuda import nccl
 

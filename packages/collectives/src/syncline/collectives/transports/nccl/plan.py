@@ -1,4 +1,4 @@
-"""NcclPlan runs the calls of one signature. It calls a communicator, which puts operations on the communicator's stream."""
+"""`NcclPlan` runs the calls of one signature, by a communicator that puts operations on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .communicator import Communicator, NativeReduction, as_reduced, native_redu
 class NcclPlan(Plan):
     """Runs the calls of one signature. Call `run` while the communicator's stream is current. `run` does not wait for the GPU.
 
-    `run_planned` packs the tensors of all calls of a batch, before it runs the first call. As in all plans, `part` is the data
+    `run_planned` packs the tensors of all calls of a batch before it runs the first call. As in all plans, `part` is the data
     of one rank. In an all-reduce, reduce or broadcast, `part` is the entire tensor.
 
     If NCCL can do a reduction, the plan makes one call of NCCL. For any other reduction, the ranks exchange their terms and
-    reduce them in rank order, which takes several calls, one after the other (`in_steps`). A collective that reduces nothing
-    takes one call, or several calls between ncclGroupStart and ncclGroupEnd.
+    reduce these terms in rank order. This takes several calls of NCCL, one after the other (`in_steps`). A collective without a
+    reduction takes one call, or several calls between ncclGroupStart and ncclGroupEnd.
 
     Args:
-        comm: the communicator of all ranks of the group; for a send or receive, of the sender and the receiver.
+        comm: the communicator of all ranks of the group. For a send or receive: the communicator of the two ranks.
         signature: the signature of the calls.
         device: the device of the tensors.
         reproducible: whether to reduce in rank order if the result depends on the order.
 
     Attributes:
-        in_steps: whether the plan calls NCCL several times in sequence. If so, its calls cannot be part of a batch.
+        in_steps: whether the plan calls NCCL several times, one after the other. Such calls cannot be part of a batch.
     """
 
     def __init__(self, comm: Communicator, signature: Signature, device: torch.device, *, reproducible: bool = False) -> None:
@@ -46,7 +46,7 @@ class NcclPlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """Either "NCCL", or "exchange over NCCL" if the ranks exchange their terms and reduce them themselves."""
+        """Either "NCCL", or "exchange over NCCL" if the ranks exchange and reduce the terms without NCCL's own reductions."""
         return "exchange over NCCL" if self.in_steps else "NCCL"
 
     def pack(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -66,7 +66,7 @@ class NcclPlan(Plan):
         unpack(self._signature.name, part, whole, writes, is_root=self._signature.root == self._comm.rank)
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:
-        """As `Plan.run`, but on return the call is only on the stream, and may not have started."""
+        """As `Plan.run`, but when this method returns, the call is only on the stream. The GPU may not have started it."""
         comm, signature, native = self._comm, self._signature, self._native
         part, block = flat(part), None if whole is None else flat(whole)
         match signature.name:
@@ -192,7 +192,7 @@ def _scaled(wire: torch.Tensor, native: NativeReduction) -> torch.Tensor:
 
 
 class PlannedCall(NamedTuple):
-    """A call with its plan and its tensors. `reads` and `writes` stay valid after the call has released its tensors."""
+    """A call with its plan and its tensors. This object still has the tensors after the call has dropped them."""
 
     plan: NcclPlan
     call: Call
@@ -206,7 +206,7 @@ class PlannedCall(NamedTuple):
 
 
 def run_planned(comm: Communicator, calls: Sequence[PlannedCall]) -> None:
-    """Put calls on the current stream: pack tensors, run the plans, unpack. NCCL starts several calls together, as a group."""
+    """Put calls on the current stream: pack the tensors, run the plans, unpack. NCCL starts all calls together, as a group."""
     packed = [call.plan.pack(call.reads, call.writes) for call in calls]
     # All packing comes before the group, and all unpacking after it: copies start at once, but NCCL starts the calls of a group
     # only when the group is closed.

@@ -1,4 +1,4 @@
-"""Let ranks exchange messages over the host: before NCCL connects them, and when they compare their calls."""
+"""Exchange messages between ranks over the host, before NCCL connects the ranks, and when ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _LOOK_S = 0.1
 
 
 class Rendezvous(ABC):
-    """Lets some ranks agree on a decision, once for each topic.
+    """Lets some ranks agree on a decision. Each agreement has a topic.
 
-    Each rank gives a payload: a dictionary that JSON can hold. The first rank receives all payloads and decides. All ranks get
-    the decision, which is also a payload.
+    Each rank passes a payload, which is a dictionary that can be written as JSON. The first rank receives all payloads and
+    makes a decision. All ranks get the decision, which is also a payload.
     """
 
     def agree(
@@ -52,14 +52,14 @@ class Rendezvous(ABC):
         decide: Callable[[list[Payload]], Payload],
         scope: CancelScope,
     ) -> Payload:
-        """Meet and agree. All of `ranks` call this method. Several threads of a rank may agree on different topics at once.
+        """Agree on a decision. All of `ranks` call this method. Several threads of a rank may use different topics at once.
 
         Args:
-            topic: the name of the agreement; used only once.
-            ranks: the ranks that meet, as ranks of the job.
-            rank: this process's rank of the job.
+            topic: the name of the agreement. Each agreement needs a new name.
+            ranks: the ranks that agree, as ranks in the job.
+            rank: this process's rank in the job.
             payload: this process's payload.
-            decide: called on the first rank with all payloads, in the order of `ranks`.
+            decide: makes the decision from all payloads, in the order of `ranks`. Only the first rank calls this function.
             scope: the time limit for the whole call.
 
         Raises:
@@ -113,20 +113,20 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def announce(self, name: str, failure: str) -> None:
-        """Tell the other ranks of the group `name` that the group has failed on this rank. May block."""
+        """Tell the other ranks of the group `name` that the group has failed on this rank. This method may block."""
 
     @abstractmethod
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
-        """Why another of the group's `ranks` (ranks of the job) will not come any more; None if no reason is known."""
+        """Return an error text if another rank of the group has failed; else None. `ranks` are the group's ranks in the job."""
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The host group in which the ranks meet; None if they do not meet in a group."""
+        """The host group that the ranks use to meet; None if they use a store."""
         return None
 
     @property
     def owns_group(self) -> bool:
-        """Whether this rendezvous must close `group`, because nobody else uses the group."""
+        """Whether this rendezvous must close `group`, because no other code uses the group."""
         return False
 
     def close(self) -> None:
@@ -172,11 +172,12 @@ class StoreRendezvous(Rendezvous):
 
 
 class GroupRendezvous(Rendezvous):
-    """Sends payloads as messages of a host group, such as an MPI group. A rank of the job is a rank of this host group.
+    """Sends payloads as messages of a host group, such as an MPI group. Ranks in the job are the ranks in this host group.
 
     Args:
-        group: the host group. This class uses only `send` and `recv`, because they have no place in the order of collectives.
-        owned: whether to close the group at the end.
+        group: the host group. This class uses only `send` and `recv`, because these methods do not change the order of
+            collectives.
+        owned: whether this object closes the group at the end.
     """
 
     def __init__(self, group: ProcessGroup, *, owned: bool) -> None:
@@ -198,7 +199,7 @@ class GroupRendezvous(Rendezvous):
 
     @override
     def announce(self, name: str, failure: str) -> None:
-        """Do nothing: the host group itself finds out which ranks are gone, and no rank waits for a message about a failure."""
+        """Do nothing, because the host group itself finds out which ranks are lost."""
 
     @override
     def announced(self, name: str, ranks: Sequence[int]) -> str | None:
@@ -275,7 +276,7 @@ def _tag(topic: str) -> ReservedTag:
 class RendezvousCarrier(Carrier):
     """Exchanges the ranks' numbers and texts by `Connector.agree`.
 
-    Cost: two messages for each rank except the first. The first rank sends or receives all of them.
+    Cost: each rank except the first sends one message to the first rank, and receives one message from the first rank.
 
     Args:
         agree: the group's `Connector.agree`.
@@ -286,7 +287,7 @@ class RendezvousCarrier(Carrier):
         self._numbers = itertools.count()
 
     def maximum(self, numbers: Sequence[int], scope: CancelScope) -> list[int]:
-        """As `Carrier.maximum`. If a rank does not come, raises a `TransportError`."""
+        """As `Carrier.maximum`. If a rank does not come in time, raise a `TransportError`."""
 
         def largest(said: list[Payload]) -> Payload:
             return {"numbers": [max(column) for column in zip(*(entry["numbers"] for entry in said), strict=True)]}

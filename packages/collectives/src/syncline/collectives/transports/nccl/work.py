@@ -25,8 +25,8 @@ class Batch:
     """The calls that one thread has issued inside `NcclGroup.coalescing`.
 
     Attributes:
-        calls: the calls, each with its plan and its tensors.
-        work: the work of all calls; None before the first call.
+        calls: the calls, with their plans and tensors.
+        work: the work of all calls together; None before the first call.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Batch:
         self._thread = threading.get_ident()
 
     def is_here(self) -> bool:
-        """Whether the calling thread is the thread whose calls this batch contains."""
+        """Whether the calling thread has opened this batch."""
         return self._thread == threading.get_ident()
 
 
@@ -44,8 +44,8 @@ class Failure:
 
     Attributes:
         error: the error.
-        was_told: whether the program has seen the error. If not, `close` must raise the error, because results since the
-            failure are garbage, and the program does not know this.
+        was_told: whether the program has seen the error. If not, `close` must raise the error, because the program does not
+            know that results since the failure are garbage.
     """
 
     __slots__ = ("error", "was_told")
@@ -55,33 +55,33 @@ class Failure:
         self.was_told = False
 
     def tell(self) -> BaseException:
-        """Return the error, and record that the program sees this error."""
+        """Return the error, and note that the program has seen the error."""
         self.was_told = True
         return self.error
 
 
 class Launch:
-    """One call or one batch on a stream. Its calls hold their tensors until it is safe to reuse the tensors' memory.
+    """One call or one batch on a stream. The launch keeps the tensors of its calls alive until their memory may be reused.
 
     Note [Memory in flight]
     ~~~~~~~~~~~~~~~~~~~~~~~
     The stream reads and writes the caller's tensors after the call has returned. If the caller drops the tensors, torch's
     allocator may reuse their memory at once. So the `Call` holds references to the tensors until one of these events:
 
-    1. `wait` is called, while the current stream is the stream from which the collective was issued. `wait` makes this stream
-       wait for the collective. So whatever uses the freed memory next on this stream comes after the collective.
+    1. `wait` is called, and the current stream is the stream from which the collective was issued. `wait` makes this stream
+       wait for the collective. So later operations on this stream, which may reuse the memory, come after the collective.
     2. The monitor, or a thread that blocks in `wait`, sees that the collective is over.
     3. The group failed, and the communicators' kernels have left the GPU.
 
-    `InFlight` holds the launch, but not the work. (The work itself holds the outputs, which are its result.) So after `wait`,
-    memory is free as soon as the caller drops the work and the tensors. We do not need `record_stream`, which would delay
-    reuse. Copies that a collective needs are allocated on the communicator's stream, and need no protection.
+    `InFlight` holds the launch, but not the work. (The work itself holds the outputs, which are the work's result.) So after
+    `wait`, memory is free as soon as the caller drops the work and the tensors. We do not need `record_stream`, which would
+    delay the reuse. Copies that a collective needs are allocated on the communicator's stream, and need no protection.
 
     Args:
         calls: the calls of this launch.
-        describe: returns a text for messages, which names the call or the batch, the group and the rank.
+        describe: returns a text for messages. The text names the call or the batch, the group and the rank.
         timeout_s: the time limit from now on, in seconds.
-        work: the work of these calls. `fail` also makes this work fail. The launch holds only a weak reference to the work.
+        work: the work of these calls, which fails if the launch fails. The launch holds only a weak reference to the work.
 
     Attributes:
         captured: whether the launch is part of a CUDA graph. If so, its event has no meaning outside the graph.
@@ -98,11 +98,11 @@ class Launch:
         self._work = weakref.ref(work)
 
     def note_on_stream(self, event: Event, *, captured: bool) -> None:
-        """Record that the launch is on a stream or was captured. When `event` is over, the launch is over."""
+        """Note that the launch is on a stream, or part of a CUDA graph. The launch is over when `event` is over."""
         self._event, self.captured = event, captured
 
     def is_over(self) -> bool:
-        """Whether the GPU is done with the launch. Always true for a captured launch.
+        """Whether the GPU has finished the launch. For a captured launch, the result is always True.
 
         Raises:
             TransportError: the GPU faulted.
@@ -121,7 +121,7 @@ class Launch:
         return True
 
     def release(self) -> None:
-        """Release the tensors."""
+        """Drop the references to the tensors."""
         for call in self.calls:
             call.release()
 
@@ -129,7 +129,7 @@ class Launch:
         """Mark the calls as failed, and wake the threads that wait for the work.
 
         Returns:
-            The tensors. The caller must hold them until the kernels that may write them are gone.
+            The tensors of the calls. The caller must keep these tensors until no kernel can write to them any more.
         """
         tensors = [tensor for call in self.calls for tensor in (*call.reads, *call.writes)]
         self._end(FAILED)
@@ -148,20 +148,20 @@ class Launch:
 class StreamWork(Work):
     """The work of one call or of a batch.
 
-    The object is made before the calls are issued. So the time limit also covers the time until the calls are issued.
+    The work is made before its calls are issued. So the time limit includes the time until the calls are issued.
 
-    Note [Memory in flight] says which object holds the tensors, and how long.
+    Note [Memory in flight] describes which object holds the tensors, and how long.
 
     Args:
-        title: the call that error messages name. For a batch, this is a call with the name "coalesced".
+        title: the call for error messages. For a batch, this is a call with the name "coalesced".
         calls: the calls whose tensors are in flight.
         tensors: the output tensors of these calls.
-        place: returns the group and the rank in words, for errors.
-        runtime: knows the current stream, and makes futures.
+        place: returns a text with the group and the rank, for errors.
+        runtime: returns the current stream, and makes futures.
         device: the device of the tensors.
         timeout_s: the time limit from now on, in seconds.
-        source: for a receive, the rank that sends.
-        batch: the batch, if this is the work of a batch.
+        source: the rank that sends, for a receive.
+        batch: the batch, if this object is the work of a batch.
 
     Attributes:
         launch: the launch that `InFlight` watches.
@@ -200,12 +200,12 @@ class StreamWork(Work):
     # ---- for the group and `InFlight` ----
 
     def add(self, call: Call) -> None:
-        """Add one more call of the batch."""
+        """Add another call to the batch of this work."""
         self.launch.calls.append(call)
         self._tensors += call.writes
 
     def note_on_stream(self, stream: Stream, event: Event, *, captured: bool) -> None:
-        """Record that all calls are on a stream, or captured into a CUDA graph. Call `settle` next, while you hold no lock."""
+        """Note that all calls are on a stream, or part of a CUDA graph. Afterwards call `settle`, without holding a lock."""
         self._stream, self._event = stream, event
         self.launch.note_on_stream(event, captured=captured)
         if captured:  # the recorder sees the calls as over, but the tensors are needed until `wait` has ordered the stream
@@ -214,12 +214,12 @@ class StreamWork(Work):
                 call.is_over(DONE)
 
     def fail(self, failure: Failure) -> None:
-        """Wake every waiter with an error. Only the first failure is kept. Runs callbacks, as `settle` does."""
+        """Let the work fail, and wake all threads that wait for it. Only the first failure counts. This may run callbacks."""
         self._failure = self._failure or failure
         self.settle()
 
     def settle(self) -> None:
-        """Wake threads that wait until the call is issued. Complete the future, if there is one, and run its callbacks."""
+        """Wake threads that wait until the call is issued. If there is a future, complete it and run its callbacks."""
         with self._changed:
             self._is_settled = True
             self._changed.notify_all()
@@ -230,7 +230,7 @@ class StreamWork(Work):
     # ---- Work ----
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Make the current stream wait for the collective. With a timeout, or for a barrier, the CPU waits, too."""
+        """Make the current stream wait for the collective. With a timeout, or for a barrier, also block the calling thread."""
         timeout_s = None if timeout is None else seconds(timeout)
         scope = self.launch.scope if timeout_s is None else CancelScope(timeout_s)
         describe = self.launch.describe
@@ -257,32 +257,33 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the GPU is done or the collective failed. False during a capture, because the GPU cannot be asked then."""
+        """Whether the GPU has finished the collective, or it failed. During a capture of the current stream, return False."""
         if self._failure is not None:
             return True
         return not self._runtime.is_capturing() and self.launch.is_over()
 
     def exception(self) -> BaseException | None:
-        """The error with which the collective failed, or None."""
+        """Return the error of the collective, or None if there is no error."""
         return None if self._failure is None else self._failure.tell()
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._tensors
 
     def source_rank(self) -> int | None:
-        """The sender's rank, for a receive. NCCL must know the sender beforehand."""
+        """Return the sender's rank, for a receive. NCCL has no receive from any source, so the sender is always known."""
         return self._source
 
     def get_future(self) -> TensorsFuture:
-        """A CUDA future. For the CPU, this future is complete once the collective is issued.
+        """Return a CUDA future. For the CPU, this future is complete when the collective is issued.
 
-        Waiting for the future makes the current stream wait for the collective. If the call has no output here (a
-        barrier, or a gather on a rank that is not the root), the value is a list of one tensor that means nothing.
+        If a thread waits for the future, its current stream waits for the collective. Some calls have no output on this rank,
+        such as a barrier, or a gather on a rank that is not the root. The value of the future is then a list of one meaningless
+        tensor.
 
-        A callback runs at once, on the thread that attaches it; see Note [Order over NCCL] in `group`. There are two
-        exceptions: for a transfer whose peer is not connected yet, and for a batch that is still open, the callback runs later,
-        on the thread that issues the call.
+        A callback runs at once, on the thread that attaches the callback; see Note [Order over NCCL] in `group`. In two cases,
+        the callback runs later, on the thread that issues the call: for a transfer whose peer is not connected yet, and for a
+        batch that is still open.
         """
         with self._changed:
             if self._future is None:
@@ -348,5 +349,5 @@ class StreamWork(Work):
 
 
 def gpu_fault(what: str, error: BaseException) -> TransportError:
-    """Make a `TransportError` from the error that torch raises if the GPU faults. `what` names the call that was waited for."""
+    """Return a `TransportError` for the error that torch raises if the GPU faults. `what` names the call."""
     return TransportError(f"the GPU reported, while the group waited for {what}: {error}")

@@ -1,1 +1,1 @@
-"""Memory that processes of one machine share: make it, pass it to other ranks, find out how much is free. Works without MPI."""
+"""Memory that processes of one machine share. These modules make shared memory and limit its size; they need no MPI."""

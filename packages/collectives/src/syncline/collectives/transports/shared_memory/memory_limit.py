@@ -1,7 +1,8 @@
-"""How much memory the processes of a node can still have, before the kernel ends one of them.
+"""Find out how much memory the processes of a node can still allocate before the kernel kills one of them.
 
-/proc/meminfo says how much memory the machine has available. A job often has less: Slurm and containers put it into a control
-group. If a process exceeds the limit of its control group, the kernel kills it (SIGKILL) without an error.
+/proc/meminfo has the available memory of the machine. A job often has less memory, because Slurm and containers put the job
+into a control group. If a process exceeds the limit of its control group, the kernel kills the process (SIGKILL) without an
+error.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _UNLIMITED = 1 << 62  # if there is no limit, version 1 of control groups writes
 
 
 class Limit(NamedTuple):
-    """A bound on the memory of some processes.
+    """A limit on the memory of one or more processes.
 
     Attributes:
-        identity: equal for processes that are under the same limit.
+        identity: identifies the limit. Processes under the same limit have the same identity.
         name: the limit's name in messages.
-        left_bytes: how much of the limit is left, including file cache that the kernel can reclaim.
+        left_bytes: how many bytes are left until the limit, including file cache that the kernel can reclaim.
     """
 
     identity: tuple[int, int]
@@ -32,10 +33,10 @@ class Limit(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How much memory each process of a node can have.
+    """The memory that each process of a node can allocate.
 
     Attributes:
-        each_bytes: bytes for each process, if all processes take this amount at once.
+        each_bytes: bytes for each process, if all processes allocate the same amount.
         limit: the limit that is reached first.
         sharers: how many of the processes are under this limit.
     """
@@ -46,10 +47,10 @@ class Room(NamedTuple):
 
 
 def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
-    """Return how much memory each process of a node can have. None if no limit is known.
+    """Return how much memory each process of a node can allocate. Return None if no limit is known.
 
     Args:
-        limits: for each process of the node, the limits that this process is under.
+        limits: for each process of the node, the limits of this process.
     """
     known = [limit for own in limits for limit in own]
     sharers = Counter(identity for own in limits for identity in {limit.identity for limit in own})
@@ -61,10 +62,10 @@ def room_for_each(limits: Sequence[Sequence[Limit]]) -> Room | None:
 
 
 def memory_limits(proc: Path = Path("/proc")) -> list[Limit]:
-    """The limits that this process is under. Limits that the process cannot read are left out.
+    """Return the memory limits of this process. Limits that the process cannot read are left out.
 
     Args:
-        proc: the folder of the proc file system.
+        proc: the path of the proc file system.
     """
     available = _fields(proc / "meminfo").get("MemAvailable:")
     machine = [] if available is None else [Limit((0, 0), "the memory of the machine", available * 1024)]

@@ -1,4 +1,4 @@
-"""Functions that Python lacks on some systems: files in memory and their mappings, huge pages, the processor's memory fence."""
+"""System functions that Python lacks on some systems: files in memory, mappings, huge pages, and the memory fence."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ Fence: TypeAlias = Callable[[], object]
 
 
 def no_fence() -> None:
-    """Do nothing. This is x86's fence: see Note [Order in memory] in `mpi.node.shared_sync`."""
+    """Do nothing, because x86 needs no fence: see Note [Order in memory] in `mpi.node.shared_sync`."""
 
 
 def find_fence(machine: str | None = None) -> Fence | None:
-    """Return this processor's memory fence, or None if there is none. A call of the fence takes about 0.4 us, on x86 less.
+    """Return a function that is a full memory fence on this processor, or None if no such function is installed.
+
+    A call of the fence takes about 0.4 us; on x86 it takes less.
 
     Args:
-        machine: the type of the processor, as from `platform.machine`; None takes this processor's type.
+        machine: the type of the processor, as in `platform.machine`. None: the type of this processor.
     """
     if (machine or platform.machine()).lower() in ("x86_64", "amd64"):
         return no_fence
@@ -52,7 +54,7 @@ def find_fence(machine: str | None = None) -> Fence | None:
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """The size of a huge page of this system; 0 if the system has no huge pages of a useful size."""
+    """Return the size of a huge page of this system; 0 if the system has no huge pages of a useful size."""
     try:
         nbytes = int(_SIZE.read_text())
     except (OSError, ValueError):
@@ -62,20 +64,20 @@ def huge_page_bytes() -> int:
 
 
 def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
-    """Make the kernel replace small pages by huge pages with the same content, as far as it can within the time given.
+    """Make the kernel replace small pages by huge pages with the same content. Huge pages make access faster.
 
-    Call this function at any time, also while the memory is in use. If several processes share the memory, one of them calls
-    this function for all. Huge pages make access faster, and change nothing else. Kernels before 6.1 cannot replace pages;
-    later kernels can, unless their setting for shared memory is `deny`. Measured cost: 1 to 4 ms for each page of 2 MiB.
+    You can call this function at any time, even while the memory is in use. If several processes share the memory, only one
+    process needs to call this function. Kernels from 6.1 on can replace pages, unless their setting for shared memory is
+    `deny`. With older kernels, this function does nothing. Measured cost: 1 to 4 ms for each huge page of 2 MiB.
 
     Args:
         mapping: the mapped memory.
-        start: the first byte, as an offset in `mapping`; its address must be a multiple of the size of a huge page.
-        stop: the end, as an offset. An incomplete huge page at the end stays as it is.
-        seconds: the time limit. Pages that are not replaced by then stay as they are.
+        start: the offset of the first byte in `mapping`. The byte's address must be a multiple of the size of a huge page.
+        stop: the offset of the end. An incomplete huge page at the end is not replaced.
+        seconds: the time limit. After this time, no more pages are replaced.
 
     Returns:
-        The number of bytes that are in huge pages now.
+        The number of bytes that are now in huge pages.
     """
     step = huge_page_bytes()
     end_s = time.monotonic() + seconds
@@ -92,10 +94,10 @@ def collapse(mapping: mmap.mmap, start: int, stop: int, seconds: float) -> int:
 
 
 def create_memory_file(name: str) -> int:
-    """Make a new file that is in no file system, and return its descriptor.
+    """Make a new file in memory, outside of any file system (a memfd), and return the file's descriptor.
 
-    Python has `os.memfd_create` only if Python was built with a C library that has the function (glibc 2.27). The kernel has
-    the system call since 3.17. So if Python lacks the function, make the system call directly.
+    Some builds of Python lack `os.memfd_create`, because their C library is older than glibc 2.27. Then this function makes the
+    system call directly, which needs kernel 3.17 or newer.
 
     Raises:
         OSError: this system has no such files.
@@ -111,7 +113,7 @@ def create_memory_file(name: str) -> int:
 
 
 def map_over(address: int, nbytes: int, file: int) -> None:
-    """Replace mapped pages of this process by a shared mapping of the first `nbytes` of a file.
+    """Replace mapped pages at `address` by a shared mapping of the first `nbytes` bytes of a file.
 
     Raises:
         OSError: the system refuses.
@@ -122,7 +124,7 @@ def map_over(address: int, nbytes: int, file: int) -> None:
 
 
 def map_zeros_over(address: int, nbytes: int) -> None:
-    """Replace mapped pages of this process by private pages that hold zeros.
+    """Replace mapped pages at `address` by private pages that contain zeros.
 
     Raises:
         OSError: the system refuses.
@@ -133,7 +135,7 @@ def map_zeros_over(address: int, nbytes: int) -> None:
 
 
 def move_pages(source: int, nbytes: int, target: int) -> None:
-    """Move private pages of this process to `target`, where other pages are mapped. Zeros remain at `source`.
+    """Move private pages from `source` to `target`, and replace the pages there. At `source`, pages with zeros remain.
 
     Raises:
         OSError: the system refuses.
@@ -144,7 +146,7 @@ def move_pages(source: int, nbytes: int, target: int) -> None:
 
 
 def update(target: int, source: int, nbytes: int) -> None:
-    """Copy `nbytes` if source and target differ. Comparing takes half the time of copying, and allocates no untouched pages."""
+    """Copy `nbytes` bytes if source and target differ. A comparison takes half the time of a copy, and allocates no pages."""
     if _c().memcmp(target, source, nbytes):
         ctypes.memmove(target, source, nbytes)
 

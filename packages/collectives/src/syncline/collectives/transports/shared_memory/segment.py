@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share. Ranks pass its file descriptor through /proc or over a socket (SCM_RIGHTS)."""
+"""`Segment`: memory that the ranks of a node share. Ranks pass the file descriptor through /proc or over a socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOKEN_BYTES = 16
 
 
 def padded(nbytes: int) -> int:
-    """Round up to whole pages, so that no page (and no cache line) belongs to two ranks."""
+    """Round up to a multiple of the page size, so that no page (and no cache line) belongs to two ranks."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -33,30 +33,30 @@ class Segment(mmap.mmap, Inherited):
         part of rank 0       | part of rank 1       | part of rank 2       |
         ^ offset 0             ^ offset 0             ^ offset 0
 
-    The mapping lasts as long as this object, and each tensor made by `view` keeps a reference to it. So the memory exists while
-    any rank has a tensor in it, and is freed with the last tensor. Nobody calls `close`.
+    The mapping exists as long as this object, and each tensor from `view` keeps a reference to this object. So the memory
+    exists while any rank has a tensor in the memory. No code calls `close`.
 
     The segment keeps no descriptor open. (Python's mmap would keep a descriptor for each file. So the segment first maps memory
-    without a file, and `map_over` then maps the file over this memory. Python later unmaps whatever is at this address.)
+    without a file, and `map_over` then maps the file at the same address. Python later unmaps this address.)
 
-    If the segment is at least as large as a huge page, it starts at a multiple of the size of a huge page. Then some mapped
-    memory before and after the segment is unused.
+    If the segment is at least as large as a huge page, the segment starts at a multiple of the size of a huge page. Then some
+    mapped memory before and after the segment is unused.
 
     Note [Segments in a fork]
     ~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forked child inherits the mapping: its parent and the other ranks would see what the child writes. So in the child the
-    pages are replaced by private pages with zeros, at the same address.
+    A forked child inherits the mapping. Its parent and the other ranks would see the data that the child writes. So the child
+    replaces the shared pages by private pages with zeros, at the same address.
 
-    But if this rank's part holds tensors of the user (`holds_tensors`), the child sees these tensors as they were at the fork.
+    If this rank's part holds tensors of the user (`holds_tensors`), the child must see these tensors as they were at the fork.
     The kernel has no copy-on-write for shared pages. So the parent keeps a copy of the part in private memory, and updates this
     copy before each fork. In the child, the pages of the copy replace the pages with zeros.
 
-    Cost: a fork compares the part with the copy, and copies the part if it has changed. (A DataLoader forks its workers one
-    after the other, and nothing changes in between.) The copy needs as much memory as the part. The parent and all its forked
-    children share this memory until one of them writes.
+    Cost: before a fork, the parent compares the part with the copy, and copies the part if it has changed. (A DataLoader forks
+    several workers, and the part does not change between these forks.) The copy needs as much memory as the part. The parent
+    and its forked children share this memory until a process writes to it.
 
     Attributes:
-        lead_bytes: how many bytes are mapped before the first part.
+        lead_bytes: the number of mapped bytes before the first part.
         holds_tensors: whether this rank's part holds tensors of the user.
 
     Args:
@@ -106,9 +106,9 @@ class Segment(mmap.mmap, Inherited):
             move_pages(_address(self._copy), padded(self.part_bytes), self.address())
 
     def use_huge_pages(self) -> None:
-        """Use huge pages for this rank's part where possible. Other ranks that use this part profit, too.
+        """Use huge pages for this rank's part where possible. Access by other ranks becomes faster, too.
 
-        This waits at most about `HUGE_PAGES_SECONDS`.
+        This method takes at most about `HUGE_PAGES_SECONDS`.
         """
         size = huge_page_bytes()
         if size:
@@ -117,23 +117,23 @@ class Segment(mmap.mmap, Inherited):
             collapse(self, self.lead_bytes + start, self.lead_bytes + min(stop, self.offset_of(self.parts)), HUGE_PAGES_SECONDS)
 
     def view(self, part: int, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """View one or more elements of a part as a flat tensor, which shares the memory."""
+        """Return one or more elements of a part as a flat tensor. The tensor shares the memory."""
         return torch.frombuffer(self, dtype=dtype, count=numel, offset=self.lead_bytes + self.offset_of(part) + offset_bytes)
 
     def rows(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The `view` of every part at the same offset."""
+        """Return the `view` of every part, at the same offset in each part."""
         return [self.view(part, offset_bytes, numel, dtype) for part in range(self.parts)]
 
     def contents(self) -> memoryview:
-        """All parts as one memoryview, which shares the memory."""
+        """Return all parts as one memoryview, which shares the memory."""
         return memoryview(self)[self.lead_bytes :][: self.offset_of(self.parts)]
 
     def offset_of(self, part: int) -> int:
-        """The offset of a part, in bytes."""
+        """Return the offset of a part, in bytes."""
         return part * padded(self.part_bytes)
 
     def address(self) -> int:
-        """The address of this rank's part in this process."""
+        """Return the address of this rank's part in this process."""
         return self._address_of(self.mine)
 
     def _address_of(self, part: int) -> int:
@@ -147,7 +147,7 @@ def _address(mapping: mmap.mmap) -> int:
 def create_file(name: str, nbytes: int) -> int:
     """Make a new file in memory, and return its descriptor. The kernel frees the file when no process uses it any more.
 
-    The file is not in /dev/shm, so it needs no room there, and a crash leaves nothing behind.
+    The file is not in /dev/shm. So it takes no space there, and no file is left after a crash.
 
     Raises:
         OSError: this system has no such files, or does not allow this size.
@@ -162,10 +162,10 @@ def create_file(name: str, nbytes: int) -> int:
 
 
 def reserve(file: int, part_bytes: int, part: int) -> None:
-    """Allocate the pages of a part now, so that a lack of memory is an error here and not a bus error later.
+    """Allocate the pages of a part now. If memory is short, this function raises an error. Otherwise a bus error would follow.
 
-    Check `memory_limits` before this call: if a process exceeds the limit of its control group, there is no error, but the
-    kernel kills the process.
+    Check `memory_limits` before this call. If a process exceeds the limit of its control group, the kernel kills the process,
+    and this function cannot raise an error.
 
     Raises:
         OSError: the machine lacks memory, or the size of files is limited.
@@ -179,11 +179,11 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
     Args:
         pid: the other process.
         file: the descriptor of the file in the other process.
-        name: the name that the other process gave to `create_file`.
+        name: the name that the other process passed to `create_file`.
 
     Raises:
-        OSError: this process may not look into the other process (another user, another namespace of users or processes, a
-            restricted /proc), or `file` is the descriptor of another file.
+        OSError: this process has no access to the other process, or `file` is the descriptor of another file. There is no
+            access for another user, in another namespace of users or processes, or if /proc is restricted.
     """
     path = f"/proc/{pid}/fd/{file}"
     # If the other process has another namespace of processes, `pid` may be the number of a third process here.
@@ -193,10 +193,10 @@ def open_peer_fd(pid: int, file: int, name: str) -> int:
 
 
 class FdServer:
-    """Offers a file at an abstract socket. Such a socket is in no file system; clients need only the same network namespace.
+    """Passes a file descriptor to other processes, over an abstract socket. Clients must be in the same network namespace.
 
-    A client gets the file if it knows the token. The token travels by MPI, so only ranks of this job know it. (The socket's
-    name is no secret.)
+    A client gets the file if the client knows the token. The ranks exchange the token by MPI, so only ranks of this job know
+    the token. (The socket's name is no secret.)
 
     Call `serve` after all clients have connected and sent the token. (The kernel lets clients connect and send before `serve`
     runs.) `serve` never waits.
@@ -239,7 +239,7 @@ class FdServer:
             pass  # a stranger that sends nothing, or a client that has left
 
     def close(self) -> None:
-        """Stop offering the file."""
+        """Close the socket, so that no more clients can get the file."""
         self._listener.close()
 
 
@@ -264,7 +264,7 @@ def receive_fd(connection: socket.socket) -> int:
     """Receive the file's descriptor from the server. Call this function after `FdServer.serve`.
 
     Raises:
-        OSError: the answer has no descriptor.
+        OSError: the server has sent no descriptor.
     """
     _, files, _, _ = socket.recv_fds(connection, 1, 1)
     if not files:

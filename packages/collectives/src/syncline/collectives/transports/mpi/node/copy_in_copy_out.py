@@ -1,4 +1,4 @@
-"""Reductions of tensors that are in no window: copy them into a window of the group, reduce there, and copy the result out."""
+"""Reduce tensors that are in no window: copy them into the group's window, reduce there, and copy the result out."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _T = TypeVar("_T")
 
 
 class StagingArea:
-    """A window of the group with three slots for each rank; a slot holds one chunk of a tensor. `segment` makes the window.
+    """A window of the group, with three slots for each rank. A slot holds one chunk of a tensor. `segment` makes the window.
 
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
-    Chunks use the slots in turn, also if they belong to different collectives. All ranks pass the same barriers, at least one
-    for each chunk. Ranks read the data of chunk k after the barrier of chunk k. A rank copies chunk k out after the barrier of
-    chunk k + 1, so it has finished all reads of chunk k when it comes to the barrier of chunk k + 2. Chunk k + 3 uses the slot
-    of chunk k, and ranks write chunk k + 3 after the barrier of chunk k + 2. So no rank overwrites data that another rank still
-    reads, and no further barriers are needed.
+    Chunks use the slots in turn, even chunks of different collectives. All ranks pass the same barriers, at least one for each
+    chunk. Ranks read the data of chunk k after the barrier of chunk k. A rank copies chunk k out after the barrier of chunk k +
+    1. So a rank has finished all reads of chunk k before its arrival at the barrier of chunk k + 2.
+
+    Chunk k + 3 uses the slot of chunk k, and ranks write chunk k + 3 after the barrier of chunk k + 2. So no rank overwrites
+    data that another rank still reads, without any further barriers.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
@@ -44,7 +45,7 @@ class StagingArea:
         self._next = 0
 
     def segment(self, call: Call) -> Segment | None:
-        """Return the window. The first call makes it. Return None on all ranks if the window cannot be made.
+        """Return the window. The first call makes the window. If this fails, all ranks return None.
 
         All ranks call this method together.
         """
@@ -99,14 +100,19 @@ class _Step(NamedTuple):
 class CopyInCopyOut(Algorithm):
     """`all_reduce` and `reduce_scatter` through the staging area, chunk by chunk.
 
-    A rank owns one slice of each chunk. It copies all other slices of its chunk into its slot. After a barrier it reduces its
-    own slice in rank order, from the other ranks' slots and its own tensor, and writes the result to its tensor. For
-    `all_reduce` it also copies the result to its slot. After the next barrier it copies the other ranks' results out of their
-    slots. A rank copies the next chunk into its slot before it reduces the present chunk, so the copy and the reduction share
-    one barrier.
+    Each rank owns one slice of each chunk, and does these steps for each chunk:
 
-    Cost for n bytes and p ranks: n - n/p bytes copied in and n/p bytes reduced. For `all_reduce` also n/p bytes copied in and
-    n - n/p bytes copied out. One barrier for each chunk; `all_reduce` has one more at the end.
+    1. Copy all slices of other ranks into this rank's slot.
+    2. Wait at a barrier.
+    3. Reduce the own slice in rank order, from the slots of the other ranks and the own tensor. Write the result to the own
+       tensor. For `all_reduce`, also copy the result to the own slot.
+    4. For `all_reduce`: after the next barrier, copy the results of the other ranks out of their slots.
+
+    A rank copies the next chunk in before it reduces the current chunk. So this copy and the reduction share one barrier.
+
+    Cost for n bytes and p ranks: each rank copies n - n/p bytes in and reduces n/p bytes. For `all_reduce`, each rank also
+    copies n/p bytes in and n - n/p bytes out. There is one barrier for each chunk; `all_reduce` has one more barrier at the
+    end.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
@@ -129,7 +135,7 @@ class CopyInCopyOut(Algorithm):
     def is_ready(self, call: Call) -> bool:
         """Whether the group has a staging area.
 
-        The first call makes the staging area, and cuts the tensor into chunks that fit its slots.
+        The first call makes the staging area, and divides the tensor into chunks that fit into the slots.
         """
         if self._segment is None:
             segment = self._segment = self._staging.segment(call)

@@ -1,4 +1,4 @@
-"""Collectives of small tensors: each rank writes its tensor to its slot in shared memory, and reads the slots of all ranks."""
+"""Collectives of small tensors. Each rank writes its tensor to its slot in shared memory, and reads the slots of all ranks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _Read = Callable[[torch.Tensor, torch.Tensor], None]
 class Eager(Algorithm):
     """Moves small tensors. The ranks wait for one another only once: at a `ShmBarrier`, which also compares the call.
 
-    If tensors have n bytes, each of p ranks reads p n bytes.
+    This algorithm is the fastest for small tensors, because the time for small tensors depends mainly on the number of waits.
+    Every rank reduces all slots in rank order, so all ranks get the same bits. See Note [Arrivals in turn] in `shared_sync`.
 
-    See Note [Arrivals in turn] in `shared_sync`. If tensors are so small that time depends only on how often the ranks wait,
-    this algorithm is the fastest. Every rank reduces all slots in rank order, so all ranks get the same bits.
+    Cost for n bytes and p ranks: each rank reads p n bytes.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
         signature: the signature of the calls.
         operation: the collective.
-        size: the size of each call. The data that a rank lets the other ranks read must fit in a slot.
+        size: the size of each call. The data that other ranks read from a rank must fit into a slot.
     """
 
     name = "eager"
@@ -52,7 +52,7 @@ class Eager(Algorithm):
     def is_ready(self, call: Call) -> bool:
         """Whether the group has a barrier in shared memory.
 
-        The first call makes the barrier, and prepares the slots for arrivals with even and with odd numbers.
+        The first call makes the barrier, and prepares tensors in both slots of each rank.
         """
         if self._sync is None:
             self._sync = self._node.shared_sync(call)
@@ -63,7 +63,7 @@ class Eager(Algorithm):
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
         """Write this rank's slot, compare the call, then read the slots of all ranks.
 
-        The call is compared even if `NodePlan` has already compared the call.
+        The ranks compare the call even if `NodePlan` has already compared it.
         """
         sync = self._sync
         assert sync is not None

@@ -1,4 +1,4 @@
-"""All-reduce across several nodes, slice by slice, in shared memory. Tensors in other memory are copied there and back."""
+"""All-reduce across several nodes, slice by slice, in shared memory. Other tensors are copied to shared memory first."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STAGE_BYTES = 16 << 20
 
 
 class NodeReduction:
-    """Reduces the slice that this rank leads (see `Hierarchy`): inside the node, then between the leaders of this slice.
+    """Reduces the slice that this rank leads (see `Hierarchy`): first inside the node, then between the slice's leaders.
 
-    Then it copies the result to all ranks of this node.
+    Then this class copies the result to all ranks of this node.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
-        between: the transport between the leaders of this rank's slice; None if this rank leads no slice.
+        between: the transport between the leaders of this rank's slice. None: this rank leads no slice.
         ranks: the number of ranks in the group.
     """
 
@@ -40,7 +40,7 @@ class NodeReduction:
         self._may_stage = True
 
     def stage(self, call: Call) -> Segment | None:
-        """Return the shared memory to which tensors are copied. Return None on all ranks if it cannot be made."""
+        """Return the shared memory to which tensors are copied (the stage). If there is no stage, all ranks return None."""
         # If the stage could not be made once, this was so on all ranks. Do not try again.
         if self._stage is None and self._may_stage:
             self._stage = self._node.segment(STAGE_BYTES, call)
@@ -48,9 +48,9 @@ class NodeReduction:
         return self._stage
 
     def run(self, place: Place, numel: int, call: Call) -> None:
-        """Combine `numel` elements that are at the same place in shared memory on all ranks.
+        """Reduce `numel` elements that are at the same place in shared memory on all ranks.
 
-        The ranks must synchronise before and after this call.
+        The ranks must synchronize before and after this call.
         """
         start, stop = slice_of(numel, self._leaders, self._rank) if self._rank < self._leaders else (0, 0)
         # If this rank leads no slice, or its slice is empty, it has nothing to do.
@@ -62,7 +62,7 @@ class NodeReduction:
             self._reduce([row[begin:end] for row in rows], self._between, op, call)
 
     def forget(self) -> None:
-        """Release the shared memory that `stage` has made."""
+        """Release the stage."""
         self._stage, self._may_stage = None, False
 
     def _reduce(self, terms: list[torch.Tensor], between: MPITransport, op: Reduction, call: Call) -> None:
@@ -108,10 +108,10 @@ class HierarchicalInWindow(WindowAlgorithm):
 
 
 class Hierarchical(Algorithm):
-    """Reduces tensors that are in no window. It copies them, piece by piece, to shared memory (the stage).
+    """Reduces tensors that are in no window. The tensors are copied, piece by piece, to shared memory (the stage).
 
-    For each piece, the ranks wait twice. Between these two waits, other ranks use this rank's part of the stage. At other times
-    only this rank uses this part.
+    For each piece, the ranks wait for one another twice. Other ranks use this rank's part of the stage only between these two
+    waits.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
@@ -125,11 +125,11 @@ class Hierarchical(Algorithm):
         self._reduction = reduction
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the group has a stage in shared memory. The first call makes the stage."""
+        """Whether the group has a stage. The first call makes the stage."""
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
-        """For each piece: copy it to the stage, wait for the other ranks, reduce, wait again, copy the result back."""
+        """For each piece: copy the piece to the stage, wait for all ranks, reduce, wait again, and copy the result back."""
         stage, sync = self._reduction.stage(call), self._node.local_sync(call)
         assert stage is not None
         place = Place(stage, 0)

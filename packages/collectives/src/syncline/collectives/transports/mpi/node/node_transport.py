@@ -1,4 +1,4 @@
-"""NodeTransport runs collectives in the shared memory of a node if this is faster, and by MPI if not."""
+"""`NodeTransport` runs collectives in the shared memory of a node if this is faster. Otherwise it uses MPI."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ _OPERATIONS = {
 
 
 class NodeTransport(MPITransport):
-    """An `MPITransport` whose ranks on one node use shared memory where this is faster; see `plan.choose`.
+    """An `MPITransport` that uses shared memory between ranks of a node if this is faster; see `plan.choose`.
 
     Args:
-        communicator: as for `MPITransport`.
-        reproducible: as for `MPITransport`. If True and there are several nodes, all reductions use MPI. With shared memory,
-            the order of additions would depend on which rank is on which node.
-        thresholds: the sizes from which each algorithm is used. They are the same on all ranks.
-        piece_bytes: the size of the largest piece that a rank sends in a ring between nodes; the same on all ranks. None: the
-            result of `largest_piece_bytes` on this rank.
+        communicator: as in `MPITransport`.
+        reproducible: as in `MPITransport`. If True and there are several nodes, all reductions use MPI, because in shared
+            memory the order of additions depends on the placement of ranks on nodes.
+        thresholds: the smallest size for each algorithm. The thresholds are the same on all ranks.
+        piece_bytes: the size of the largest piece that a rank sends in a ring between nodes. The value is the same on all
+            ranks. None: the result of `largest_piece_bytes` on this rank.
         split: makes the communicator of this rank's node.
         ranks_on_node: how many ranks of the job are on this node. None: as many as the group has on this node.
     """
@@ -113,11 +113,11 @@ class NodeTransport(MPITransport):
 
     @property
     def compares_every_call(self) -> bool:
-        """Whether all ranks are on one node and have a barrier in shared memory, where a comparison costs almost nothing."""
+        """Whether all ranks are on one node and have a barrier in shared memory. This barrier also compares the calls."""
         return self._capabilities.nodes == 1 and self._capabilities.has_barrier
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:
-        """Allocate plain memory, or, if ranks share a node and the tensor is large, a window filled with zeros."""
+        """Allocate a window filled with zeros if ranks share a node and the tensor is large. Else allocate plain memory."""
         capabilities = self._capabilities
         # With several nodes, reproducible reductions never use windows.
         is_used = capabilities.shares_memory and (capabilities.nodes == 1 or not capabilities.reproducible)
@@ -134,7 +134,7 @@ class NodeTransport(MPITransport):
         return self._node.sync(call)
 
     def barrier(self, call: Call) -> None:
-        """Wait for all ranks: in shared memory if all ranks are on one node, else by MPI's barrier."""
+        """Wait for all ranks. If all ranks are on one node, they wait in shared memory; otherwise they use MPI's barrier."""
         # In shared memory, a comparison of the call is fast, and it is also a barrier.
         if self._capabilities.nodes == 1 and self._capabilities.shares_memory:
             self.sync(call).compare(call)
@@ -196,16 +196,16 @@ class NodeTransport(MPITransport):
         self._node.give_up()
 
     def interrupt(self) -> None:
-        """As `MPITransport.interrupt`. This also revokes the communicators inside and between nodes."""
+        """As `MPITransport.interrupt`. This method also revokes the communicators inside and between nodes."""
         super().interrupt()
         revoke((self._hierarchy.node, self._hierarchy.inter_node))
 
     def abort(self) -> None:
-        """As `give_up`. MPI cannot wake ranks of other nodes without ending the job."""
+        """As `give_up`. MPI cannot wake ranks of other nodes, unless it ends the job."""
         self.give_up()
 
     def close(self) -> None:
-        """Free all communicators. Shared memory stays as long as there are tensors in it."""
+        """Free all communicators. Shared memory stays as long as there are tensors in this memory."""
         self._staging.forget()
         self._node_reduction.forget()
         self._node.forget()

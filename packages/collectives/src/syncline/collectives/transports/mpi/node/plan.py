@@ -1,4 +1,4 @@
-"""NodePlan runs the calls of one signature, for ranks that may share a node. `choose` and `Windows` are here, too."""
+"""`NodePlan` runs the calls of one signature, for ranks that may share a node. `choose` selects the algorithm."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Operation(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """Facts about a group by which `choose` selects an algorithm. They are the same on all ranks.
+    """Facts about a group, from which `choose` selects an algorithm. The facts are the same on all ranks.
 
     Attributes:
         ranks: the number of ranks.
         nodes: the number of nodes.
         least_ranks_of_node: the number of ranks on the node with the fewest ranks.
         shares_memory: whether any node has more than one rank.
-        has_barrier: whether a `ShmBarrier` is possible.
+        has_barrier: whether the group can make a `ShmBarrier`.
         reproducible: whether reductions must give the same bits in every run.
     """
 
@@ -75,7 +75,7 @@ class Size(NamedTuple):
     Attributes:
         whole: the size of the call's larger tensor. If the call has a block (a tensor with one part for each rank), the block
             is the larger tensor.
-        shown: the size of the data that a rank lets the other ranks read.
+        shown: the size of the data that other ranks read from a rank.
     """
 
     whole: int
@@ -83,7 +83,7 @@ class Size(NamedTuple):
 
 
 def size_of(operation: Operation, part_bytes: int, ranks: int) -> Size:
-    """Return the size of a call. The call's tensor, or each rank's part of the call's block, has `part_bytes` bytes."""
+    """Return the size of a call. `part_bytes` is the size of the call's tensor, or of one rank's part of the call's block."""
     has_block = operation in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER)
     whole = part_bytes * (ranks if has_block else 1)
     return Size(whole, part_bytes if operation is Operation.ALL_GATHER else whole)
@@ -98,7 +98,7 @@ def choose(
         operation: the collective.
         size: the size of the call.
         capabilities: the facts about the group.
-        thresholds: the sizes in bytes at which the choice changes. They are the same on all ranks.
+        thresholds: the sizes in bytes at which the choice changes. The thresholds are the same on all ranks.
         is_native: whether MPI itself can do the reduction.
     """
     # If no ranks share memory, or there is nothing to move, use MPI.
@@ -118,7 +118,7 @@ def choose(
 
 
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
-    """Return the size in bytes of a rank's slot in the eager algorithm, a multiple of 64; 0 if the group has no slots."""
+    """Return the size in bytes of a rank's slot in the eager algorithm. The size is a multiple of 64, or 0 without slots."""
     others = capabilities.ranks - 1
     # Without a barrier, or across nodes, no rank sees another rank's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:
@@ -129,7 +129,7 @@ def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> i
 def may_be_in_window(operation: Operation, size: Size, capabilities: Capabilities, thresholds: AlgorithmThresholds) -> bool:
     """Whether a call of this size is faster in a window.
 
-    If so, and if the group has a window, all ranks compare where their tensors are.
+    If so, and if the group has a window, all ranks compare the places of their tensors.
     """
     # A comparison of places costs one exchange. For a small tensor, a window saves less than that.
     if not capabilities.shares_memory or size.whole == 0 or size.whole < thresholds.window_bytes:
@@ -164,7 +164,7 @@ class Place(NamedTuple):
 
     Attributes:
         segment: the shared memory, which has a part for each rank of the node.
-        offset_bytes: where the tensor begins, counted from the start of its rank's part.
+        offset_bytes: the offset of the tensor from the start of the rank's part.
     """
 
     segment: Segment
@@ -181,11 +181,11 @@ class _Entry(NamedTuple):
 class Windows:
     """The windows of this process: the shared segments in which tensors were allocated.
 
-    Each place has a key: an address in a virtual space. In this space, all segments that were ever made follow one another. All
-    ranks make the same segments in the same order, so they agree on the keys. A key has 63 bits, enough for 8 EiB of
-    allocations.
+    Each place has a key, which is an address in a virtual space. In this space, all segments come one after the other, in the
+    order in which they were made. All ranks make the same segments in the same order, so all ranks have the same keys. A key
+    has 63 bits, enough for 8 EiB of allocations.
 
-    This object keeps no segment alive: when the last tensor of this rank in a segment is freed, the segment is freed, too.
+    This object keeps no segment alive. When the last tensor of this rank in a segment is freed, the segment is freed, too.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Windows:
         self._next_key = 0
 
     def add(self, segment: Segment) -> None:
-        """Remember a segment. All ranks add the same segments in the same order."""
+        """Add a segment. All ranks add the same segments in the same order."""
         with self._changing:
             entry = _Entry(segment.address(), segment.part_bytes, self._next_key, weakref.ref(segment, self._forget))
             self._next_key += segment.part_bytes + 1  # + 1 because the end of a segment is a place, too
@@ -205,9 +205,9 @@ class Windows:
             self._know(sorted((*alive, entry), key=lambda known: known.start))
 
     def key_of(self, tensor: torch.Tensor) -> int:
-        """Return the key of a contiguous tensor's place. It is `NOWHERE` if the tensor is not in this rank's part of a segment.
+        """Return the key of a contiguous tensor's place, or `NOWHERE` if the tensor is not in this rank's part of a segment.
 
-        Two ranks get the same key if and only if their tensors are at the same place. No other place ever gets this key.
+        Two ranks get the same key if and only if their tensors are at the same place. Keys are never used again.
         """
         starts, entries = self._known
         address = tensor.data_ptr()
@@ -223,7 +223,7 @@ class Windows:
         return first_key + address - start
 
     def place(self, key: int) -> Place:
-        """Return the place that has this key. The key comes from `key_of`, and a tensor must still be at the place."""
+        """Return the place with this key. The key comes from `key_of`, and a tensor must still be at this place."""
         for entry in self._known[1]:
             segment = entry.segment()
             if segment is not None and 0 <= key - entry.first_key <= entry.part_bytes:
@@ -242,10 +242,10 @@ class Windows:
 
 
 class NodeMemory:
-    """Makes segments: memory that the ranks of a node share. Remembers the windows, which are the segments that hold tensors.
+    """Makes segments, which are memory that the ranks of a node share. Also lists the windows, which are segments with tensors.
 
     Args:
-        hierarchy: which ranks share a node.
+        hierarchy: knows which ranks share a node.
         communicator: a private communicator of the whole group.
         messages: lets all ranks of the group wait for one another by MPI (see `MessageSync`).
     """
@@ -259,11 +259,11 @@ class NodeMemory:
 
     @property
     def has_windows(self) -> bool:
-        """Whether `allocate` was ever successful; the same on all ranks."""
+        """Whether `allocate` was ever successful. The value is the same on all ranks."""
         return self._has_windows
 
     def allocate_segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make a segment on each node, with a part for each of its ranks. Return this node's segment.
+        """Make a segment on each node, with a part for each rank of the node. Return this node's segment.
 
         All ranks call this method. If it fails, all ranks return None.
         """
@@ -276,7 +276,7 @@ class NodeMemory:
             return None
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor | None:
-        """Make a window, and return this rank's tensor in it, filled with zeros. Return None on all ranks if this fails.
+        """Make a window, and return this rank's tensor in the window, filled with zeros. If this fails, all ranks return None.
 
         All ranks call this method.
         """
@@ -303,12 +303,12 @@ class NodeMemory:
 
 
 class Node:
-    """A group's ranks on this node: their shared memory, and the objects by which they wait for one another.
+    """A group's ranks on this node, with their shared memory and the objects with which the ranks wait for one another.
 
     The ranks make the barrier in shared memory at their first call. A group that never communicates has no barrier.
 
     Args:
-        hierarchy: which ranks share a node.
+        hierarchy: knows which ranks share a node.
         communicator: a private communicator of the whole group.
         messages: lets all ranks of the group wait for one another by MPI (see `MessageSync`).
         local_messages: like `messages`, but only for the ranks of this node.
@@ -336,24 +336,24 @@ class Node:
         self._shared: SharedSync | None = None
 
     def sync(self, call: Call) -> Sync:
-        """Return the object by which all ranks of the group wait for each other.
+        """Return the object with which all ranks of the group wait for one another.
 
         All ranks call this method together, because the first call may make a barrier in shared memory.
         """
         return self._messages if self.hierarchy.nodes > 1 else self.shared_sync(call) or self._messages
 
     def local_sync(self, call: Call) -> Sync:
-        """Return the object by which the ranks of this node wait for each other.
+        """Return the object with which the ranks of this node wait for one another.
 
         All ranks of the group call this method together, because the first call may make a barrier in shared memory.
         """
         return self.shared_sync(call) or self._local_messages
 
     def shared_sync(self, call: Call) -> SharedSync | None:
-        """Return the object by which the ranks of this node wait for each other in shared memory.
+        """Return the object with which the ranks of this node wait for one another in shared memory.
 
-        The first call makes this object. Return None on all ranks if the object cannot be made. All ranks of the group call
-        this method together.
+        The first call makes this object. If this fails, all ranks return None. All ranks of the group call this method
+        together.
         """
         if self._shared is None and self._fence is not None:
             # Making the sync is a collective, so first make sure that all ranks are here, for the same call.
@@ -372,7 +372,7 @@ class Node:
         return self._shared
 
     def segment(self, part_bytes: int, call: Call) -> Segment | None:
-        """Make new memory with a part for each rank of a node. Return None on all ranks if this fails.
+        """Make new memory with a part for each rank of a node. If this fails, all ranks return None.
 
         All ranks of the group call this method together.
         """
@@ -380,7 +380,7 @@ class Node:
         return self.memory.allocate_segment(part_bytes, call)
 
     def give_up(self) -> None:
-        """Tell the ranks of this node that this rank will not come to further calls."""
+        """Tell the ranks of this node that this rank makes no more calls."""
         if self._shared is not None:
             self._shared.barrier.give_up()
 
@@ -393,8 +393,8 @@ class Algorithm(ABC):
     """Moves the data of calls of one signature, for tensors in any memory.
 
     Attributes:
-        name: a word or two for logs.
-        compares: whether the ranks must compare the call before `run`. False if the algorithm compares the call itself, or if
+        name: the name of the algorithm for logs.
+        compares: whether the ranks must compare the call before `run`. False if the algorithm itself compares the call, or if
             the call needs no comparison.
     """
 
@@ -404,7 +404,7 @@ class Algorithm(ABC):
     def is_ready(self, call: Call) -> bool:
         """Whether the algorithm has the shared memory that it needs. The first call makes this memory.
 
-        A collective with the same result on all ranks.
+        All ranks call this method together, and get the same result.
         """
         return True
 
@@ -420,7 +420,7 @@ class ByMPI(Algorithm):
         transport: the transport with the collective.
         signature: the signature of the calls.
         name: "MPI" or "ring".
-        compares: as for `Algorithm`.
+        compares: as in `Algorithm`.
     """
 
     def __init__(self, transport: LibraryTransport, signature: Signature, name: str, *, compares: bool) -> None:
@@ -434,22 +434,22 @@ class ByMPI(Algorithm):
 
 
 class WindowAlgorithm(ABC):
-    """Runs the calls of one signature if the tensors of all ranks lie in a window, at the same place.
+    """Runs the calls of one signature if the tensors of all ranks are in a window, at the same place.
 
     Attributes:
-        name: a word or two for logs.
+        name: the name of the algorithm for logs.
     """
 
     name: str
 
     @abstractmethod
     def run(self, place: int, part: torch.Tensor, call: Call) -> None:
-        """As `Plan.run`, but a place in a window takes the role of `whole`.
+        """As `Plan.run`, but with a place in a window instead of the argument `whole`.
 
         Args:
-            place: the key of the place, from `Windows.key_of`; the same on all ranks.
-            part: as for `Plan.run`. An all-reduce ignores it, because the place says where the tensor is.
-            call: as for `Plan.run`.
+            place: the key of the place, from `Windows.key_of`. The key is the same on all ranks.
+            part: as in `Plan.run`. An all-reduce ignores `part`, because the tensor is at `place`.
+            call: as in `Plan.run`.
         """
 
 
@@ -457,8 +457,9 @@ class NodePlan(Plan):
     """Runs the calls of one signature, for ranks that may share memory.
 
     [1] The ranks compare the call and the places of their tensors.
-    [2] If all tensors are at the same place of a window, they are reduced or copied there.
-    [3] If not, `algorithm` moves the data. If the memory of this algorithm cannot be made, `by_mpi` replaces it from then on.
+    [2] If all tensors are at the same place of a window, the algorithm `in_window` moves the data.
+    [3] Otherwise `algorithm` moves the data. If the memory for this algorithm cannot be made, the plan uses `by_mpi` from then
+        on.
 
     Args:
         node: the group's ranks on this node, with their shared memory.
@@ -476,7 +477,7 @@ class NodePlan(Plan):
 
     @property
     def algorithm(self) -> str:
-        """The algorithm that the latest run took."""
+        """The name of the algorithm that the latest run used."""
         return self._latest
 
     def run(self, part: torch.Tensor, whole: torch.Tensor | None, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""Make memory that the ranks of each node share. Either all nodes get this memory, or no node gets it."""
+"""Make memory that the ranks of each node share. Either all nodes get this memory, or no node gets this memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _T = TypeVar("_T")
 
 
 class SharedMemoryError(Exception):
-    """Shared memory cannot be made. All ranks of the group raise this error together. The message says where and why."""
+    """Shared memory cannot be made. All ranks of the group raise this error. The message names the rank and the reason."""
 
 
 def allocate_shared(hierarchy: Hierarchy, communicator: MPI.Intracomm, part_bytes: int, run: Run) -> Segment:
-    """Make memory with a part for each rank of a node. Every rank of the group calls this.
+    """Make memory with a part for each rank of a node. Every rank of the group calls this function.
 
     Args:
-        hierarchy: which ranks of the group share a node.
+        hierarchy: knows which ranks of the group share a node.
         communicator: the group's communicator.
         part_bytes: the size of each rank's part.
         run: runs an MPI operation to its end.
@@ -168,11 +168,11 @@ def _agree(communicator: MPI.Intracomm, problem: str, run: Run) -> None:
 
 
 def probe_shared_memory() -> str:
-    """Test shared memory: each rank reads what the other ranks of its node wrote. Every rank of the job calls this.
+    """Test shared memory: each rank reads data from the other ranks of its node. Every rank of the job calls this function.
 
     Returns:
-        The result in words, the same on all ranks. The text begins with "yes" or "no", or with "nothing" if every rank is alone
-        on its node.
+        The result as text, which is the same on all ranks. The text begins with "yes" or "no", or with "nothing" if every rank
+        is alone on its node.
     """
     with mpi_errors():
         communicator = MPI.COMM_WORLD.Dup()

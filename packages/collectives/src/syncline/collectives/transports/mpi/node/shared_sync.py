@@ -1,6 +1,6 @@
-"""SharedSync lets the ranks of a node synchronise in shared memory.
+"""`SharedSync` lets the ranks of a node wait for one another and compare calls in shared memory.
 
-They compare calls and exchange small tensors in this memory.
+The ranks also exchange small tensors in this memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def barrier_bytes(slot_bytes: int) -> int:
 
 
 class GaveUpError(Exception):
-    """Another rank has said that it will not arrive at the barrier any more."""
+    """A rank will not arrive at the barrier any more."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -45,32 +45,37 @@ class GaveUpError(Exception):
 
 
 class ShmBarrier:
-    """A barrier in shared memory for the ranks of a node. It compares calls, and small tensors travel in its eager slots.
+    """A barrier in shared memory for the ranks of a node. The barrier compares calls, and has eager slots for small tensors.
 
     Note [Arrivals in turn]
     ~~~~~~~~~~~~~~~~~~~~~~~
     Each rank has its own part of the memory, with two slots for data and two lines of 128 bytes for numbers. A rank writes only
-    in its own part. When the rank comes to the barrier for the k-th time (arrival k), it writes its data into slot k mod 2.
-    Then it writes the digest of its call into line k mod 2, and last the number k into this line. Then it waits until all other
-    ranks have written k, and reads their slots. No rank has to say when it has finished reading, because this slot and this
-    line are next written for arrival k + 2. Before that arrival, all ranks have come to arrival k + 1, so they have read
-    everything of arrival k.
+    in its own part. Arrival k is the k-th time that a rank comes to the barrier. A rank does these steps:
+
+    1. Write the data into slot k mod 2.
+    2. Write the digest of the call into line k mod 2, and then the number k into the same line.
+    3. Wait until all other ranks have written k.
+    4. Read the slots of the other ranks.
+
+    No rank has to signal that it has finished reading. The reason: a rank writes this slot and this line again for arrival k +
+    2. Before arrival k + 2, all ranks have come to arrival k + 1, so they have finished reading the data of arrival k.
 
     Note [Order in memory]
     ~~~~~~~~~~~~~~~~~~~~~~
     A rank that has seen number k of another rank must also see everything that the other rank wrote before. A processor may
     reorder reads and writes, so `arrive` has two full fences. No read or write crosses a fence.
 
-    [1] A rank passes this fence before it writes its number. So everything that it has read and written so far comes before its
+    [1] A rank passes this fence before it writes its number. So all earlier reads and writes of the rank come before its
         number.
-    [2] A rank passes this fence after it has seen all numbers. So everything that it reads and writes from now on comes after
-        these numbers.
+    [2] A rank passes this fence after it has seen all numbers. So all later reads and writes of the rank come after these
+        numbers.
 
     A rank reads new data: rank A writes data, passes fence [1], and writes its number. Rank B reads this number, passes fence
     [2], and reads the data. So B reads A's new data.
 
-    A slot is not overwritten too early: A reads B's slot of arrival k, passes fence [1], and writes its number k + 1. B reads
-    this number, passes fence [2], and writes its slot for arrival k + 2. So A has not read the data of arrival k + 2.
+    No rank overwrites a slot too early: A reads B's slot of arrival k, passes fence [1], and writes its number k + 1. B reads
+    this number, passes fence [2], and writes its slot for arrival k + 2. So A has read the data of arrival k before B
+    overwrites it.
 
     A number is an aligned word of 64 bits, which a processor writes in one piece.
 
@@ -80,8 +85,8 @@ class ShmBarrier:
     Args:
         segment: the memory, with a part of `barrier_bytes(slot_bytes)` for each rank of the node.
         slot_bytes: the size of an eager slot; a multiple of 64.
-        progress: called while this rank waits, so that the MPI library makes progress. Another rank may need a message from
-            this rank before that rank can arrive.
+        progress: called while this rank waits, so that the MPI library makes progress. This is necessary because another rank
+            may wait for a message from this rank before it comes to the barrier.
         fence: this processor's memory fence: see `find_fence`.
         has_own_core: whether there is a core for every rank of the job on this node.
     """
@@ -109,9 +114,9 @@ class ShmBarrier:
         self._has_given_up = False
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Return for each rank a flat tensor in its eager slot of this turn. `numel` is at least 1.
+        """Return, for each rank, a flat tensor in the rank's eager slot of this turn. `numel` is at least 1.
 
-        Each rank has two eager slots. Arrival k uses slot k mod 2, which is its turn.
+        Each rank has two eager slots. Arrival k uses slot k mod 2. `turn` is the number of the slot.
 
         Write this rank's slot before `arrive`, and read the slots of the other ranks after `arrive`.
         """
@@ -128,7 +133,7 @@ class ShmBarrier:
         Raises:
             GaveUpError: a rank will not come, or `give_up` was called on this rank.
             TimeoutError: the time limit was reached.
-            BaseException: the reason with which the scope was cancelled.
+            BaseException: another thread has cancelled the scope with this error.
         """
         self.arrivals = arrival = self.arrivals + 1
         numbers, (own, others) = self._numbers, self._lines[arrival & 1]
@@ -156,11 +161,11 @@ class ShmBarrier:
         return is_same, is_common
 
     def give_up(self) -> None:
-        """Tell all ranks that wait for this rank, now or later, that it does not come any more. Any thread may call this.
+        """Tell all ranks that this rank does not come to the barrier any more. Any thread may call this method.
 
-        If this rank is still waiting for the other ranks at its latest arrival, it takes this arrival back, because it will not
-        go on after the barrier. An arrival for which this rank has seen all other ranks stays, because another rank may still
-        have to see it.
+        If this rank still waits at its latest arrival, it takes this arrival back, because it makes no call after the barrier.
+        If this rank has already seen all other ranks at this arrival, the arrival stays, because other ranks may not have seen
+        it yet.
         """
         self._has_given_up = True
         # A mark is the negative number of an arrival to which this rank does not come. Ranks may still wait for an earlier
@@ -199,11 +204,11 @@ class ShmBarrier:
 
 
 class SharedSync(Sync):
-    """Lets the ranks of one node wait for each other by a `ShmBarrier`.
+    """Lets the ranks of one node wait for one another at a `ShmBarrier`.
 
     Args:
         barrier: the barrier of these ranks.
-        messages: communicates with all ranks of the group. After an error, it finds out what each rank did.
+        messages: communicates with all ranks of the group. After an error, this object finds out which call each rank made.
     """
 
     def __init__(self, barrier: ShmBarrier, messages: MessageSync) -> None:
