@@ -29,7 +29,7 @@ class Request(ABC):
         Raises:
             TimeoutError: the scope's time limit was reached. The caller may then wait for the request again.
             TransportError: the transfer failed.
-            BaseException: another thread has cancelled the scope with this error.
+            BaseException: the scope was cancelled with this error.
         """
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Plan(ABC):
         Raises:
             TimeoutError: the scope's time limit was reached. The text should say which ranks did not take part, if the plan
                 knows them.
-            SynclineError: another thread has cancelled the scope with this error, the ranks disagree, or the library failed.
+            SynclineError: the scope was cancelled with this error, the ranks disagree, or the library failed.
         """
 
 
@@ -118,7 +118,7 @@ class Transport(ABC):
         """Return when all ranks have called this method."""
 
     def allocate(self, numel: int, dtype: torch.dtype, call: Call) -> torch.Tensor:  # noqa: ARG002 - for transports that share memory
-        """Allocate a flat tensor in the memory that the transport can communicate fastest. The content is undefined.
+        """Allocate a flat tensor, in memory from which the transport communicates fastest. The content is undefined.
 
         All ranks call this method with the same arguments. The default implementation allocates ordinary memory.
         """

@@ -191,7 +191,7 @@ class Agreement:
             A name for the run, which is the same on all ranks, and different in each run.
 
         Raises:
-            DisagreementError: the ranks were given different options. All ranks raise it.
+            DisagreementError: the ranks were given different options. All ranks raise this error.
             CollectiveTimeout: a rank did not call this method in time.
         """
         text = options_in_words(options)
@@ -240,7 +240,7 @@ class Agreement:
 
         Raises:
             DisagreementError: the ranks have made different calls, or some ranks close the group and others do not. All ranks
-                raise it.
+                raise this error.
             TimeoutError: another rank did not call this method in time.
         """
         digest, calls = self._history if until is None else until

@@ -84,7 +84,11 @@ class _Current:
 
 
 class CudaStream(Stream):
-    """A CUDA stream. With `is_own`, no other code uses the stream while this object lives. Else torch's pool has the stream."""
+    """A CUDA stream.
+
+    With `is_own`, CuPy makes the stream, and no other code uses the stream while this object lives. Otherwise the stream comes
+    from torch's pool.
+    """
 
     def __init__(self, device: torch.device, *, is_own: bool) -> None:
         self.device = device

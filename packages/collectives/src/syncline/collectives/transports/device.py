@@ -23,7 +23,8 @@ Keep = Callable[..., AbstractContextManager[None]]
 class DeviceTransport(Transport):
     """Moves tensors in host memory and tensors of a device.
 
-    A second transport moves the device's tensors. If there is no second transport, they are copied through host memory.
+    A second transport moves the device's tensors. Without a second transport, the device's tensors are copied
+    through host memory.
 
     Args:
         host: the transport for tensors in host memory, and for calls without a tensor.

@@ -130,7 +130,7 @@ def wait(
 
     Raises:
         TimeoutError: the time limit was reached. The request stays active, because MPI cannot cancel a collective.
-        BaseException: another thread has cancelled the scope with this error. The request stays active.
+        BaseException: the scope was cancelled with this error. The request stays active.
     """
     for _ in range(_TESTS_BEFORE_NAPPING if naps_at_once else _TESTS_BEFORE_YIELDING):
         if request.Test(status):

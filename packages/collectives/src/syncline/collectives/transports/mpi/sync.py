@@ -127,7 +127,7 @@ class MessageSync(Sync):
             raise
 
     def keep(self, *objects: object) -> None:
-        """Keep these objects alive as long as this object, because MPI may still use them after a wait has ended early."""
+        """Keep requests and memory alive, because MPI may still use them after a wait has ended early."""
         self._given_up.append(objects)
 
     def timeout(self, call: Call) -> TimeoutError:

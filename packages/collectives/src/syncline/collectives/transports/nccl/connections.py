@@ -128,7 +128,7 @@ class Connector:
             return {"unique_id": bytes(self.nccl.get_unique_id()).hex()}
 
     def within(self, scope: CancelScope, device: torch.device, connect: Callable[[], T]) -> T:
-        """Call `connect`, which calls NCCL, on a new thread. If it does not return in time, raise a `CollectiveTimeout`."""
+        """Call `connect`, which calls NCCL, on a new thread. If NCCL does not return in time, raise a `CollectiveTimeout`."""
         call = DetachedCall(connect, "syncline-nccl-connect", partial(self.runtime.background, device))
         try:
             return call.wait(scope)

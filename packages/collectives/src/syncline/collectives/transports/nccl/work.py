@@ -257,7 +257,7 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the GPU has finished the collective, or it failed. During a capture of the current stream, return False."""
+        """Whether the GPU has finished the collective, or the collective has failed. False during a capture into a graph."""
         if self._failure is not None:
             return True
         return not self._runtime.is_capturing() and self.launch.is_over()

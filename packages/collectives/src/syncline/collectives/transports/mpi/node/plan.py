@@ -118,7 +118,10 @@ def choose(
 
 
 def slot_bytes(capabilities: Capabilities, thresholds: AlgorithmThresholds) -> int:
-    """Return the size in bytes of a rank's slot in the eager algorithm. The size is a multiple of 64, or 0 without slots."""
+    """Return the size in bytes of a rank's slot in the eager algorithm.
+
+    The size is a multiple of 64. If the group has no slots, the size is 0.
+    """
     others = capabilities.ranks - 1
     # Without a barrier, or across nodes, no rank sees another rank's slot. With many ranks, reading all slots costs too much.
     if capabilities.nodes > 1 or not capabilities.has_barrier or not 0 < others < MOST_EAGER_RANKS:

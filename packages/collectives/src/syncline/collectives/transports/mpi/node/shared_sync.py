@@ -57,8 +57,8 @@ class ShmBarrier:
     3. Wait until all other ranks have written k.
     4. Read the slots of the other ranks.
 
-    No rank has to signal that it has finished reading. The reason: a rank writes this slot and this line again for arrival k +
-    2. Before arrival k + 2, all ranks have come to arrival k + 1, so they have finished reading the data of arrival k.
+    No rank has to signal that it has finished reading, because a rank writes the same slot and line only for arrival k + 2.
+    Before this arrival, all ranks have come to arrival k + 1, so they have finished reading the data of arrival k.
 
     Note [Order in memory]
     ~~~~~~~~~~~~~~~~~~~~~~
@@ -133,7 +133,7 @@ class ShmBarrier:
         Raises:
             GaveUpError: a rank will not come, or `give_up` was called on this rank.
             TimeoutError: the time limit was reached.
-            BaseException: another thread has cancelled the scope with this error.
+            BaseException: the scope was cancelled with this error.
         """
         self.arrivals = arrival = self.arrivals + 1
         numbers, (own, others) = self._numbers, self._lines[arrival & 1]
