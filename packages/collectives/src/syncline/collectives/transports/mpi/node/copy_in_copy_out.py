@@ -28,8 +28,8 @@ class StagingArea:
     Note [Slots in turn]
     ~~~~~~~~~~~~~~~~~~~~
     Chunks use the slots in turn, even chunks of different collectives. All ranks pass the same barriers, at least one for each
-    chunk. Ranks read the data of chunk k after the barrier of chunk k. A rank copies chunk k out after the barrier of chunk k +
-    1. So a rank has finished all reads of chunk k before its arrival at the barrier of chunk k + 2.
+    chunk. Ranks read the data of chunk k after the barrier of chunk k. A rank copies chunk k out after the barrier of chunk
+    k + 1. So a rank has finished all reads of chunk k before its arrival at the barrier of chunk k + 2.
 
     Chunk k + 3 uses the slot of chunk k, and ranks write chunk k + 3 after the barrier of chunk k + 2. So no rank overwrites
     data that another rank still reads, without any further barriers.
