@@ -1,12 +1,12 @@
-"""Horovod's functions, made with Syncline: `import syncline.horovod as hvd` in place of `import horovod.torch as hvd`.
+"""Horovod's functions, built on Syncline. Write `import syncline.horovod as hvd` in place of `import horovod.torch as hvd`.
 
-Most scripts run unchanged. The page "Moving from Horovod" of the documentation lists the differences. The main difference is
-that names of tensors are ignored: all ranks must issue their collectives in the same order. `init` compares all calls
-(`check_calls=True`), so a different order is an error.
+Most scripts run unchanged. The page "Moving from Horovod" of the documentation lists the differences. The main difference:
+Syncline ignores the names of tensors, so all ranks must issue their collectives in the same order. `init` makes a group that
+compares the calls of all ranks (`check_calls=True`). If the order differs between ranks, the ranks raise an error.
 
-The modules: `world` has `init`, ranks and process sets. `collectives` has all operations on tensors. `optimizer` has
-`DistributedOptimizer`. `state` broadcasts models, optimizers and objects. `elastic` lets a training go on when ranks die or
-join.
+The package has five modules. `world` has `init`, ranks and process sets. `collectives` has all operations on tensors.
+`optimizer` has `DistributedOptimizer`. `state` broadcasts models, optimizers and objects. `elastic` lets training continue when
+ranks die or join.
 """
 
 from syncline.ddp import SyncBatchNorm

@@ -1,12 +1,12 @@
 """Horovod's operations on tensors: blocking, asynchronous, in place, and grouped.
 
-Every function has Horovod's arguments. `name` is accepted and ignored. `root_rank` is a rank among all ranks, even in a
+Every function has Horovod's arguments. The argument `name` has no effect. `root_rank` is a rank among all ranks, even in a
 collective of a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
 Blocking functions that return a new tensor are differentiable. Backward computes the same gradients as in Horovod, which are
 not the true derivatives. The gradients of `allgather` and `broadcast` are averages over the ranks; the true derivatives are
-sums. The gradient of `reducescatter` is the true derivative times the number of ranks. (The functions of `syncline.collectives`
-that return tensors compute the true derivatives.)
+sums. The gradient of `reducescatter` is the true derivative times the number of ranks. If you need the true derivatives, use
+the functions of `syncline.collectives` that return tensors.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class Compressor:
     """Makes tensors smaller before they are reduced. Derive your own compressor from this class.
 
     Attributes:
-        is_elementwise: whether several tensors may be joined into one and compressed together.
+        is_elementwise: whether several tensors may be concatenated and compressed as one tensor.
     """
 
     is_elementwise = False
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the smaller tensor, and a context for `decompress`."""
+        """Return the smaller tensor, and an object `ctx` that `decompress` gets."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return a tensor like the original one."""
+        """Return a tensor with the original dtype and shape."""
         raise NotImplementedError
 
 
@@ -88,28 +88,28 @@ class NoCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ARG004 - the contract's
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
 class HalfCompressor(Compressor):
-    """Sends floating point tensors as float16. Sums are accumulated in float32 and rounded once."""
+    """Sends floating point tensors as float16. `syncline.collectives.ReduceOp` describes how sums of float16 are rounded."""
 
     is_elementwise = True
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor (as float16 if it is floating point), and its original dtype."""
+        """Return the tensor, and its original dtype. A floating point tensor is converted to float16."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor in its original dtype."""
+        """Return the tensor in its original dtype."""
         return tensor.to(ctx)
 
 
@@ -133,7 +133,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks into a new tensor: their average, unless `op` or `average` says otherwise.
+    """Combine the tensors of all ranks into a new tensor. The default is the average.
 
     Args:
         tensor: the tensor, with the same shape and dtype on every rank.
@@ -141,8 +141,8 @@ def allreduce(
         name: ignored.
         compression: the compressor for the tensors that are sent.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. `Average` and `Sum` are differentiable.
-        prescale_factor: each rank's tensor is multiplied by this factor before the reduction. In an integer tensor, the
-            products are rounded towards zero.
+        prescale_factor: each rank's tensor is multiplied by this factor before the reduction. Products of integers are rounded
+            towards zero.
         postscale_factor: the result is multiplied by this factor.
         process_set: the ranks that take part.
     """
@@ -198,7 +198,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine each of several tensors as in `allreduce`. All tensors are sent together. Returns a list of new tensors."""
+    """Call `allreduce` for several tensors, which are sent together. Returns a list of new tensors."""
     chosen, group = _chosen_op(op, average), process_set.group()
     _check("allreduce", tensors)
     compressed, contexts = _compressed(tensors, compression)
@@ -287,10 +287,11 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average a sparse tensor over the ranks, or to add it up with `op=Sum`. The ranks' indices may differ.
+    """Begin to average a sparse tensor over the ranks. `op=Sum` computes the sum. The indices may differ between ranks.
 
     Returns:
-        A function that waits and returns the new sparse tensor, coalesced. `synchronize` accepts this function, too.
+        A function that waits for the collective and returns the new sparse tensor, coalesced. `synchronize` also accepts this
+        function.
     """
     chosen = _chosen_op(op, None)
     if chosen not in (Average, Sum):
@@ -354,7 +355,7 @@ def _chosen_op(op: Op | None, average: bool | None) -> Op:
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Concatenate the tensors of all ranks along the first dimension, which may differ in size between ranks."""
+    """Concatenate the tensors of all ranks along the first dimension. The size of this dimension may differ between ranks."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -448,7 +449,7 @@ def _checked_root(tensor: torch.Tensor, root_rank: int, group: ProcessGroup) -> 
 
 
 def root_in(group: ProcessGroup, root_rank: int) -> int:
-    """Convert a rank among all ranks to the rank in a group.
+    """Convert a rank among all ranks to the rank of the same process in `group`.
 
     Raises:
         InvalidArgumentError: the rank is not in the group.
@@ -471,13 +472,13 @@ def alltoall(
 
     Args:
         tensor: the rows to send. All dimensions except the first are the same on every rank.
-        splits: how many rows go to each rank. None: the same number to each rank.
+        splits: the number of rows for each rank. None: all ranks get the same number of rows.
         name: ignored.
         process_set: the ranks that take part.
 
     Returns:
-        The received rows, in the order of the ranks that sent them. With `splits`, also a tensor of integers that says how many
-        rows came from each rank.
+        The received rows, in the order of the ranks that sent them. If `splits` is given, also a tensor of integers: the number
+        of rows that came from each rank.
     """
     counts = _counts_of(splits)
     _check("alltoall", [tensor])
@@ -492,7 +493,7 @@ def alltoall_async(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `alltoall`. `synchronize(handle)` returns the rows, and how many rows came from each rank."""
+    """Begin an `alltoall`. `synchronize(handle)` returns the rows, and the number of rows that came from each rank."""
     counts = _counts_of(splits)
     _check("alltoall", [tensor])
     _announce_complete(process_set, "alltoall")
@@ -533,7 +534,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks, and return this rank's share of the rows.
+    """Combine the tensors of all ranks, and return this rank's share of the rows of the result.
 
     If the rows cannot be divided evenly, the first ranks get one row more.
     """
@@ -598,24 +599,24 @@ def _scattering(op: Op) -> ReduceOp:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether `synchronize(handle)` returns at once."""
+    """Whether the collective is complete, so that `synchronize(handle)` returns at once."""
     return handle.is_completed()
 
 
 def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
-    """Wait for the collective behind a handle, and return its result."""
+    """Wait for the collective that returned this handle, and return the collective's result."""
     return handle() if callable(handle) else handle.wait()
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
-    """Take part, with zeros, in the `allreduce`s and optimizer steps of the other ranks, until all ranks have called `join`.
+    """Take part in the `allreduce`s and optimizer steps of the other ranks with zeros, until all ranks have called `join`.
 
-    Call `join` on a rank that has no data left. Until all ranks have joined, only sums and averages over all ranks can run. All
-    other collectives over all ranks raise an error. In collectives of process sets, a joined rank does not take part. So do not
-    call a collective of a process set that contains a joined rank.
+    Call `join` on a rank that has no data left. As long as only some ranks have joined, the other ranks may compute only sums
+    and averages over all ranks. All other collectives over all ranks raise an error. A joined rank does not take part in
+    collectives of process sets. So do not call a collective of a process set that contains a joined rank.
 
     Returns:
-        A rank that joined last, the same on every rank.
+        The rank that joined last. If several ranks joined last, this is one of these ranks, the same on every rank.
     """
     return world().calls.join()
 

@@ -1,4 +1,4 @@
-"""Let a training go on when ranks die or join: `@hvd.elastic.run`, and classes for the state of a training.
+"""Let training continue when ranks die or join: `@hvd.elastic.run`, and classes for the state of the training.
 
 ::
 
@@ -7,10 +7,11 @@
     a process waits      commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
 
 `sync`, `restore` and `commit` are methods of `State`. `shrink` and `admit` are methods of `ProcessGroup`. After a loss, the
-remaining ranks make a new group, in the same processes. A new process is started with SYNCLINE_JOIN=1, and runs the same
-script. The new process has the state of the training only after its first `sync`. As in Horovod, steps after the last commit
-are lost. In contrast, `syncline.ddp.Elastic` applies each step on all ranks or on none, and never repeats a batch that was
-applied.
+remaining ranks make a new group, and their processes run on. To add a rank, start the same script in a new process with
+SYNCLINE_JOIN=1. The new process has the state of the training only after its first `sync`.
+
+As in Horovod, steps after the last commit are lost. In contrast, `syncline.ddp.Elastic` loses no step: it applies each step on
+all ranks or on no rank, and never repeats a batch that was applied.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ _GIVE_UP_S = 300.0
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Raised by `commit` if new processes wait to join the training. `run` then lets the processes in."""
+    """`commit` raises this exception if new processes wait to join the training. `run` then lets these processes in."""
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """A decorator for a training function `func(state, ...)`. When a rank is lost or joins, all ranks call `func` again.
 
     Before each call of `func`, all ranks get the state of rank 0. If rank 0 is a new process that does not have the state yet,
-    all ranks get the state of the lowest rank that has it.
+    all ranks get the state of the lowest rank that has the state.
 
     Raises:
         RankLostError: only new processes are left, which do not have the state of the training yet.
-        TransportError: a rank is lost, and the group cannot go on without it (`ProcessGroup.missing_for_shrink`), or the
-            remaining ranks do not form a new group in time. Or this process is new, and the other ranks do not let it in.
+        TransportError: a rank is lost, and the group cannot go on without this rank (`ProcessGroup.missing_for_shrink`). Or the
+            remaining ranks do not form a new group in time. Or this process is new, and the other ranks do not let this process
+            in.
     """
 
     @functools.wraps(func)
@@ -127,8 +129,9 @@ class State:
     """The state of a training. Derived classes define how to save, restore and synchronise the state.
 
     Attributes:
-        root_rank: the rank whose state `sync` gives to all ranks. `run` sets it before each `sync`. It is 0, unless rank 0 is a
-            new process that does not have the state yet.
+        root_rank: the rank whose state `sync` gives to all ranks. `run` sets `root_rank` before each `sync`. Usually
+            `root_rank` is 0. If rank 0 is a new process that does not have the state yet, `root_rank` is the lowest rank that
+            has the state.
     """
 
     root_rank = 0
@@ -137,9 +140,9 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Let `on_reset` call these functions after each change of ranks, before the state is synchronised.
+        """Register functions that `on_reset` calls after each change of ranks, before the state is synchronised.
 
-        For example, a function may set learning rates.
+        For example, a function may adapt the learning rate to the new number of ranks.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -155,13 +158,16 @@ class State:
         Every rank calls `commit` at the same point of the training.
 
         Raises:
-            HostsUpdatedInterrupt: on all ranks, if a process waits. `run` then lets the process in.
+            HostsUpdatedInterrupt: on all ranks, if a new process waits. `run` then lets this process in.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do the same as `commit`, but do not save the state. Every rank calls this method at the same point."""
+        """Raise HostsUpdatedInterrupt if new processes wait to join, like `commit`, but do not save the state.
+
+        Every rank calls this method at the same point of the training.
+        """
         group = world().group
         # Whether the group can admit processes depends only on how it was made. So either all ranks return here, or all take
         # part in the broadcast below.
@@ -184,14 +190,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do nothing. A derived class may override `reset`, which `on_reset` calls before the callbacks."""
+        """Do nothing. `on_reset` calls this method before the callbacks. A derived class may override this method."""
 
 
 class ObjectState(State):
     """A state of Python objects. Each object is an attribute of the state.
 
     Args:
-        kwargs: the objects. Each keyword becomes the name of an attribute. The objects must support pickle.
+        kwargs: the objects, each with the name of its attribute. The objects must support pickle.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -223,7 +229,8 @@ class TorchState(ObjectState):
     Args:
         model: a module, or None.
         optimizer: an optimizer of torch, a `DistributedOptimizer`, or None.
-        kwargs: further modules, optimizers, `ElasticSampler`s, and other objects.
+        kwargs: further objects, each with the name of its attribute. Objects other than modules, optimizers and
+            `ElasticSampler`s must support pickle.
     """
 
     def __init__(
@@ -278,11 +285,11 @@ def _has_state(thing: object) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """Gives each rank a share of the samples that the present epoch has not used yet.
+    """Gives each rank a share of the samples that are not used yet in the present epoch.
 
-    After a change of ranks, the unused samples are divided again. Put the sampler into the `TorchState`, call `record_batch`
-    after each batch, and `set_epoch` at the end of each epoch. Every rank gets equally many samples. If the samples cannot be
-    divided evenly, some are used again.
+    After a change of ranks, the unused samples are divided again. Put the sampler into the `TorchState`. Call `record_batch`
+    after each batch, and `set_epoch` at the end of each epoch. Every rank gets the same number of samples. If the samples
+    cannot be divided evenly, some samples are used more than once.
 
     Args:
         dataset: the data set. Its size must not change.
@@ -307,11 +314,11 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many samples of the epoch are used."""
+        """Return the epoch, and the number of samples that are already used in this epoch."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from a saved state, with the present ranks."""
+        """Continue from a saved state, and divide the remaining samples among the present ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 

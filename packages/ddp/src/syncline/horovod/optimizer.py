@@ -2,24 +2,25 @@
 
 Note [The reductions of a step]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every rank takes part in the same reductions of a step, even if the ranks run different numbers of backwards, and even if their
-backwards reach different parameters::
+In a step, all ranks take part in the same reductions. Nevertheless, different ranks may run different numbers of backwards, and
+their backwards may reach different parameters. A step has these reductions::
 
     1. one reduction of all gradients       in the step's last backward, or in `synchronize`
     2. an agreement                         in `synchronize`: each rank says which gradients reduction 1 has left out
     3. one reduction of the rest            in `synchronize`, only if some rank has a rest
 
-The optimizer must know during a backward whether this backward is the step's last. The optimizer expects as many backwards as
-the largest number that any rank has run in an earlier step. (This number is at least `backward_passes_per_step`.) Reduction 1
-overlaps with the expected last backward. A rank that runs fewer backwards takes part in reduction 1 in `synchronize`. Reduction
-1 leaves out gradients that come after the expected last backward, gradients that the script has set, and the first gradient of
-a parameter. An optimizer's first step has no reduction 1, because there is no reducer yet. The agreement then tells the ranks
-which gradients there are, and which gradients are sparse. With this knowledge each rank makes its reducer.
+During a backward the optimizer must know whether this backward is the last of the step. So the optimizer expects a number of
+backwards in each step: the largest number that any rank has run in an earlier step, but at least `backward_passes_per_step`.
+Reduction 1 overlaps with the expected last backward. A rank that runs fewer backwards takes part in reduction 1 in
+`synchronize`. Reduction 1 leaves out gradients that come after the expected last backward, gradients that the script has set,
+and the first gradient of a parameter. An optimizer's first step has no reduction 1, because the optimizer has no reducer yet.
+In this step, the agreement tells all ranks which parameters have a gradient, and which gradients are sparse. Then each rank
+makes a reducer for these parameters.
 
-A rank that has called `join` takes part in 1, 2 and 3 with zeros.
+A rank that has called `join` also takes part in 1, 2 and 3, and contributes zeros.
 
-The reducer asks autograd which parameters a backward will not reach. So different ranks may reach different parameters. See
-`DynamicUsage`.
+The reducer asks autograd which parameters a backward will not reach. So the backwards of different ranks may reach different
+parameters. See `DynamicUsage`.
 """
 
 from __future__ import annotations
@@ -84,30 +85,35 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Make an optimizer that steps with the gradients of all ranks. Its class derives from the class of `optimizer`.
+    """Make an optimizer that combines the gradients of all ranks before it steps.
 
-    Gradients are combined while a step's last backward runs, or in `synchronize`; see Note [The reductions of a step]. If a
-    rank did not reach a parameter, the rank's gradient of this parameter counts as zeros. Parameters that no rank reached get
-    zeros. To read or clip gradients before the step, call `optimizer.synchronize()`, and then call `step` in the
-    context `optimizer.skip_synchronize()`. The new optimizer shares options and state with the given optimizer. Do not call
-    `step` of the given optimizer any more.
+    Gradients are combined while a step's last backward runs, or in `synchronize`; see Note [The reductions of a step]. If the
+    backwards of a rank do not reach a parameter, this rank contributes zeros to the parameter's gradient. If no rank reaches a
+    parameter, the parameter gets a gradient of zeros. To read or clip gradients before the step, first call
+    `optimizer.synchronize()`. Then call `step` in the context `optimizer.skip_synchronize()`.
+
+    The class of the new optimizer is derived from the class of `optimizer`. The two optimizers share their options and state,
+    so do not call `step` of the given optimizer any more.
 
     Args:
-        optimizer: an optimizer of torch. It is the same on every rank.
+        optimizer: an optimizer of torch, with the same parameters and options on every rank.
         named_parameters: names for error messages, usually `model.named_parameters()`. All parameters of the optimizer must
             have names here.
         compression: the compressor for the gradients that are sent.
-        backward_passes_per_step: how many gradients a parameter may get before a step. Every backward adds to this rank's
-            gradients. Only the last backward reduces the gradients over the ranks.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum` each rank first steps with its own
-            gradients, and then the changes of the parameters are combined.
+        backward_passes_per_step: the largest number of gradients that a parameter may get before a step. Every backward adds to
+            this rank's gradients. Only the last backward reduces the gradients over the ranks.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum`, each rank first steps with its own
+            gradients. Then the ranks combine the changes of the parameters.
         gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum over the ranks, and
             by (number of ranks / factor) after the sum.
         num_groups: deprecated; the same as `groups`.
-        groups: how gradients share buckets: a number of buckets, or a list of parameters for each bucket. None: buckets of
-            HOROVOD_FUSION_THRESHOLD bytes. If this variable is not set, the first bucket has 1 MiB, and all others have 25 MiB.
-        sparse_as_dense: reduce sparse gradients as dense gradients. After the reduction, these gradients are sparse again.
-        process_set: the ranks that combine gradients. On a rank outside of the set, the optimizer steps alone.
+        groups: the number of buckets, or a list with one list of parameters for each bucket. None: buckets of
+            HOROVOD_FUSION_THRESHOLD bytes. If this environment variable is not set, the first bucket has 1 MiB, and all others
+            have 25 MiB.
+        sparse_as_dense: convert sparse gradients to dense gradients for the reduction. After the reduction, these gradients are
+            sparse again.
+        process_set: the ranks that combine gradients. On a rank outside of the set, the optimizer steps with this rank's own
+            gradients.
 
     Raises:
         InvalidArgumentError: an argument is wrong. The error's text says what to pass instead.

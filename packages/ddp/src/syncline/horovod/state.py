@@ -21,7 +21,8 @@ def broadcast_parameters(
 ) -> None:
     """Give every rank the root's tensors, in place.
 
-    The tensors are sent in buffers of up to 250 MiB, two at a time. A larger tensor has a buffer of its own.
+    The tensors are sent in buffers of up to 250 MiB. At most two buffers are in use at a time. A tensor of more than 250 MiB
+    has a buffer of its own.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank.
@@ -49,10 +50,10 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: torch.nn.Module | None = None,  # noqa: ARG001 - not needed here
 ) -> None:
-    """Give every rank the root's `optimizer.state_dict()`, with learning rates and other options.
+    """Give every rank the root's `optimizer.state_dict()`, including learning rates and other options.
 
-    The root's optimizer may already have a state while the other ranks' optimizers are new. The function works for every
-    optimizer, also for L-BFGS.
+    The root's optimizer may already have a state while the optimizers of the other ranks are new. The function works for every
+    optimizer, including L-BFGS.
 
     Args:
         optimizer: an optimizer of torch, or a `DistributedOptimizer`.

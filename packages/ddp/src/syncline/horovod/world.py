@@ -32,16 +32,16 @@ HorovodInternalError = TransportError
 
 
 class World:
-    """The group of all ranks, with objects that belong to this group.
+    """The group of all ranks, and the objects that belong to this group.
 
     `init` makes a world. After a change of ranks, `elastic` makes a new world.
 
     Attributes:
         group: the group of all ranks.
-        placement: says which ranks share a node.
-        calls: announces collectives to ranks that have called `join`.
+        placement: the node on which each rank runs.
+        calls: tells ranks that have called `join` which collective comes next.
         is_ours: whether `init` made the group, so that `shutdown` destroys it.
-        process_sets: the sets that were added and not removed, except the set of all ranks.
+        process_sets: the process sets that exist now, without the set of all ranks.
     """
 
     def __init__(self, group: ProcessGroup, *, is_ours: bool) -> None:
@@ -59,7 +59,7 @@ _callbacks: list[Callable[[], None]] = []
 def call_with_each_world(callback: Callable[[], None]) -> Callable[[], None]:
     """A decorator: call the function after each change of `world()` (in `init`, `replace_world` and `shutdown`).
 
-    When `shutdown` calls the function, there is no world any more, but the old group is still open.
+    When `shutdown` calls the function, `world()` already raises an error, but the old group is still open.
     """
     _callbacks.append(callback)
     return callback
@@ -69,7 +69,7 @@ def world() -> World:
     """The `World` that is in use now.
 
     Raises:
-        NotInitializedError: `init` was not called, or `shutdown` was called after `init`.
+        NotInitializedError: the script has not called `init`, or has called `shutdown` after `init`.
     """
     if _world is None:
         raise NotInitializedError("syncline.horovod is not initialised: call hvd.init() first (and not after hvd.shutdown())")
@@ -79,16 +79,18 @@ def world() -> World:
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, **options: Any) -> None:
     """Connect all ranks. Every rank calls this function. A second call does nothing.
 
-    An existing default group (`syncline.collectives.init_process_group`) is used unchanged. Otherwise `init` makes a
-    default group that compares the ranks' calls before they run (`check_calls=True`).
+    If Syncline already has a default group (`syncline.collectives.init_process_group`), `init` uses this group unchanged.
+    Otherwise `init` makes a default group with `check_calls=True`: the ranks compare each call before it runs.
 
     Args:
-        comm: a communicator of mpi4py. Only the communicator's ranks call `init`. None: all ranks of the job.
-        process_sets: process sets to add now, the same on every rank. "dynamic" adds none. More sets can always be added later.
-        options: further arguments of `init_process_group`, such as an `init_method`. Horovod's `init` does not have them.
+        comm: a communicator of mpi4py. Only the ranks of this communicator call `init`. None: all ranks of the job call `init`.
+        process_sets: process sets to add now, the same on every rank. "dynamic" adds no set. `add_process_set` can always add
+            more sets later.
+        options: further arguments of `init_process_group`, such as `init_method`. Horovod's `init` does not have these
+            arguments.
 
     Raises:
-        InvalidArgumentError: `comm` is a list of ranks, or the same set was given twice.
+        InvalidArgumentError: `comm` is a list of ranks, or two process sets have the same ranks.
     """
     global _world
     if _world is not None:
@@ -114,7 +116,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def shutdown() -> None:
     """Finish all collectives, and close the group if `init` made it. Every rank calls this function.
 
-    All process sets are removed, too. Without `init` this function does nothing.
+    This function also removes all process sets. If `init` was not called, this function does nothing.
     """
     old = _world
     if old is None:
@@ -129,10 +131,10 @@ def shutdown() -> None:
 
 
 def replace_world(group: ProcessGroup) -> None:
-    """Use the ranks of another group from now on. Every rank of the new group calls this function.
+    """From now on, use the ranks of another group. Every rank of the new group calls this function.
 
-    All process sets are removed, because ranks have other numbers in the new group. `elastic` calls this function after a
-    change of ranks.
+    This function removes all process sets, because the ranks have other numbers in the new group. `elastic` calls this function
+    after a change of ranks.
     """
     old = world()
     for process_set in old.process_sets:
@@ -149,7 +151,7 @@ def _set_world(made: World | None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` was not called after `init`."""
+    """Whether `init` was called. False again after `shutdown`."""
     return _world is not None
 
 
@@ -164,7 +166,7 @@ def rank() -> int:
 
 
 def local_size() -> int:
-    """How many ranks are on this node."""
+    """The number of ranks on this node."""
     return world().placement.local_world_size
 
 
@@ -174,7 +176,7 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """How many nodes have a rank with this process's `local_rank`."""
+    """The number of nodes that have a rank with this process's `local_rank`."""
     return len(_nodes_across())
 
 
@@ -189,7 +191,7 @@ def _nodes_across() -> list[int]:
 
 
 def is_homogeneous() -> bool:
-    """Whether all nodes have equally many ranks."""
+    """Whether all nodes have the same number of ranks."""
     placement = world().placement
     return len({len(placement.ranks_on_node(node)) for node in range(placement.nodes)}) == 1
 
@@ -198,14 +200,14 @@ def is_homogeneous() -> bool:
 
 
 class ProcessSet:
-    """Some of the ranks, over which collectives can run.
+    """A subset of the ranks. Collectives can run over these ranks only.
 
     Args:
         ranks_or_comm: a list of ranks, each once; or a communicator of mpi4py, whose ranks form the set.
 
     Attributes:
-        process_set_id: 0 for the set of all ranks, another number for an added set. None before the set is added and after it
-            is removed.
+        process_set_id: 0 for the set of all ranks, another number for an added set. None before the set is added, and after the
+            set is removed.
         ranks: the ranks, in ascending order.
     """
 
@@ -271,10 +273,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a group of a process set's ranks. Every rank calls this function, also ranks outside of the set.
 
     Returns:
-        The set, which can be used now.
+        The set, which is now ready for collectives.
 
     Raises:
-        InvalidArgumentError: a set of the same ranks exists, or a rank does not exist.
+        InvalidArgumentError: a set with the same ranks already exists, or a rank does not exist.
     """
     global _next_id
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -291,7 +293,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, and close its group. Every rank calls this function.
 
     Returns:
-        False if the set is unknown, or is the set of all ranks, which stays. Otherwise True.
+        True if the set was removed. False if the set was never added, or is the set of all ranks, which cannot be removed.
     """
     if process_set not in world().process_sets:
         return False
@@ -327,7 +329,7 @@ def gloo_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may use mpi4py beside Syncline. True over MPI, because Syncline needs MPI_THREAD_MULTIPLE."""
+    """Whether several threads may call MPI. True if the ranks use MPI, because Syncline requires MPI_THREAD_MULTIPLE."""
     return mpi_enabled()
 
 
@@ -367,10 +369,10 @@ def ccl_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # noqa: ARG001 - Horovod's
-    """Raise an error. Traces are recorded with the environment variable SYNCLINE_TRACE instead.
+    """Raise an error. To record a trace, set the environment variable SYNCLINE_TRACE instead.
 
     Raises:
-        MisuseError: always. The error's text says how to record a trace.
+        MisuseError: in every call. The error's text says how to record a trace.
     """
     raise MisuseError(
         "start_timeline: there is no timeline of Horovod's. Wrap the model in syncline.ddp.DistributedDataParallel and set "
