@@ -1,4 +1,4 @@
-"""DistributedDataParallel over the communication library that a cluster already has."""
+"""An alternative to torch's DistributedDataParallel that uses the communication library of the cluster."""
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic import Elastic

@@ -1,4 +1,4 @@
-"""Check and convert the arguments of DistributedDataParallel. Some values that torch accepts are refused here."""
+"""Check and convert the arguments of DistributedDataParallel. Some values that torch accepts are errors here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_module(module: object) -> None:
     """Check that the argument is a module.
 
     Raises:
-        InvalidArgumentError: the argument is no module, for example a class or a function.
+        InvalidArgumentError: the argument is not a module, but for example a class or a function.
     """
     if isinstance(module, torch.nn.Module):
         return
@@ -34,12 +34,12 @@ def check_module(module: object) -> None:
 
 
 def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> list[int]:
-    """Return size limits in bytes for the first, second, ... bucket. The last limit holds for all further buckets.
+    """Return the size limits in bytes of the first, second, ... bucket. The last limit also applies to all further buckets.
 
     If no size is given, the first bucket is smaller than the others, as in torch.
 
     Raises:
-        InvalidArgumentError: the script gave both arguments or an empty list, or a size is not a finite number above 0.
+        InvalidArgumentError: the script passed both arguments or an empty list, or a size is not a finite number above 0.
     """
     if bucket_cap_mb_list is not None:
         if bucket_cap_mb is not None:
@@ -54,7 +54,7 @@ def bucket_caps_bytes(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Seq
 def tunes_buckets(bucket_cap_mb: object, bucket_cap_mb_list: Sequence[float] | None) -> bool:
     """Whether the script passed `bucket_cap_mb="auto"`, so that DDP measures steps and then chooses the bucket sizes.
 
-    If the script also passed `bucket_cap_mb_list`, the result is False, and then `bucket_caps_bytes` raises an error.
+    If the script also passed `bucket_cap_mb_list`, the result is False, because `bucket_caps_bytes` then raises an error.
     """
     return isinstance(bucket_cap_mb, str) and bucket_cap_mb == AUTO and bucket_cap_mb_list is None
 
@@ -63,7 +63,7 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
     """Return two flags: whether to broadcast buffers at construction, and whether to broadcast buffers before forwards.
 
     As in torch, `broadcast_buffers=False` means that buffers are never broadcast. `forward_sync_buffers=False` means that
-    buffers are broadcast only at construction. If the script gives both arguments, `broadcast_buffers` is ignored.
+    buffers are broadcast only at construction. If the script passes both arguments, `broadcast_buffers` has no effect.
     """
     # `broadcast_buffers` is older than `forward_sync_buffers`. Scripts may still pass it.
     if broadcast_buffers is not None:
@@ -81,7 +81,7 @@ def buffer_synchronization(broadcast_buffers: bool | None, forward_sync_buffers:
 
 
 def check_unused(find_unused_parameters: bool, skip_all_reduce_unused_params: bool, static_graph: bool) -> None:
-    """Check that `skip_all_reduce_unused_params` is True only if the reducer looks for unused parameters in every backward.
+    """Check that the reducer looks for unused parameters in every backward, if `skip_all_reduce_unused_params` is True.
 
     Raises:
         InvalidArgumentError: `skip_all_reduce_unused_params` is True without `find_unused_parameters`, or with `static_graph`.
@@ -100,7 +100,7 @@ def check_lazy_bucket_allocation(lazy_bucket_allocation: bool) -> None:
 
 
 def check_deprecated(dim: int, check_reduction: bool) -> None:
-    """Check two deprecated arguments, which torch still accepts from old scripts. `check_reduction` only causes a warning.
+    """Check the two deprecated arguments, which torch still accepts from old scripts. `check_reduction=True` causes a warning.
 
     Raises:
         InvalidArgumentError: `dim` is not 0.
@@ -119,12 +119,12 @@ def delayed_names(
     param_to_hook_all_reduce: torch.nn.Parameter | None,
     trainable: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], str | None]:
-    """Return the names of the delayed parameters, and the name of the parameter for whose gradient they wait.
+    """Return the names of the delayed parameters, and the name of the parameter after whose gradient they are reduced.
 
-    Delayed parameters are reduced last. If the script delays no parameter, the result is ([], None).
+    If the script delays no parameter, the result is ([], None).
 
     Raises:
-        InvalidArgumentError: the script gave one argument without the other, or a parameter is not a trainable parameter of
+        InvalidArgumentError: the script passed only one of the two arguments, or a parameter is not a trainable parameter of
             the module.
     """
     delayed = list(delay_all_reduce_named_params or ())
@@ -148,8 +148,9 @@ def placement(device_ids: Sequence[Any] | None, output_device: Any, parameters: 
     """Return the device to which forwards move their inputs. None: inputs stay on their devices.
 
     Raises:
-        InvalidArgumentError: `device_ids` is given, but the module is on the CPU or on several devices. Or `device_ids` is not
-            exactly the module's device. Or `output_device` is another device, or is given without `device_ids`.
+        InvalidArgumentError: `device_ids` is given, but the module is on the CPU or on several devices. Or `device_ids` does
+            not contain exactly one device, the module's device. Or `output_device` is another device, or is given without
+            `device_ids`.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
     # An empty list means the same as None, as in torch.

@@ -66,62 +66,68 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """Wraps a module so that each backward averages the gradients over all ranks.
 
     Every rank builds the same module and wraps it. The constructor gives all ranks the parameters and buffers of rank 0. Each
-    rank computes with its own part of the batch. After `loss.backward()` every rank has bitwise the same gradients: the
-    gradients of the mean of the ranks' losses. If the optimizers are equal, the replicas stay equal.
+    rank computes with its own part of the batch. After `loss.backward()` all ranks have the same gradients, bit for bit: the
+    gradients of the mean of the ranks' losses. If all ranks use the same optimizer with the same options, their replicas stay
+    equal.
 
-    The arguments are torch's, in torch's order. The page "Differences from torch" lists where their meaning differs.
+    The arguments have the names and the order of torch's DDP. The page "Differences from torch" lists the arguments whose
+    meaning differs.
 
     Args:
-        module: the module. Every parameter that needs a gradient must get one in every backward, unless
-            `find_unused_parameters` or `static_graph` is given.
-        device_ids: a list with only the module's device, if the module is not on the CPU. A forward moves its inputs to this
-            device. None: inputs stay on their devices.
+        module: the module. Every backward must compute a gradient for every parameter that requires a gradient, unless
+            `find_unused_parameters` or `static_graph` is True.
+        device_ids: a list with one device, the device of the module. A forward moves its inputs to this device. None: inputs
+            stay on their devices. For a module on the CPU, pass None.
         output_device: deprecated; None, or the device in `device_ids`.
         dim: deprecated; must be 0.
         broadcast_buffers: deprecated; whether all ranks get the buffers of rank 0 (such as running statistics) at construction
-            and at the start of each forward. None means True. If `forward_sync_buffers` is given, this argument is ignored.
-        init_sync: compare the ranks' modules at construction, and give all ranks the state of rank 0. Pass False only if you
-            know that the modules are equal.
+            and at the start of each forward. None means True. This argument has no effect if `forward_sync_buffers` is given.
+        init_sync: whether the constructor compares the modules of all ranks, and then gives all ranks the state of rank 0. Pass
+            False only if you know that the modules are equal.
         process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or torch's default group if
             Syncline has none. If there is no default group at all, the constructor calls Syncline's `init_process_group()`.
-        bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None means 25, with at most 1 MiB for the first
-            bucket. With "auto", DDP measures about ten steps, and then chooses the sizes with the shortest predicted step; see
+        bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. With "auto",
+            DDP measures about ten steps. Then DDP chooses the sizes for which it predicts the shortest step; see
             `tuned_bucket_cap_mb`.
-        find_unused_parameters: True: a backward may leave out parameters, and ranks may leave out different parameters. A
-            parameter that no rank used keeps its previous `grad`.
-        check_reduction: deprecated; every reduction is checked.
-        gradient_as_bucket_view: let each `parameter.grad` be a view of its bucket. This saves a copy, and as much memory as the
-            gradients take. Do not call `detach_()` on such gradients.
-        static_graph: True promises that every backward uses the same graph as the first. Then re-entrant checkpoints and unused
-            parameters are allowed.
-        delay_all_reduce_named_params: pairs of name and parameter. These parameters may get any number of gradients, or none,
-            in a backward. Their gradients are averaged last, when the gradient of `param_to_hook_all_reduce` has arrived.
-        param_to_hook_all_reduce: the parameter for whose gradient the parameters in `delay_all_reduce_named_params` wait.
-        mixed_precision: a `MixedPrecision` of Syncline or of torch. It says in which lower precision to compute, to reduce, and
-            to keep buffers.
+        find_unused_parameters: True: a backward need not reach all parameters, and different ranks may reach different
+            parameters. If no rank reaches a parameter, the parameter keeps its previous `grad`.
+        check_reduction: deprecated; has no effect, because every reduction is checked.
+        gradient_as_bucket_view: True makes each `parameter.grad` a view of the memory of its bucket. This saves one copy of all
+            gradients, in time and in memory. Do not call `detach_()` on these gradients.
+        static_graph: True promises that every backward uses the same graph as the first backward. With this promise, re-entrant
+            checkpoints and unused parameters are allowed.
+        delay_all_reduce_named_params: pairs of a name and a parameter. In a backward, these parameters may get any number of
+            gradients, or no gradient. DDP averages the gradients of these parameters last, after the gradient of
+            `param_to_hook_all_reduce` is ready.
+        param_to_hook_all_reduce: a parameter. When the gradient of this parameter is ready, DDP averages the gradients of the
+            parameters in `delay_all_reduce_named_params`.
+        mixed_precision: a `MixedPrecision` of Syncline or of torch. It sets the dtypes of computation, of reduction, and of
+            buffers.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses any of its
-            parameters.
-        bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`.
-        batched_grad_copy: has no effect, because copies into buckets are always batched.
-        forward_sync_buffers: whether to broadcast buffers at the start of each forward. If this argument is given, even as
-            False, buffers are also broadcast at construction (unless `init_sync` is False).
+        skip_all_reduce_unused_params: do not reduce a bucket if no rank uses a parameter of this bucket. Requires
+            `find_unused_parameters`.
+        bucket_cap_mb_list: the sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`. The last size is the
+            size of all further buckets.
+        batched_grad_copy: has no effect, because Syncline always copies several gradients into a bucket in one operation.
+        forward_sync_buffers: whether to broadcast buffers at the start of each forward. If you pass True or False, buffers are
+            also broadcast at construction (unless `init_sync` is False).
         lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning, because Syncline always keeps its buckets
             between backwards.
 
     The constructor is a collective if `init_sync` is True: two all_reduces of 16 bytes, and broadcasts of the module's state in
-    buffers of at most 250 MiB. (A larger tensor has a buffer of its own.) The first forward whose backward averages gradients
-    is a collective, too, because it allocates the buckets. Making a copy (`copy.deepcopy`, `pickle`) is no collective.
+    buffers of at most 250 MiB. (A tensor of more than 250 MiB has a buffer of its own.) The first forward whose backward
+    averages gradients is also a collective, because this forward allocates the buckets. A copy with `copy.deepcopy` or `pickle`
+    is not a collective.
 
     Raises:
-        MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group does not serve, or has
-            elements that share memory. Or no parameter needs a gradient. Or a SyncBatchNorm of torch would see only this rank's
-            batch.
-        DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the first parameter,
-            buffer or argument that differs, and describes it on two ranks. Also raised if another rank has raised a
-            `MisuseError`: then the text names that rank and its error.
-        InvalidArgumentError: Syncline refuses an argument, or an argument contradicts another one. The text says what to pass
-            instead.
+        MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group's backend cannot use, or
+            has elements that share memory. Or no parameter requires a gradient. Or the module has a SyncBatchNorm of torch that
+            would normalise with only this rank's batch.
+        DisagreementError: on all ranks, if modules or arguments differ between ranks. The error's text names the first
+            parameter, buffer or argument that differs, and shows the difference between two ranks. If a rank raises a
+            `MisuseError`, the other ranks raise a `DisagreementError` that names this rank and its error.
+        InvalidArgumentError: Syncline does not accept an argument, or two arguments contradict each other. The error's text
+            says what to pass instead.
     """
 
     _uneven_inputs: UnevenInputs | None = None
@@ -224,7 +230,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forwards synchronise buffers."""
+        """Whether a forward gives all ranks the same buffers."""
         return self._buffer_sync.enabled
 
     @forward_sync_buffers.setter
@@ -253,11 +259,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # In torch.compile(ddp) the compiler gets only the module: the code around the module communicates and cannot be traced.
     @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. A forward may be a collective, so every rank must run equally many forwards, except within `join`.
+        """Run the module.
+
+        A forward may be a collective, so all ranks must run the same number of forwards, except within `join`.
 
         The backward of a forward averages gradients over the ranks. If the forward runs inside `no_sync`, its backward does not
-        average, even if this backward runs outside. As in torch, a forward synchronises buffers only if it is the first
-        forward, or if the backward of the previous forward averages gradients.
+        average, even if this backward runs after `no_sync`. As in torch, a forward broadcasts buffers only in two cases: if it
+        is the first forward, or if the backward of the previous forward averages gradients.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -414,12 +422,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context for forwards whose backwards only add to this rank's gradients, and do not communicate.
+        """A context for gradient accumulation: the backwards of its forwards only add to this rank's gradients.
 
-        The backward of the first forward after the context averages the sums. As in torch, a backward stays local if its
-        forward was inside the context, even if the backward runs outside. But after a forward outside of the context, the
-        first backward averages, whichever forward it belongs to. Inside the context, a backward of the bare module stays
-        local, too (for example for a saliency map). Contexts may be nested.
+        These backwards do not communicate. The backward of the first forward after the context averages the accumulated
+        gradients. As in torch, if a forward runs inside the context, its backward does not average, even if this backward runs
+        after the context. There is one exception: after a new forward outside of the context, the first backward averages, even
+        if this backward belongs to a forward inside the context. A backward of the bare module (for example for a saliency map)
+        does not average inside the context. Contexts may be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -430,7 +439,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether a backward without averaging has added to gradients since the latest backward with averaging."""
+        """Whether a backward without averaging has added to gradients after the latest backward with averaging."""
         return self._reducer.has_local_gradients
 
     def join(
@@ -439,15 +448,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context around a training loop whose ranks may have different numbers of inputs. See `Join`.
 
         Args:
-            divide_by_initial_world_size: True: divide gradients by the number of all ranks, also when some ranks have no inputs
-                left. False: divide by the number of ranks that have inputs.
+            divide_by_initial_world_size: True: divide gradients by the number of all ranks, even if some ranks have no inputs
+                left. False: divide by the number of ranks that still have inputs.
             enable: False makes the context do nothing.
-            throw_on_early_termination: raise an error on all ranks when one rank is out of inputs.
+            throw_on_early_termination: raise an error on all ranks when one rank has no inputs left.
         """
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """Make the hook that communicates for this module on a rank without inputs.
+        """Make the hook that communicates for this module when this rank has no inputs left.
 
         `kwargs` may have `divide_by_initial_world_size`; see `join`.
         """
@@ -486,21 +495,21 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._has_adopted_optimizers = True
 
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
-        """Average over the ranks of another group from now on. The new group may lack old ranks, and may have new ranks.
+        """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
         Every rank of the new group must call this method.
 
-        The ranks compare parameters and buffers, but do not change them. So before this call, give each new rank the parameters
-        and buffers of the other ranks. The communication hook stays. If the hook's state holds the old group, register the hook
-        again. After the next backward, the reducer rebuilds the buckets and learns a static graph again, as after the very
-        first backward.
+        The ranks compare their parameters and buffers, but do not change these tensors. So before this call, give each new rank
+        the parameters and buffers of the other ranks. The communication hook stays registered. If the hook's state holds the
+        old group, register the hook with a new state. After the next backward, DDP builds new buckets. With `static_graph`, DDP
+        learns the graph again from this backward.
 
         Args:
-            process_group: as at construction.
+            process_group: the new group; see the class.
 
         Raises:
-            DisagreementError: as at construction.
-            MisuseError: the call is within `join()`, which works with the ranks of the old group.
+            DisagreementError: on all ranks, if parameters or buffers differ between ranks; see the class.
+            MisuseError: the call is within `join()`, which needs the ranks of the old group.
         """
         if self._join is not None:
             raise MisuseError(
@@ -534,17 +543,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._reducer.hook
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, in place of the average. A later call replaces the hook.
+        """Let `hook(state, bucket)` reduce each bucket, in place of DDP's average. Another call replaces the hook.
 
         Args:
-            state: passed to the hook at every call.
-            hook: gets a bucket with this rank's gradients, not divided by the number of ranks. Returns a future of the flat
-                tensor of reduced gradients, which is the same on every rank.
+            state: the first argument of each call of the hook.
+            hook: a function that gets a bucket with this rank's gradients, not divided by the number of ranks. The function
+                returns a future of the flat tensor of reduced gradients. This tensor must be the same on every rank.
 
         Raises:
-            InvalidTypeError: the hook cannot be called.
+            InvalidTypeError: the hook is not callable.
             InvalidArgumentError: the hook's annotations name another type for the bucket or for the result.
-            MisuseError: a backward is under way or has failed. Or `mixed_precision` already decides how gradients are reduced.
+            MisuseError: a backward is running or has failed. Or `mixed_precision` already sets the dtype of reduction.
         """
         self._check_no_wire_dtype()
         try:
@@ -558,16 +567,16 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
         """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
-        Use this hook where a post-accumulate-grad hook would be too early, for example to step an optimizer, or to clip or log
-        the gradient. The hook runs on the thread of backward. While the hook runs for one bucket's parameters, later buckets
-        are in flight. The hook does not run in `no_sync` or for parameters that no rank used. The hook may set `parameter.grad`
-        to None. The hook must not communicate.
+        Use this hook in place of a post-accumulate-grad hook, which would run before the average. For example, the hook may
+        step an optimizer, or clip or log the gradient. The hook runs on the thread of backward, while later buckets are still
+        being reduced. The hook does not run in `no_sync`, and does not run for parameters that no rank used. The hook may set
+        `parameter.grad` to None. The hook must not communicate.
 
         Returns:
-            A handle. Its `remove()` takes the hook off.
+            A handle. Call `remove()` of this handle to unregister the hook.
 
         Raises:
-            InvalidTypeError: the hook cannot be called.
+            InvalidTypeError: the hook is not callable.
         """
         return self._average_hooks.add(hook)
 
@@ -575,17 +584,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @contextmanager
     def trace(self, folder: str | Path, first: int = 1, last: int | None = None) -> Iterator[None]:
-        """Record the times of this model's steps inside the context. Entering and leaving the context are collectives.
+        """A context that records the times of this model's steps. Entering and leaving the context are collectives.
 
-        Each rank writes a file in the folder. When the last step is over, rank 0 merges the files into `trace.json`, which
-        ui.perfetto.dev opens. `syncline report` shows tables of the steps. To trace without a change to the script, set the
+        Each rank writes a file in the folder. After the last step, rank 0 merges the files into `trace.json`. Open this file in
+        ui.perfetto.dev, or show tables of the steps with `syncline report`. To trace without a change to the script, set the
         environment variable `SYNCLINE_TRACE`.
 
         Args:
             folder: the folder for the files. It is created if it is missing.
             first: the first traced step. A step is a backward whose gradients are averaged. Steps are counted from 1 inside
                 the context.
-            last: the last traced step; None: no limit.
+            last: the last traced step. None: trace all steps from `first` on.
 
         Raises:
             MisuseError: the script enters the context within `join()`, where ranks may have different numbers of steps.
@@ -608,17 +617,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         recording.finish()
 
     def watch_stragglers(self, every: int) -> None:
-        """Let rank 0 log, once in a number of steps, for which rank the other ranks most often waited, and how long.
+        """Let rank 0 log, after every `every` steps, for which rank the other ranks waited most often, and for how long.
 
-        Every rank must call this method with the same number. The environment variable `SYNCLINE_STRAGGLERS` has the effect of
-        this method. The watch ends when ranks may have different numbers of steps: in a join context, or when the group
-        changes.
+        Every rank must call this method with the same number. To start the watch without a change to the script, set the
+        environment variable `SYNCLINE_STRAGGLERS` to the number. The watch ends in a join context, and when the group changes,
+        because then ranks may have different numbers of steps.
 
         Args:
-            every: the number of steps from one line of the log to the next. A step is a backward whose gradients are averaged.
+            every: the number of steps between two lines of the log. A step is a backward whose gradients are averaged.
 
         Raises:
-            InvalidArgumentError: the number is below 1.
+            InvalidArgumentError: `every` is below 1.
         """
         self._stop_watching_stragglers()
         self._straggler_watch = StragglerWatch(self._group, checked_every(every, "every"))
@@ -630,20 +639,20 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             self._straggler_watch = None
 
     def check_replicas(self, every: int) -> None:
-        """Compare the ranks' parameters once in a number of steps. A step is a backward whose gradients are averaged.
+        """Let the ranks compare their parameters every `every` steps. A step is a backward whose gradients are averaged.
 
-        The ranks compare a hash of 16 bytes per parameter.
+        The ranks compare hashes of 16 bytes, one for each parameter.
 
-        Every rank must call this method with the same number. The environment variable `SYNCLINE_CHECK_REPLICAS` has the effect
-        of this method. If replicas differ, the backward that finds the difference raises a `DisagreementError` on all ranks.
-        The error names the first parameter that differs. The checks end when ranks may have different numbers of steps: in a
-        join context, or when the group changes.
+        Every rank must call this method with the same number. To start the checks without a change to the script, set the
+        environment variable `SYNCLINE_CHECK_REPLICAS` to the number. If replicas differ, the backward that finds the difference
+        raises a `DisagreementError` on all ranks. The error names the first parameter that differs. The checks end in a join
+        context, and when the group changes, because then ranks may have different numbers of steps.
 
         Args:
-            every: the number of steps from one check to the next. A check reads all parameters once.
+            every: the number of steps between two checks. A check reads all parameters once.
 
         Raises:
-            InvalidArgumentError: the number is below 1.
+            InvalidArgumentError: `every` is below 1.
         """
         self._stop_checking_replicas()
         self._replica_check = ReplicaCheck(self._group, self._state, checked_every(every, "every"))
@@ -658,10 +667,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def tuned_bucket_cap_mb(self) -> list[float] | None:
         """The two sizes in MiB that `bucket_cap_mb="auto"` has chosen: one for the first bucket, and one for all other buckets.
 
-        The sizes are equal on all ranks.
+        The sizes are the same on all ranks.
 
-        The value is None without "auto", and also before the sizes are chosen. To use the same sizes in a later run, pass this
-        value as `bucket_cap_mb_list`.
+        Without "auto", or before the sizes are chosen, the value is None. To use the same sizes in a later run, pass this value
+        as `bucket_cap_mb_list`.
         """
         caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
         return None if caps is None else [cap / 2**20 for cap in caps]
@@ -704,10 +713,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return self._reducer.statistics
 
     def logging_data(self) -> dict[str, int | str]:
-        """Return the constructor's arguments, sizes in bytes, and times in nanoseconds, under the names of torch's DDP.
+        """Return the constructor's arguments, sizes in bytes, and times in nanoseconds. The keys are those of torch's DDP.
 
-        Times belong to the latest iteration. Values whose names begin with "avg" are means over the iterations that torch would
-        sample: the first ten, then one in a hundred. `_set_ddp_runtime_logging_sample_rate` changes this rate.
+        The times are from the latest iteration. The values whose keys begin with "avg" are means over the iterations that torch
+        would sample: the first ten iterations, then one iteration in a hundred. `_set_ddp_runtime_logging_sample_rate` changes
+        this rate.
         """
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {

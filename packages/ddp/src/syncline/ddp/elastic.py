@@ -1,4 +1,4 @@
-"""Elastic training goes on when ranks are lost, and takes in new ranks."""
+"""Elastic training continues when ranks are lost, and lets new ranks join."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _NotAppliedError(Exception):
 
 
 class Elastic:
-    """Lets a training loop go on when ranks die or join. Either all ranks apply a step, or all ranks repeat it.
+    """Lets a training loop continue when ranks die or join. Either all ranks apply a step, or all ranks repeat this step.
 
         sampler = ElasticSampler(len(data), batch_size=96)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -62,69 +62,73 @@ class Elastic:
                     optimizer.step()
 
     A `TransportError` inside `with elastic.step():` ends the body at the line that raised the error. Then the remaining ranks
-    form a new group (a *recovery*), and `batches` gives the failed batch again, divided among these ranks. Before the first
-    `optimizer.step()` the ranks agree that all apply the step. After this agreement the body must not communicate: if a
-    collective failed then, the code after the collective would run on some ranks only. So a collective that fails after the
-    agreement raises a `MisuseError`.
+    form a new group (a *recovery*), and `batches` yields the failed batch again, divided among these ranks. Before the first
+    `optimizer.step()` the ranks agree that all ranks apply the step. After this agreement the body must not communicate. If a
+    collective failed after the agreement, the code after this collective would run on some ranks only. So a collective that
+    fails after the agreement raises a `MisuseError`.
 
     If a rank is lost outside of `with elastic.step():`, for example in an evaluation, the other ranks raise an error as usual,
-    and a report is written. If a step recovers from a lost rank, no report is written. After a recovery the model has a new
-    group: read `model.join_process_group`. If the old group was the default group, the new group becomes the default.
+    and write a report. If a step recovers from a lost rank, the ranks write no report. After a recovery,
+    `model.join_process_group` is the new group. If the old group was the default group, the new group becomes the default
+    group.
 
-    **Gradient accumulation.** Several `with elastic.step():` blocks may add to the gradients that one `optimizer.step()` uses,
-    if each block averages its gradients. But all backwards within `model.no_sync()` must be in the same block as the backward
-    that averages their sum.
+    **Gradient accumulation.** Several `with elastic.step():` blocks may accumulate gradients for one `optimizer.step()`, if
+    each block averages its gradients. If a block has backwards within `model.no_sync()`, the same block must also have the
+    backward that averages their sum.
 
-    **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict`, as the states of `syncline.hooks` have,
-    all ranks get the state of one rank in a recovery. If a step is repeated, this state counts the step twice. The error
-    feedback is not shared: each rank keeps what it has left out of its gradients, and a newcomer begins with zero. If a hook's
-    state holds a group, register the hook again after a recovery. Register a hook before you make `Elastic`.
+    **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict` (the states of `syncline.hooks` have
+    these methods), a recovery gives all ranks the hook state of one rank. If a step is repeated, the hook's state counts this
+    step twice. A recovery does not copy the error feedback: each rank keeps its own error feedback, and a newcomer begins with
+    zero. If a hook's state holds a group, register the hook again after a recovery. Register a hook before you make `Elastic`.
 
-    **Changes of the model.** Add layers outside of `with elastic.step():`, because a repeated step does not take out the layers
-    that its body has added. A newcomer's script must make the model with these layers.
+    **Changes of the model.** Add layers outside of `with elastic.step():`. If the body of a step adds a layer and the step is
+    repeated, the layer is not removed before the repetition. A newcomer's script must make the model with all layers that the
+    other ranks have added.
 
-    **Newcomers.** A newcomer is a process that you start with the same script and with SYNCLINE_JOIN=1. In a newcomer, the
-    constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
-    `admit_every` applied steps. A newcomer gets the state of the lowest rank among the ranks that have taken part in the most
-    agreements. The state is the parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`,
-    gradients that no optimizer has used yet, and the state of the communication hook. The newcomer continues at the step of the
-    other ranks. From this step on, its script must issue exactly the same collectives as the other ranks. So the script must
-    loop over `epochs`. If a newcomer's communication hook, parameters (names, shapes, dtypes), or types of optimizers or of
-    objects in `stateful` differ from those of the other ranks, the newcomer raises an error, and the other ranks go on without
-    it.
+    **Newcomers.** A newcomer is a process that you start later, with the same script and with SYNCLINE_JOIN=1. In a newcomer,
+    the constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
+    `admit_every` applied steps. A newcomer gets the state of the rank that has taken part in the most agreements. If several
+    ranks have the same number of agreements, the newcomer gets the state of the lowest of these ranks. The state is the
+    parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, gradients that no optimizer
+    has used yet, and the state of the communication hook. The newcomer continues at the step of the other ranks. From this step
+    on, the newcomer's script must issue exactly the same collectives as the other ranks. So the script must loop over `epochs`,
+    which begins at the present epoch. A newcomer must have the same communication hook, the same parameters (names, shapes,
+    dtypes), and the same types of optimizers and of objects in `stateful` as the other ranks. Otherwise the newcomer raises an
+    error, and the other ranks go on without this newcomer.
 
     Args:
         model: the model, on a group that can shrink.
         optimizer: one or several optimizers of the model's parameters. No optimizer may step within backward
             (`model.fused_optimizer`).
-        sampler: the sampler that divides the batches.
+        sampler: the sampler that divides each batch among the ranks.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get the
             state of these objects. Before a step is repeated, these objects get back the state that they had before the step.
             All ranks pass the objects in the same order.
         min_ranks: the training ends if fewer ranks are left.
-        max_failures: how many ranks may be lost in the whole training; None: any number.
-        silence_timeout_s: how many seconds a recovery waits for a rank that is silent and is not known to have ended; see
-            [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
-        give_up_s: how many seconds one recovery may take. A newcomer also waits at most this long to be let in.
-        admit_every: the ranks look for newcomers each time this number of steps was applied. If the group cannot let ranks in
-            (`ProcessGroup.missing_for_admit`), the ranks do not look.
+        max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
+        silence_timeout_s: the number of seconds that a recovery waits for a silent rank, if this rank is not known to have
+            ended; see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
+        give_up_s: the largest number of seconds that one recovery may take. A newcomer also waits at most this number of
+            seconds until the other ranks let it in.
+        admit_every: the ranks look for newcomers after every `admit_every` applied steps. If the group cannot let ranks in
+            (`ProcessGroup.missing_for_admit`), the ranks do not look for newcomers.
 
     Attributes:
-        applied_steps: how many steps were applied.
-        lost_ranks: the lost ranks, as numbers in the first group (see `ProcessGroup.members`).
-        recovery_s: for each recovery the seconds from the error to the end of the recovery.
+        applied_steps: the number of applied steps.
+        lost_ranks: the lost ranks. Their numbers are those of `ProcessGroup.members`, which do not change in a recovery.
+        recovery_s: the duration of each recovery in seconds, from the error to the end of the recovery.
 
-    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the random state
-    (5 KB), and of the states of the objects in `stateful`. Every `admit_every` steps rank 0 reads the store. While newcomers
-    are let in, all ranks hold a second copy of the state that the newcomers get.
+    Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the random state (5
+    KB), and of the states of the objects in `stateful`. Every `admit_every` steps rank 0 reads the store. While the ranks let
+    newcomers in, each rank holds a second copy of the state that the newcomers get.
 
     Raises:
         BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU. The text says why.
-        InvalidArgumentError: a number among the arguments is out of range, a batch has fewer samples than there are ranks, or
-            an object in `stateful` has no `state_dict` and `load_state_dict`.
-        MisuseError: an optimizer steps within backward, before the ranks could agree. Or this newcomer has another
-            communication hook, model, kind of optimizer, or other objects in `stateful` than the other ranks, or has an
-            optimizer with parameters that are not in the model.
+        InvalidArgumentError: a numeric argument is out of range. Or a batch has fewer samples than there are ranks. Or an
+            object in `stateful` lacks `state_dict` or `load_state_dict`.
+        MisuseError: an optimizer steps within backward, before the ranks can agree. Or this process is a newcomer, and its
+            communication hook, model, types of optimizers, or types of objects in `stateful` differ from those of the other
+            ranks. Or an optimizer of this newcomer has parameters that are not in the model.
     """
 
     # Note [Applied on all or on none]
@@ -221,20 +225,20 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the epochs from the present epoch to epoch `number` - 1, and tell the sampler about each epoch."""
+        """Yield the epochs from the present epoch to epoch `number` - 1, and call the sampler's `set_epoch` for each epoch."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of the epoch that are not applied yet. Use each batch in one `with elastic.step():`.
+        """Yield the batches of the epoch that are not yet applied. Use each batch in exactly one `with elastic.step():`.
 
         Args:
-            loader: gives this rank's share of each batch, in the order of the sampler. If the group changes, `batches` iterates
-                over the loader again.
+            loader: an iterable over this rank's share of each batch, in the order of the sampler. If the group changes,
+                `batches` begins a new iteration over the loader.
 
         Raises:
-            MisuseError: the loop took a batch and did not use it in `with elastic.step():`.
+            MisuseError: the body of the loop did not use a batch in `with elastic.step():`.
         """
         self._let_newcomers_in()  # the script may have left its latest loop over `batches` after a step
         try:
@@ -260,7 +264,7 @@ class Elastic:
     def step(self) -> Iterator[None]:
         """A context for one step, from the forward to `optimizer.step()`.
 
-        Code after `optimizer.step()` in this context runs only if the step was applied.
+        In this context, code after `optimizer.step()` runs only if all ranks apply the step.
 
         Raises:
             RankLostError: on all remaining ranks, if fewer than `min_ranks` ranks are left, or more than `max_failures` ranks
@@ -268,7 +272,8 @@ class Elastic:
             RankGivenUpError: the other ranks have gone on without this rank.
             TransportError: a recovery took longer than `give_up_s`.
             MisuseError: this step begins within another step, or is the second step for one batch. Or a collective failed after
-                the ranks had agreed. Or the step ends with gradients that no optimizer has used and that are not averaged.
+                the ranks had agreed to apply the step. Or the step ends with gradients that are not averaged and that no
+                optimizer has used.
         """
         if self._phase is not _Phase.BETWEEN_STEPS:
             raise MisuseError("a step was begun within a step")
@@ -314,7 +319,7 @@ class Elastic:
             ) from error
 
     def close(self) -> None:
-        """Let the optimizers step without an agreement from now on."""
+        """Remove the hooks from the optimizers. From now on, the optimizers step without an agreement of the ranks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,4 @@
-"""ElasticSampler divides each batch among the present ranks, and knows which batches of the epoch were applied."""
+"""ElasticSampler divides each batch among the present ranks, and counts the applied batches of the epoch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from syncline.collectives import InvalidArgumentError
 
 
 def batch_bounds(number: int, batches: int, samples: int) -> tuple[int, int]:
-    """Return the first sample of batch `number`, and the first sample after this batch.
+    """Return the position of the first sample of batch `number`, and the position after the batch's last sample.
 
-    The epoch has `samples` samples in `batches` batches, whose sizes differ by one at most.
+    The epoch has `samples` samples in `batches` batches. The sizes of the batches differ by at most one sample.
     """
     return number * samples // batches, (number + 1) * samples // batches
 
 
 def share_bounds(rank: int, ranks: int, begin: int, end: int) -> tuple[int, int]:
-    """Return the first sample of a rank's share of the batch from `begin` to `end`, and the first sample after the share."""
+    """Return the position of the first sample of a rank's share of a batch, and the position after the share's last sample.
+
+    The batch contains the samples from position `begin` to position `end` - 1.
+    """
     return begin + rank * (end - begin) // ranks, begin + (rank + 1) * (end - begin) // ranks
 
 
 class ElasticSampler(Sampler[list[int]]):
     """Yields the indices of this rank's share of each batch. Pass it to a `DataLoader` as `batch_sampler`.
 
-    A batch contains the samples of all ranks. So the number of steps, and the samples of a step, do not depend on the number of
-    ranks. Each epoch puts all samples in an order, and cuts this order into batches whose sizes differ by at most one. Every
-    sample is used once. (With `drop_last` all batches have the same size, and the remaining samples are left out.) A batch is
-    applied when all ranks have taken the optimizer's step. If a batch was begun but not applied, it is divided again among the
-    ranks that are still there.
+    A batch contains the samples of all ranks. So the number of steps, and the samples of each step, do not depend on the number
+    of ranks. In each epoch, the sampler puts all samples in an order, and cuts this order into batches whose sizes differ by at
+    most one sample. Each epoch uses every sample once. (With `drop_last` all batches have the same size, and the remaining
+    samples are left out.) A batch is applied when all ranks have called `optimizer.step()`. If a rank is lost before the batch
+    is applied, the batch is divided again among the remaining ranks.
 
-    `Elastic` tells the sampler the present ranks (`divide`) and the applied batches (`advance`).
+    `Elastic` calls `divide` when the ranks change, and `advance` after each applied batch.
 
     Args:
         samples: the number of samples in the data set.
@@ -72,34 +75,34 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether all batches of the epoch were applied."""
+        """Whether all batches of the epoch are applied."""
         return self.applied >= self._batches
 
     @property
     def most_ranks(self) -> int:
-        """The size of the smallest batch. With more ranks, some rank would get no sample of a batch."""
+        """The largest possible number of ranks: the size of the smallest batch. With more ranks, a rank would get no sample."""
         return self._samples // self._batches
 
     @property
     def weight(self) -> float:
         """The weight of this rank's share of the present batch. Multiply the mean loss of the share by this weight.
 
-        The average over the ranks counts the gradient of each rank equally, although one share may have one sample more than
-        another. The weight corrects this, so that the result is the average over the whole batch. If all shares are equal, the
-        weight is 1.
+        The shares of two ranks may differ by one sample, but the average over the ranks gives the gradient of each rank the
+        same weight. With the weighted loss, the gradient is the average over all samples of the batch. If all shares have the
+        same size, the weight is 1.
         """
         begin, end = batch_bounds(self.applied, self._batches, self._samples)
         mine = self._share(self.applied)
         return (mine[1] - mine[0]) * self._ranks / (end - begin)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. If this epoch is already under way, do nothing."""
+        """Begin an epoch. If this epoch has already begun, do nothing."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.applied = 0
 
     def divide(self, rank: int, ranks: int) -> None:
-        """Set this rank's number, and the number of ranks among which batches are divided from now on.
+        """Set this process's rank, and the number of ranks. From now on, batches are divided among this number of ranks.
 
         Raises:
             InvalidArgumentError: a batch has fewer samples than there are ranks.
@@ -112,15 +115,15 @@ class ElasticSampler(Sampler[list[int]]):
         self._rank, self._ranks = rank, ranks
 
     def advance(self) -> None:
-        """Count the present batch as applied."""
+        """Count the present batch as applied, and go to the next batch."""
         self.applied += 1
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of applied batches; the same on all ranks."""
+        """Return the epoch and the number of applied batches, which are the same on all ranks."""
         return {"epoch": self.epoch, "applied": self.applied}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the batch where another rank or an earlier run was."""
+        """Continue at the batch that `state` names. `state` comes from another rank or from an earlier run."""
         self.epoch, self.applied = state["epoch"], state["applied"]
 
     def _share(self, number: int) -> tuple[int, int]:

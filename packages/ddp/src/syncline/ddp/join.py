@@ -1,4 +1,4 @@
-"""Join: training goes on while some ranks have no inputs left.
+"""Join lets training continue when some ranks have no inputs left.
 
 ::
 
@@ -25,36 +25,37 @@ from syncline.collectives.internal import message_device
 
 
 class JoinHook:
-    """How one `Joinable` communicates on a rank without inputs, and at the end of the context `Join`.
+    """The communication of one `Joinable` on a rank without inputs, and at the end of the context `Join`.
 
-    By default the methods do nothing.
+    The methods of this base class do nothing.
     """
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in the collectives of one iteration. The joinable issues these collectives on the ranks that have inputs.
+        """Take part in the collectives that the joinable issues in one iteration on the ranks with inputs.
 
         Every rank without inputs calls this method once for each iteration of the other ranks.
 
         Args:
-            present: the ranks that have inputs; at least one.
+            present: the ranks that have inputs, at least one rank.
         """
 
     def post_hook(self, last_rank: int) -> None:
-        """Give all ranks the same state. All ranks call this method when no rank has inputs any more.
+        """Give all ranks the same state. All ranks call this method when no rank has inputs left.
 
         Args:
-            last_rank: the highest rank among the ranks that had inputs until the end. It is the same on every rank.
+            last_rank: the highest rank among the ranks that had inputs in the last iteration. This number is the same on every
+                rank.
         """
 
     def leave(self) -> None:
-        """Undo what the hook has changed. `Join` calls this method when the context ends, also after an error.
+        """Undo the changes that the hook has made. `Join` calls this method when the context ends, also after an error.
 
-        This is no collective.
+        This is not a collective.
         """
 
 
 class Joinable(ABC):
-    """An object that communicates once in each iteration, and that can be used if ranks have different numbers of inputs.
+    """An object that communicates in each iteration, and that supports ranks with different numbers of inputs.
 
     Before the object communicates, it calls `Join.notify_join_context(self)`.
     """
@@ -63,10 +64,11 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Make a new hook for the context that is being entered (`self._join`).
+        """Make a new hook. `Join` calls this method at the start of the context; `self._join` is this context.
 
         Args:
-            kwargs: all keyword arguments of the context. Each joinable gets all of them, and uses those that it knows.
+            kwargs: all further keyword arguments of `Join`. Each joinable gets all arguments, and ignores arguments that it
+                does not know.
         """
 
     @property
@@ -83,23 +85,25 @@ class Joinable(ABC):
 class Join:
     """A context in which ranks may have different numbers of inputs.
 
-    A rank that leaves the loop early stays at the end of the context, and takes part there in the collectives of the other
-    ranks, until these ranks have left the loop, too. If the body of the context raises an error on a rank, this rank raises the
-    error at once, without waiting for other ranks.
+    If a rank leaves the loop early, it waits at the end of the context until all ranks have left the loop. While it waits, it
+    takes part in the collectives of the other ranks. If the body of the context raises an error on a rank, this rank raises the
+    error at once, and does not wait for other ranks.
 
     Args:
-        joinables: all objects that communicate in the loop over one group, such as a `DistributedDataParallel` or an optimizer.
-            List them in the order in which they communicate in an iteration.
+        joinables: all objects that communicate in the loop, such as a `DistributedDataParallel` or an optimizer, in the order
+            in which they communicate. All objects use the same group.
         enable: False makes the context do nothing.
-        throw_on_early_termination: raise an error on all ranks when one rank is out of inputs. False: the other ranks go on.
-        kwargs: passed to each `join_hook`.
+        throw_on_early_termination: raise an error on all ranks when one rank has no inputs left. False: the other ranks
+            continue.
+        kwargs: arguments for the `join_hook` of each joinable.
 
     Cost: an all_reduce of one byte for each rank, in each iteration.
 
     Raises:
-        InvalidArgumentError: there is no joinable, or their groups differ.
-        MisuseError: when the context is entered, if a joinable is already in a join context, or cannot take part.
-        DisagreementError: with `throw_on_early_termination`, on every rank. The text names the ranks that are out of inputs.
+        InvalidArgumentError: there is no joinable, or the joinables have different groups.
+        MisuseError: at the start of the context, if a joinable is already in a join context, or does not support this context.
+        DisagreementError: on every rank, if a rank has no inputs left and `throw_on_early_termination` is True. The error's
+            text names the ranks without inputs.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class Join:
 
     @property
     def throws(self) -> bool:
-        """Whether the context raises an error when a rank is out of inputs."""
+        """Whether the context raises an error when a rank has no inputs left."""
         return self._throws
 
     def is_first(self, joinable: object) -> bool:
@@ -135,7 +139,8 @@ class Join:
 
         Returns:
             The ranks that have inputs, or None outside of a context. Only the call of the first joinable in the context's list
-            asks the other ranks whether they have inputs. The calls of the other joinables return the latest answer.
+            is a collective, in which the ranks tell each other whether they have inputs. The calls of the other joinables
+            return the latest result.
         """
         context = joinable._join
         if context is None:

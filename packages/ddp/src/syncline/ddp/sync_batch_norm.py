@@ -35,26 +35,26 @@ _PLAIN_FORWARDS = (BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation with the mean and variance of all ranks' batches.
+    """Batch normalisation with the mean and the variance of the whole batch of all ranks.
 
-    One process with the whole batch would get the same result.
+    The result is the same as in one process with the whole batch.
 
-    In training, forward and backward are collectives. The ranks' batches may have different sizes, or be empty. In evaluation,
-    and in a group of one rank, the layer is plain batch normalisation. The layer's gradient cannot be differentiated again.
+    In training, forward and backward are collectives. The ranks' batches may have different sizes, and may be empty. In
+    evaluation, and in a group of one rank, the layer is plain batch normalisation. The layer supports no second derivatives.
 
-    The layer communicates in a separate group. The first forward makes this group.
+    The layer communicates in a separate group with the same ranks. The first forward makes this group.
 
     Args:
         num_features: the number of channels, the second dimension of the inputs.
         eps: a number that is added to the variance.
         momentum: the weight of the newest batch in the running estimates. None: the estimates are averages over all batches.
-        affine: whether there is a weight (and a bias).
+        affine: whether the layer has a weight (and a bias).
         track_running_stats: whether the layer keeps running estimates for evaluation.
         process_group: a group of Syncline or of torch.distributed. None: each forward uses the default group of Syncline or of
-            torch. As long as there is no default group, the layer is plain batch normalisation.
+            torch. If there is no default group, the layer is plain batch normalisation.
         device: the device of parameters and buffers.
         dtype: the dtype of parameters and buffers.
-        bias: whether there is a bias, if `affine`.
+        bias: whether the layer has a bias. No effect if `affine` is False.
 
     Shape: (batch, channels, ...) with at least two dimensions. The output has the same shape, dtype and memory format. 16-bit
     inputs are computed in float32.
@@ -86,19 +86,21 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
     ) -> torch.nn.Module:
-        """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. This is no collective.
+        """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`.
+
+        This is not a collective.
 
         Args:
             module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other
                 attributes.
-            process_group: the group of the new layers; see the class. None: a layer that already has a group keeps this group.
+            process_group: the group of the new layers; see the class. None: a layer that already has a group keeps its group.
 
         Returns:
-            The module. If the module itself is a batch normalisation, the layer that replaces it.
+            The module, or the new layer if the module itself is a batch normalisation.
 
         Raises:
-            MisuseError: a layer is not initialised yet (lazy), is parametrised, or is of a class that overrides `forward`: the
-                conversion would lose that `forward`. Or this rank is not in the group.
+            MisuseError: a layer is not initialised yet (lazy), or is parametrised. Or the layer's class overrides `forward`, so
+                that the conversion would lose this `forward`. Or this rank is not in the group.
         """
         NonMember.refuse(process_group)
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -124,7 +126,7 @@ class SyncBatchNorm(BatchNorm):
         return converted
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch. In training this is a collective, also on a rank with an empty batch.
+        """Normalise a batch. In training, a forward is a collective: a rank with an empty batch must take part.
 
         Raises:
             InvalidArgumentError: the input's shape is wrong, or there are fewer than two values per channel over all ranks.
@@ -209,28 +211,30 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Replace every batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`. This is no collective.
+    """Replace each batch normalisation in a module, also torch's SyncBatchNorm, by `SyncBatchNorm`.
+
+    This is not a collective.
 
     Args:
         module: the module. It is changed in place. The new layers take over parameters, buffers, hooks and other attributes.
-        process_group: the group of the new layers. None: a layer that already has a group keeps this group, and all other
-            layers use the default group.
+        process_group: the group of the new layers. None: a layer that already has a group keeps its group, and all other layers
+            use the default group.
 
     Returns:
-        The module. If the module itself is a batch normalisation, the layer that replaces it.
+        The module, or the new layer if the module itself is a batch normalisation.
 
     Raises:
-        MisuseError: a layer is not initialised yet (lazy), is parametrised, or is of a class that overrides `forward`: the
-            conversion would lose that `forward`. Or this rank is not in the group.
+        MisuseError: a layer is not initialised yet (lazy), or is parametrised. Or the layer's class overrides `forward`, so
+            that the conversion would lose this `forward`. Or this rank is not in the group.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
 def refuse_layers_that_see_one_rank(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Refuse torch's SyncBatchNorm if the layer would silently normalise each rank's batch separately.
+    """Raise an error if a SyncBatchNorm of torch would normalise each rank's batch separately.
 
-    torch's layer asks torch.distributed for the other ranks. If torch.distributed is not initialised, the layer sees no other
-    rank.
+    torch's layer communicates over torch.distributed. If torch.distributed is not initialised, torch's layer silently uses only
+    this rank's batch.
 
     Raises:
         MisuseError: the module has such a layer, the group has several ranks, and torch.distributed is not initialised.
