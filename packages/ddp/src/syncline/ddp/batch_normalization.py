@@ -1,4 +1,4 @@
-"""Batch normalisation over several ranks as a function of autograd, with a forward and a backward."""
+"""Batch normalisation over several ranks, as an autograd function with a forward and a backward."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .batch_statistics import BatchStatistics, channel_shape, reduced_dims, work
 
 
 class BatchNormalization(torch.autograd.Function):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on the x of all ranks.
+    """Computes y = (x - mean) / sqrt(variance + eps) * weight + bias, with the mean and variance of x over all ranks.
 
-    A channel has n values over all ranks, g is the gradient of y, and x' = (x - mean) / sqrt(variance + eps). Then the gradient
-    of x is
+    Let n be the number of values of a channel over all ranks, g the gradient of y, and x' = (x - mean) / sqrt(variance + eps).
+    Then the gradient of x is
 
         weight / sqrt(variance + eps) * (g - sum(g) / n - x' * sum(g * x') / n)
 
-    The sums are over all ranks. One all_reduce adds up sum(g) and sum(g * x'), with 16 bytes for each channel. The gradients
-    of weight and bias come only from this rank's part of the batch, like the gradients of all other parameters. The reducer
-    averages the gradients of all parameters.
+    The sums are over all ranks. One all_reduce computes sum(g) and sum(g * x'), with 16 bytes for each channel. The gradients
+    of weight and bias come only from this rank's part of the batch, because the reducer averages them later, like the gradients
+    of all other parameters.
     """
 
     @staticmethod
@@ -46,7 +46,7 @@ class BatchNormalization(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Compute the gradients of inputs, weight and bias. The call is a collective if the inputs need a gradient."""
+        """Compute the gradients of inputs, weight and bias. The call is a collective if the inputs require a gradient."""
         inputs, weight, mean, scale = ctx.saved_tensors
         dims, shape = reduced_dims(inputs), channel_shape(inputs)
         gradient = gradients[0].to(mean.dtype)

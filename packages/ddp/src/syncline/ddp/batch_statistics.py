@@ -1,4 +1,4 @@
-"""Mean and variance of each channel, for one rank's batch and for the batches of all ranks together."""
+"""Compute the mean and variance of each channel, over one rank's batch or over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncline.collectives import ProcessGroup
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The number of values in each channel, their mean, and the sum of their squared distances from the mean.
+    """For each channel: the number of values, their mean, and the sum of their squared distances from the mean.
 
     Attributes:
         count: number of values in each channel.
@@ -25,24 +25,24 @@ class BatchStatistics:
 
     @property
     def variance(self) -> torch.Tensor:
-        """The mean squared distance from the mean. A batch is normalised with this variance."""
+        """The mean squared distance from the mean. The layer normalises a batch with this variance."""
         return self.squares / self.count
 
     @property
     def unbiased_variance(self) -> torch.Tensor:
-        """The variance with the divisor `count` - 1, for the layer's running variance. `count` must be at least 2."""
+        """The variance with the divisor `count` - 1, which the layer's running variance uses. `count` must be at least 2."""
         return self.squares / (self.count - 1)
 
 
 def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
     """Return the statistics of this rank's batch.
 
-    The mean is first computed in `working_dtype`, and so it is rounded. This rounded mean is subtracted from all values. The
-    mean of the remainders is the rounding error, which is added to the rounded mean in float64. The remainders are small, so
+    The mean is first computed in `working_dtype`, which rounds the mean. This rounded mean is subtracted from all values. The
+    mean of the differences is the rounding error, which is added to the rounded mean in float64. The differences are small, so
     the sum of their squares loses no digits.
 
     Args:
-        inputs: (batch, channels, ...); the batch may be empty. 16-bit values are added up in float32.
+        inputs: (batch, channels, ...); the batch may be empty. Sums of 16-bit values are computed in float32.
     """
     count = inputs.numel() // inputs.shape[1]
     # The mean of an empty batch would be NaN. Statistics with a count of 0 change nothing when all ranks are combined.
@@ -58,11 +58,11 @@ def statistics_of(inputs: torch.Tensor) -> BatchStatistics:
 
 
 def gather_statistics(own: BatchStatistics, group: ProcessGroup) -> BatchStatistics:
-    """Return the statistics of all ranks' batches together. Every rank gets the same bits. A collective.
+    """Return the statistics over the batches of all ranks, the same bits on every rank. This is a collective.
 
-    The ranks combine means and squared distances from the means, not sums of the values and of their squares. So the result
-    loses no digits if the mean is large compared with the standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating
-    formulae and a pairwise algorithm for computing sample variances", 1982).
+    The ranks combine their means and their squared distances from the means. Sums of values and of squared values would lose
+    digits if the mean is large compared with the standard deviation (T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae
+    and a pairwise algorithm for computing sample variances", 1982).
 
     Cost: an all-gather of 8 * (2 * channels + 1) bytes from each rank.
     """
@@ -83,10 +83,10 @@ def working_dtype(inputs: torch.Tensor) -> torch.dtype:
 
 
 def reduced_dims(inputs: torch.Tensor) -> list[int]:
-    """Return all dimensions except the dimension of the channels."""
+    """Return the indices of all dimensions except the dimension of the channels."""
     return [dim for dim in range(inputs.dim()) if dim != 1]
 
 
 def channel_shape(inputs: torch.Tensor) -> list[int]:
-    """Return the shape (1, -1, 1, ...) that a vector with one value for each channel needs in arithmetic with the batch."""
+    """Return the shape (1, -1, 1, ...), with which a vector of one value for each channel broadcasts to the batch."""
     return [-1 if dim == 1 else 1 for dim in range(inputs.dim())]

@@ -1,4 +1,4 @@
-"""BucketTuning finds bucket sizes for `bucket_cap_mb="auto"`. It measures some steps and predicts steps with other sizes."""
+"""BucketTuning chooses bucket sizes for `bucket_cap_mb="auto"`: it measures some steps and predicts steps with other sizes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class ReductionCosts:
     """Measured times of all-reduces.
 
     Attributes:
-        nbytes: sizes in bytes, ascending.
-        seconds: the seconds for each size.
+        nbytes: the measured sizes in bytes, in ascending order.
+        seconds: the seconds of an all-reduce of each size.
         issue_s: the seconds that the thread of backward needs to start an all-reduce.
-        taken: for each size, the seconds by which an all-reduce delays the computation that runs meanwhile. Empty: no delay.
+        taken: for each size, the seconds by which an all-reduce delays the computation that runs at the same time. Empty: no
+            delay.
     """
 
     nbytes: tuple[float, ...]
@@ -50,11 +51,14 @@ class ReductionCosts:
     taken: tuple[float, ...] = ()
 
     def reduce_s(self, nbytes: float) -> float:
-        """Return the seconds of an all-reduce: linear between the measured sizes and above them, constant below them."""
+        """Return the seconds of an all-reduce of this size, by linear interpolation between the measured sizes.
+
+        Above the measured sizes, extrapolate linearly. Below the measured sizes, return the time of the smallest size.
+        """
         return self._between(self.seconds, nbytes)
 
     def delay_s(self, nbytes: float) -> float:
-        """Return the seconds by which an all-reduce delays the gradients that come after its start."""
+        """Return the seconds by which an all-reduce of this size delays the gradients that come after its start."""
         return self.issue_s + (self._between(self.taken, nbytes) if self.taken else 0.0)
 
     def _between(self, seconds: tuple[float, ...], nbytes: float) -> float:
@@ -69,22 +73,23 @@ class ReductionCosts:
 def without_outliers(seconds: Sequence[float]) -> tuple[float, ...]:
     """Replace the time of each size by the shortest time of this size and of all larger sizes.
 
-    Disturbances only make times longer, so the shortest time is closest to the truth.
+    Other load on the machine only makes times longer, so a short time is closest to the undisturbed time. An all-reduce cannot
+    take longer than an all-reduce of more bytes.
 
-    `seconds` has the measured time of each size, in ascending order of sizes.
+    `seconds` has the measured time of each size. The sizes are in ascending order.
     """
     return tuple(min(seconds[place:]) for place in range(len(seconds)))
 
 
 def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[frozenset[int]]) -> float:
-    """Return the part of an all-reduce's processor time by which the model's computation is delayed, from 0 to 1.
+    """Return the part of an all-reduce's processor time, from 0 to 1, that delays the model's computation.
 
-    Take this rank and all ranks that may run on one of its cores. The result is the number of cores that these ranks keep busy,
-    divided by the number of all cores of these ranks.
+    Count this rank and all ranks that share a core with this rank. The result is the number of cores that these ranks keep
+    busy, divided by the number of cores on which these ranks may run.
 
     Args:
         rank: this rank's position in the two lists.
-        busy_cores: for each rank of this node, how many cores the rank keeps busy while it trains.
+        busy_cores: for each rank of this node, the average number of cores that the rank keeps busy while it trains.
         cores: for each rank of this node, the cores on which the rank may run.
     """
     sharing = [other for other, theirs in enumerate(cores) if theirs & cores[rank]]
@@ -93,15 +98,15 @@ def share_of_cores(rank: int, busy_cores: Sequence[float], cores: Sequence[froze
 
 
 def measuring_caps(total_bytes: int) -> list[int]:
-    """Return the bucket sizes for the measured steps. Small buckets show more exactly when each gradient comes."""
+    """Return the bucket sizes for the measured steps. The buckets are small, to show more exactly when each gradient comes."""
     return [max(MIB, total_bytes // _MEASURED_BUCKETS)]
 
 
 def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int, int], float]:
-    """Predict the seconds of a step for each pair of sizes in bytes: (first bucket, other buckets).
+    """Predict the seconds of a step for each candidate: a pair of sizes in bytes (first bucket, other buckets).
 
     Args:
-        workload: the measured step. In this step, each all-reduce has delayed the gradients that came later.
+        workload: the measured step. Its times include the delays of gradients by the all-reduces before them.
         costs: the costs of all-reduces in this group.
     """
     unhindered = _delayed(workload, [-costs.delay_s(bucket.nbytes) for bucket in workload.buckets[:-1]] + [-costs.issue_s])
@@ -114,7 +119,7 @@ def predicted_steps(workload: Workload, costs: ReductionCosts) -> dict[tuple[int
 
 
 def choose(steps: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """Return the sizes with the shortest step, or the default sizes if their step is hardly longer."""
+    """Return the sizes with the shortest step, or the default sizes if the step with the default sizes is hardly longer."""
     best = min(steps, key=lambda caps: steps[caps])
     return best if steps[_DEFAULT] > _WORTH * steps[best] else _DEFAULT
 
@@ -149,13 +154,13 @@ class BucketTuning:
 
     Args:
         group: the group whose ranks average their gradients.
-        reducer: the reducer whose buckets are measured. It must have the bucket sizes of `measuring_caps`.
+        reducer: the reducer whose buckets are measured. This reducer must have the bucket sizes of `measuring_caps`.
 
     Attributes:
-        caps_bytes: the sizes of the first bucket and of the other buckets; None until the sizes are chosen.
+        caps_bytes: the size of the first bucket and the size of the other buckets, in bytes. None until the sizes are chosen.
 
-    An all-reduce may use cores that the model needs. Then the all-reduce delays the gradients that come meanwhile. The delay is
-    the processor time of the all-reduce, multiplied by the `share_of_cores`.
+    An all-reduce may use cores that the model needs. Then the all-reduce delays the gradients that come during the all-reduce.
+    The delay is the processor time of the all-reduce, multiplied by `share_of_cores`.
 
     Cost: the measured all-reduces together reduce five to ten times the bytes of all gradients.
     """
@@ -170,7 +175,7 @@ class BucketTuning:
         self.caps_bytes: list[int] | None = None
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Record the times of a step, after its backward has averaged the gradients. The call for step 9 is a collective."""
+        """Record the times of a step. Call this method after the step's backward. The call for step 9 is a collective."""
         # Before the rebuild the buckets have another order, so their times mean nothing.
         if self._is_over or not self._reducer.has_rebuilt_buckets:
             return
@@ -303,9 +308,9 @@ def check_can_tune(device: torch.device, dynamic: bool, sparse: bool) -> None:
     """Check that `bucket_cap_mb="auto"` can measure the steps of the model.
 
     Raises:
-        InvalidArgumentError: the model is not on the CPU, so the host cannot measure its times. Or `dynamic` is True (each
-            backward may use other parameters), so the reducer never learns the order of gradients. Or `sparse` is True (a
-            gradient is sparse), so the sizes of gradients change.
+        InvalidArgumentError: the model is not on the CPU, so the host cannot measure when gradients come. Or `dynamic` is True:
+            each backward may use other parameters, so the reducer does not learn the order of gradients. Or `sparse` is True:
+            some gradients are sparse, so the sizes of gradients change from step to step.
     """
     reasons = {
         f"the model is on {device}, whose work the host's clock does not see": device.type != "cpu",

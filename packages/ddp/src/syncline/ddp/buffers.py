@@ -1,4 +1,4 @@
-"""Buffers of a wrapped module. This file says when and how the replicas synchronise their buffers."""
+"""Synchronise the buffers of a wrapped module between the ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class BufferHook:
 
     Attributes:
         state: the hook's first argument.
-        hook: `hook(state, buffers)`. It gets a dict of the buffers by name, and changes the buffers in place. It may return
-            futures. If the backward of the present forward will average gradients, the end of this backward waits for the
-            futures. Otherwise the end of the forward waits for the futures.
-        follows_forward: whether the hook runs after the module's forward. If not, it runs before the forward.
+        hook: a function `hook(state, buffers)`, which gets a dict of the buffers by name, and changes the buffers in place. The
+            function may return futures. If the backward of the present forward will average gradients, the end of this backward
+            waits for the futures. Otherwise the end of the forward waits for the futures.
+        follows_forward: whether the hook runs after the module's forward. False: the hook runs before the forward.
     """
 
     state: Any
@@ -51,7 +51,8 @@ class Buffers:
 
     Attributes:
         enabled: whether forwards synchronise the buffers.
-        are_stale: whether buffers may differ between ranks: at first, and after a forward whose backward averages gradients.
+        are_stale: whether buffers may differ between ranks. True at first, and after each forward whose backward averages
+            gradients.
         hook: the hook that synchronises the buffers; None means a broadcast.
     """
 
@@ -66,7 +67,7 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Check again whether the module has buffers. Call this method if the module may have got new buffers."""
+        """Check again whether the module has buffers. Call this method if the module may have new buffers."""
         self._exist = bool(self._state.buffers())
         self._layers = self._state.normalization_layers()
 
@@ -77,14 +78,14 @@ class Buffers:
 
     @property
     def are_out_of_reach(self) -> bool:
-        """Whether the module runs in a `torch.func.functional_call` that replaces buffers by tensors of its caller."""
+        """Whether the module runs in a `torch.func.functional_call` that replaces buffers by the caller's tensors."""
         if not self._exist:
             return False
         given = torch_internals.given_to_functional_call()
         return bool(given) and any(id(buffer) in given for _, buffer in self._state.buffers())
 
     def broadcast(self, group: ProcessGroup, root: int) -> None:
-        """Give every rank the root's buffers, in place. A collective."""
+        """Give every rank the root's buffers, in place. This is a collective."""
         buffers = [buffer for _, buffer in self._state.buffers()]
         # The root's buffers do not change, so its graphs stay valid.
         only_reads = group.rank == root
@@ -92,7 +93,7 @@ class Buffers:
             broadcast_coalesced(writable(buffers), group=group, root=root)
 
     def before_forward(self, group: ProcessGroup, root: int) -> list[AnyFuture]:
-        """Synchronise the buffers if they are due, unless a hook synchronises them after the forward.
+        """If the buffers are due, synchronise them, unless a hook will synchronise them after the forward.
 
         Returns:
             Futures for which the end of backward must wait.
@@ -105,12 +106,15 @@ class Buffers:
         return self._run(self.hook)
 
     def note_modes(self, reductions: int) -> None:
-        """Note the modes of batch normalisation in a forward with gradients, which has just ended.
+        """Record which layers of batch normalisation were in training mode in the forward that has just ended.
 
-        In evaluation mode, backward reads the statistics. In training mode it does not, but autograd keeps them, too.
+        In evaluation mode, backward reads the running statistics, so they must not change before backward. In training mode,
+        autograd also saves the running statistics, but backward does not read them. Call this method only after a forward with
+        gradients.
 
         Args:
-            reductions: the number of reduced backwards so far. After such a backward, earlier graphs count as closed.
+            reductions: the number of reduced backwards so far. After a reduced backward, modes of earlier forwards are
+                forgotten, because no backward of these forwards is expected.
         """
         if reductions != self._reductions:
             self._may_be_read, self._reductions = {}, reductions
@@ -118,23 +122,24 @@ class Buffers:
             self._may_be_read[layer] = self._may_be_read.get(layer, False) or not layer.training
 
     def after_forward(self) -> list[AnyFuture]:
-        """Let the hook synchronise the buffers if they are due, and if the hook runs after the forward.
+        """If the buffers are due, let the hook synchronise them, if the hook runs after the forward.
 
         Return the hook's futures, for which the end of backward must wait.
         """
         return self._run(self.hook) if self.hook is not None and self.hook.follows_forward and self.are_due else []
 
     def forward_ended(self, will_reduce: bool) -> None:
-        """Record that a forward has run. Its backward averages gradients if `will_reduce`."""
+        """Record that a forward has run. `will_reduce` says whether the backward of this forward averages gradients."""
         # As in torch, only a forward whose backward averages gradients counts as a change of the buffers.
         # Buffers that were out of reach in this forward may still differ.
         self.are_stale = will_reduce or self.are_out_of_reach
 
     def forward_failed(self, will_reduce: bool) -> None:
-        """Record that the module's forward raised an error, on all ranks.
+        """Record that the module's forward has raised an error on all ranks.
 
-        After this call, the buffers are due on all ranks or on none. Without this call, ranks could differ: one rank may have
-        synchronised its buffers in an earlier forward inside `no_sync`, and another rank in the failed forward.
+        After this call, the buffers are due on all ranks or on no rank. Without this call, they could be due on some ranks
+        only: one rank may have synchronised its buffers in an earlier forward inside `no_sync`, and another rank in the failed
+        forward.
         """
         if self.hook is None or not self.hook.follows_forward:  # the failed forward has not run a hook that follows it
             self.forward_ended(will_reduce)

@@ -1,4 +1,4 @@
-"""Torch's names for attributes and methods of DDP that other libraries use. Syncline itself does not use these names."""
+"""Attributes and methods of torch's DDP that other libraries use. Syncline itself does not use them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IS_IGNORED = "_ddp_ignored"
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     """Return the names of the parameters and buffers that DDP must ignore.
 
-    The script sets these names with `_set_params_and_buffers_to_ignore_for_model` of our DDP or of torch's.
+    The script sets these names with `_set_params_and_buffers_to_ignore_for_model` of Syncline's DDP or of torch's DDP.
     """
     return frozenset(getattr(module, _NAMES_TO_IGNORE, ()))
 
@@ -41,8 +41,8 @@ class JoinConfig(NamedTuple):
 
     Attributes:
         enable: whether the module is inside `join()`.
-        throw_on_early_termination: whether `join()` raises an error when a rank is out of inputs.
-        is_first_joinable: whether the module is the first of the objects that the join context got.
+        throw_on_early_termination: whether `join()` raises an error when a rank has no inputs left.
+        is_first_joinable: whether the module is the first joinable of the join context.
     """
 
     enable: bool
@@ -54,7 +54,7 @@ class ReducerNames:
     """The attributes of torch's reducer (`ddp.reducer`) that other libraries use, with torch's names.
 
     Args:
-        reducer: our reducer, which does the work.
+        reducer: Syncline's reducer, to which the calls go.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -64,7 +64,10 @@ class ReducerNames:
         """Do nothing, because the wrapped module's forward prepares the reducer."""
 
     def prepare_for_backward(self, tensors: Any) -> None:  # noqa: ARG002 - torch's
-        """Let the next backward average gradients. `tensors` is ignored: autograd says which parameters backward reaches."""
+        """Let the next backward average gradients.
+
+        `tensors` has no effect, because the reducer asks autograd which parameters backward will reach.
+        """
         self._reducer.prepare_for_backward()
 
     def _rebuild_buckets(self) -> bool:
@@ -105,12 +108,12 @@ class LoggerNames:
         return LoggerData(self._ddp.logging_data())
 
     def set_error_and_log(self, error: str) -> None:
-        """Remember an error, for the logging data."""
+        """Store an error, which the logging data then contains."""
         self._ddp._reducer.note_error(RuntimeError(error))
 
 
 class LoggerData:
-    """Logging data in torch's two tables.
+    """Logging data as two dictionaries, like torch's.
 
     Attributes:
         strs_map: the values that are texts.
@@ -123,7 +126,7 @@ class LoggerData:
 
 
 class TorchNames:
-    """A mixin of DistributedDataParallel: properties and methods with torch's names, mostly private, that call our own."""
+    """A mixin that adds attributes and methods of torch's DDP to DistributedDataParallel. Most are private in torch."""
 
     if TYPE_CHECKING:
         _group: ProcessGroup
@@ -150,7 +153,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether buffers may differ between ranks. If True, the next forward synchronises buffers (if this is enabled)."""
+        """Whether buffers may differ between ranks. If True, the next forward synchronises buffers, unless this is disabled."""
         return self._buffer_sync.are_stale
 
     @require_forward_param_sync.setter
@@ -163,17 +166,17 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The size limit of a bucket in bytes. If there are several limits, the largest."""
+        """The size limit of a bucket in bytes. If buckets have different limits, this is the largest limit."""
         return max(self._bucket_caps_bytes)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The size limits of the first, second, ... bucket, if the script gave a list. Otherwise an empty list."""
+        """The size limits in bytes of the first, second, ... bucket. Empty if the script did not pass `bucket_cap_mb_list`."""
         return self._bucket_caps_bytes if self._lists_bucket_caps else []
 
     @property
     def broadcast_bucket_size(self) -> int:
-        """The size in bytes of the buffers in which tensors are broadcast."""
+        """The size in bytes of the buffers that broadcasts of tensors use."""
         return DEFAULT_BUFFER_BYTES
 
     @property
@@ -198,12 +201,12 @@ class TorchNames:
 
     @property
     def reducer(self) -> ReducerNames:
-        """The reducer, under torch's names."""
+        """The reducer, with torch's names for its methods."""
         return ReducerNames(self._reducer)
 
     @property
     def logger(self) -> LoggerNames:
-        """The object that gives logging data, under torch's names."""
+        """The object that returns logging data, with torch's names for its methods."""
         return LoggerNames(self)
 
     @property
@@ -272,7 +275,7 @@ class TorchNames:
         """Raise an error, because every backward ends by itself.
 
         Raises:
-            MisuseError: always.
+            MisuseError: in every call.
         """
         raise MisuseError("backward has waited for its gradients already: leave out finalize_backward()")
 

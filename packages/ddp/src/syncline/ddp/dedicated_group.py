@@ -20,16 +20,16 @@ _lock = threading.Lock()
 
 
 def dedicated_group(group: ProcessGroup) -> ProcessGroup:
-    """Return a second group with the same ranks. The order of calls in one group does not depend on calls in the other.
+    """Return a second group with the same ranks. The order of calls in one group does not depend on calls in the other group.
 
     The first call for a group is a collective of this group.
 
     Note [A group of its own]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    A layer may communicate in backward, when autograd reaches the layer. The reducer starts a bucket at a moment that also
-    depends on the parameters that this rank has not used. So the calls of layer and reducer may have a different order on each
-    rank. In one group, different orders would be a disagreement. In two groups, different orders do no harm, and the layer need
-    not wait for the buckets in flight.
+    A layer may communicate in backward, when autograd reaches the layer. The reducer also communicates in backward, and the
+    moment when it starts a bucket depends on the parameters that this rank has not used. So the calls of the layer and of the
+    reducer may have a different order on each rank. In one group, different orders would be a disagreement. In two groups,
+    different orders do no harm, and the layer need not wait for the buckets that are being reduced.
     """
     key = group if group.torch_group is None else group.torch_group
     with _lock:

@@ -1,4 +1,4 @@
-"""Users' hooks and optimizers that run in backward. They run for a parameter as soon as its gradient is averaged."""
+"""Run users' hooks and optimizers in backward, for each parameter as soon as its gradient is averaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AverageHook: TypeAlias = Callable[[torch.nn.Parameter], object]
 
 
 class AverageHooks:
-    """Users' hooks on averaged gradients. For each parameter the hooks run in the order in which they were registered.
+    """Runs users' hooks on averaged gradients. For each parameter, the hooks run in the order of their registration.
 
     Args:
         optimizer: the optimizer that steps after the hooks.
@@ -29,7 +29,7 @@ class AverageHooks:
         self._hooks: OrderedDict[int, AverageHook] = OrderedDict()
 
     def add(self, hook: AverageHook) -> RemovableHandle:
-        """Call this hook from now on. Return a handle that removes the hook."""
+        """Register a hook. Return a handle, whose `remove()` removes the hook."""
         if not callable(hook):
             raise InvalidTypeError(f"expected a function hook(parameter), found {type(hook).__name__}")
         handle = RemovableHandle(self._hooks)
@@ -46,12 +46,13 @@ class AverageHooks:
 
 
 class FusedOptimizer:
-    """Steps each parameter as soon as its gradient is averaged. Each parameter has optimizers of its own.
+    """Steps each parameter as soon as its gradient is averaged. Each parameter has its own optimizers.
 
     While the parameters of one bucket step, the next buckets are being reduced.
 
     Attributes:
-        optimizers: for each parameter, a list of its optimizers: one from `register`, or one or several from `adopt`.
+        optimizers: for each parameter, a list of its optimizers. `register` adds one optimizer. `adopt` adds one or several
+            optimizers.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class FusedOptimizer:
     def register(
         self, kind: type[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter], *args: Any, **kwargs: Any
     ) -> None:
-        """Make an optimizer `kind([parameter], *args, **kwargs)` for each of the parameters.
+        """Make an optimizer `kind([parameter], *args, **kwargs)` for each parameter.
 
         Raises:
             MisuseError: a parameter already has an optimizer here.
@@ -76,9 +77,10 @@ class FusedOptimizer:
         self.optimizers.update({parameter: [kind([parameter], *args, **kwargs)] for parameter in chosen})
 
     def adopt(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Take over the optimizers of torch's `_apply_optimizer_in_backward`, which would step before gradients are averaged.
+        """Take over the optimizers that torch's `_apply_optimizer_in_backward` has attached to the parameters.
 
-        As in torch, a gradient becomes None after the step of its parameter.
+        Otherwise these optimizers would step before the gradients are averaged. As in torch, `parameter.grad` becomes None
+        after the parameter's step.
         """
         for parameter in parameters:
             if hasattr(parameter, IN_BACKWARD_OPTIMIZERS) and parameter not in self.optimizers:
@@ -87,7 +89,7 @@ class FusedOptimizer:
                 self._drops_gradient.add(parameter)
 
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Step the parameters that have an optimizer here. Their gradients are averaged already."""
+        """Step the parameters that have an optimizer here. Call this method after the parameters' gradients are averaged."""
         if not self.optimizers:  # the usual case; looking up each parameter would take as long as copying its gradient
             return
         for parameter in parameters:

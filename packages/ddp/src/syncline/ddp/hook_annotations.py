@@ -14,12 +14,12 @@ from syncline.reducer import GradBucket
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Check that a hook's annotations, if there are any, allow a bucket as second argument and a future as result, as in torch.
+    """Check that a hook's type annotations allow a bucket as second argument and a future as result, as in torch.
 
     Raises:
-        InvalidTypeError: the hook cannot be called.
-        InvalidArgumentError: the second parameter is annotated with a class, and a bucket is no instance of the class. Or the
-            return value is annotated with a class, and a future is no instance of the class.
+        InvalidTypeError: the hook is not callable.
+        InvalidArgumentError: the second parameter is annotated with a class, and a bucket is not an instance of this class. Or
+            the return value is annotated with a class, and a future is not an instance of this class.
     """
     if not callable(hook):
         raise InvalidTypeError(

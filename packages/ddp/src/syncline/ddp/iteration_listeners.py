@@ -11,7 +11,10 @@ Listener: TypeAlias = Callable[[IterationStatistics], None]
 
 
 class IterationListeners:
-    """Functions to call after each reduced backward. All ranks call them in the same order, so they may communicate."""
+    """A list of functions that are called after each reduced backward.
+
+    All ranks call these functions in the same order, so the functions may communicate.
+    """
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
@@ -26,10 +29,10 @@ class IterationListeners:
             listener(statistics)
 
     def add(self, listener: Listener) -> None:
-        """Call this listener after each reduced backward from now on."""
+        """Add a listener. From now on, call this listener after each reduced backward."""
         self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:
-        """Stop calling this listener. If it was not added, do nothing."""
+        """Remove a listener. If the listener was not added, do nothing."""
         if listener in self._listeners:
             self._listeners.remove(listener)

@@ -1,4 +1,4 @@
-"""The values of torch's `_get_ddp_logging_data`, computed from the reducer's statistics."""
+"""Compute the values of torch's `_get_ddp_logging_data` from the reducer's statistics."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _DEFAULT_SAMPLE_RATE = 100
 
 
 class RuntimeSamples:
-    """The mean times of some iterations, chosen as in torch: the first ten, and then one in `sample_rate`.
+    """The mean times of sampled iterations. As in torch, these are the first ten iterations, and then one in `sample_rate`.
 
     Attributes:
-        sample_rate: one iteration in this many is sampled; at least 1.
+        sample_rate: after the first ten iterations, one iteration in `sample_rate` is sampled. At least 1.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class RuntimeSamples:
         self._samples: list[tuple[float, float, float, float]] = []
 
     def forward_begins(self, before: IterationStatistics) -> None:
-        """If the previous iteration is sampled, record its times, which are in `before`. Call this when a forward begins."""
+        """Call this method when a forward begins. If the previous iteration is sampled, record its times from `before`."""
         iteration = self._forwards
         self._forwards += 1
         if iteration > 0 and (iteration <= _ALWAYS_SAMPLED or iteration % self.sample_rate == 0):
@@ -63,9 +63,9 @@ class RuntimeSamples:
                 self._samples.append(_durations(before))
 
     def describe(self) -> LoggingData:
-        """Return the number of the latest sampled iteration, counted from 0.
+        """Return the number of the latest sampled iteration: 1 for the first iteration, 0 if no iteration was sampled.
 
-        If iterations were sampled, the result also has the mean of their times, in nanoseconds.
+        If iterations were sampled, the result also has the means of their times in nanoseconds.
         """
         if self._iteration is None:
             return {"iteration": 0}
@@ -78,14 +78,14 @@ class RuntimeSamples:
 
 
 def describe_error(reducer: Reducer) -> LoggingData:
-    """Return the latest error, and a flag that says that there was an error. Return an empty dict if there was no error."""
+    """Return the latest error, and the flag `has_error`. If there was no error, return an empty dict."""
     return {} if reducer.latest_error is None else {"has_error": 1, "error": reducer.latest_error}
 
 
 def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHookType | None) -> LoggingData:
-    """Return the name of the communication hook. A closure's name includes the function around it.
+    """Return the name of the communication hook. A closure's name includes the name of the enclosing function.
 
-    The result is empty without a hook.
+    If there is no hook, the result is empty.
     """
     if builtin is not None:
         return {"comm_hook": str(builtin)}
@@ -93,7 +93,7 @@ def describe_hook(hook: Callable[..., Any] | None, builtin: dist.BuiltinCommHook
 
 
 def name_of_hook(hook: Callable[..., Any]) -> str:
-    """Return the name of a communication hook: of a function, or of the class of another object that can be called."""
+    """Return the name of a communication hook. If the hook is not a function, return the name of its class."""
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
@@ -105,13 +105,13 @@ def describe_environment() -> LoggingData:
 def describe_module(
     module: torch.nn.Module, parameters: Sequence[torch.Tensor], group: ProcessGroup, given: AnyGroup
 ) -> LoggingData:
-    """Return the values that do not change while the model trains: module, ranks, sizes in bytes.
+    """Return the values that do not change during training: module, ranks, sizes in bytes.
 
     Args:
         module: the module.
         parameters: the parameters whose gradients are averaged.
         group: the group whose ranks average their gradients.
-        given: the same group, as the script passed it.
+        given: the group that the script passed: either `group` itself, or the group of torch that `group` wraps.
     """
     threads = gloo_threads(given)
     return {
@@ -133,7 +133,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_buckets(reducer: Reducer) -> LoggingData:
-    """Return values about the first and the present buckets, the unused parameters, and the order of gradients."""
+    """Return values about the first buckets, the present buckets, the unused parameters, and the order of gradients."""
     now = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
     data: LoggingData = {
         "bucket_sizes": ", ".join(map(str, reducer.first_bucket_sizes)),
@@ -153,14 +153,17 @@ def describe_buckets(reducer: Reducer) -> LoggingData:
 def describe_algorithms(reducer: Reducer, group: ProcessGroup) -> LoggingData:
     """Return for each bucket the algorithm of its latest all_reduce.
 
-    The result is empty if the group does not tell its algorithms, or if no bucket was reduced.
+    The result is empty if the group does not report its algorithms, or if no bucket was reduced.
     """
     found = [group.algorithm_of("all_reduce", bucket.buffer) for bucket in reducer.buckets]
     return {"bucket_algorithms": ", ".join(name or "unknown" for name in found)} if any(found) else {}
 
 
 def describe_iteration(times: IterationStatistics) -> LoggingData:
-    """Return the known times of the latest iteration, under torch's names, in nanoseconds of `time.perf_counter`."""
+    """Return the known times of the latest iteration, with torch's names.
+
+    Points in time are values of `time.perf_counter`, in nanoseconds.
+    """
     if not times.finished:
         return {}
     forward, backward, comm, overlap = _durations(times)

@@ -1,4 +1,4 @@
-"""LowPrecision runs a module with casts of its parameters to another dtype; see `MixedPrecision.param_dtype`."""
+"""LowPrecision runs a module with its parameters cast to another dtype; see `MixedPrecision.param_dtype`."""
 
 from __future__ import annotations
 
@@ -54,31 +54,31 @@ class _Found(NamedTuple):
 
 
 class LowPrecision:
-    """Runs a module in another dtype than its parameters have.
+    """Runs a module in a dtype that differs from the dtype of its parameters.
 
     Note [Casts in the places of parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    During a forward the module's attributes hold casts of its parameters. Each forward finds out which parameters the module
-    has, because the script may have changed the module, or may have given other tensors by `torch.func.functional_call`. Each
-    cast is a differentiable function of its parameter. So gradients reach the parameters through the casts, and have the
+    During a forward, the module's attributes hold casts of its parameters. Each forward lists the module's parameters again,
+    because the script may have changed the module, or may have passed other tensors through `torch.func.functional_call`. Each
+    cast is a differentiable function of its parameter. So gradients flow through the casts to the parameters, and have the
     parameters' own dtype. Reducer and optimizer see only this dtype. Outside of the module's own computation,
     `module.parameters()` returns the parameters.
 
-    Backward computes with the module, too: a checkpoint runs a part of the forward again. So when backward reaches an output of
-    a forward, the module's attributes get the casts of this forward again, and keep them until this backward ends. A callback
-    at the end of backward removes the casts. If the backward fails, autograd drops this callback without calling it. So the
-    casts are also removed when the callback is dropped.
+    Backward also computes with the module, because a checkpoint runs a part of the forward again. So when backward reaches an
+    output of a forward, the module's attributes get the casts of this forward again, and keep them until this backward ends. A
+    callback at the end of backward removes the casts. If the backward fails, autograd drops this callback without calling it.
+    So the casts are also removed when the callback is dropped.
 
     Note [Forwards that write into parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    A forward may write to a parameter, for example in a momentum encoder, in an initialisation from the first batch, or in
-    an embedding with `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are
-    copied to its parameter. The other elements are not copied, because a copy from the cast would round them. Most casts
-    need no check. A cast is checked only if its version has changed, or if code has read `cast.data`: writes to `cast.data` do
-    not change the version of the cast.
+    A forward may write to a parameter, for example in a momentum encoder, in an initialisation from the first batch, or in an
+    embedding with `max_norm`. This write goes to the cast. So after the forward, the changed elements of a cast are copied to
+    its parameter. The other elements are not copied, because a copy from the cast would round them. Most casts need no
+    comparison with their parameter. A cast is compared only if its version has changed, or if code has read `cast.data`,
+    because writes to `cast.data` do not change the version of the cast.
 
     Args:
-        state: the state of the module to run. All floating point parameters are cast, except ignored ones.
+        state: the state of the module to run. All floating point parameters are cast, except ignored parameters.
         dtype: the dtype of the computation. Floating point inputs are cast to this dtype.
 
     Raises:

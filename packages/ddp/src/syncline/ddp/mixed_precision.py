@@ -1,4 +1,4 @@
-"""Mixed precision: one dtype for the module's computation, one for the averaged gradients, and one for the buffers."""
+"""Mixed precision: separate dtypes for the module's computation, the averaged gradients, and the buffers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .torch_internals import TorchMixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The lower precisions for `DistributedDataParallel(mixed_precision=...)`. Parameters keep their own dtype.
+    """The dtypes for `DistributedDataParallel(mixed_precision=...)`. Parameters keep their own dtype.
 
     Args:
-        param_dtype: the module computes with its parameters and inputs converted to this dtype. Gradients arrive and are added
-            up in the parameters' own dtype. None: no conversion.
+        param_dtype: the dtype of the computation. The module converts its parameters and inputs to this dtype in each forward.
+            Gradients are accumulated in the parameters' own dtype. None: no conversion.
         reduce_dtype: gradients are averaged in this dtype. None means `param_dtype`. If both are None, gradients keep their
             dtype.
         buffer_dtype: buffers are converted to this dtype permanently. None: buffers are not converted.
@@ -45,7 +45,7 @@ class MixedPrecision:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients are averaged; None means their own dtype."""
+        """The dtype in which gradients are averaged. None means the gradients' own dtype."""
         return self.reduce_dtype or self.param_dtype
 
 
@@ -53,7 +53,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
     """Convert the constructor's argument, which is Syncline's class, torch's class, or None.
 
     Raises:
-        InvalidArgumentError: the argument is none of these.
+        InvalidArgumentError: the argument is an object of another type.
     """
     if isinstance(given, TorchMixedPrecision):
         return MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
@@ -63,7 +63,7 @@ def as_mixed_precision(given: object) -> MixedPrecision | None:
 
 
 def average_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in `dtype`. This is a communication hook with `dtype` as state. Complex buckets keep their own dtype.
+    """Average a bucket in `dtype`. This is a communication hook whose state is `dtype`. Complex buckets keep their own dtype.
 
     Extra memory: a copy of the bucket in this dtype.
     """

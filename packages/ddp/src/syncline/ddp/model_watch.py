@@ -1,4 +1,4 @@
-"""ModelWatch notices when the parameters of the wrapped module are no longer those whose gradients are averaged."""
+"""ModelWatch detects changes of the wrapped module's parameters, after which other gradients must be averaged."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ _requires_grad_of = operator.attrgetter("requires_grad")
 
 
 class ModelWatch:
-    """Remembers which parameters a module has, and says when to look at all of them again.
+    """Remembers a module's parameters, and detects when the module has changed.
 
     Note [What tells that a model has changed]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Walking over a model in each step would cost a microsecond for each of its submodules. So the watch walks over the model
     only after a sign of a change:
 
-    - torch reports when a parameter or a module is registered with a submodule: assignment to an attribute,
-      `load_state_dict(assign=True)`, a parametrisation, an adapter. This sign costs nothing in a step.
+    - torch reports when a parameter or a module is registered with a submodule. For example, an assignment to an attribute,
+      `load_state_dict(assign=True)`, a parametrisation, or an adapter does so. This sign costs nothing in a step.
     - `_apply` of the wrapper, which `ddp.double()` calls, may replace parameters. So the wrapper itself sets `has_sign`.
-    - Each forward looks whether parameters were frozen or thawed. This costs 0.03 us for each parameter.
-    - torch does not report layers that `insert` puts into a `Sequential` or a `ModuleList`, nor layers that are taken out of
-      a container. So each forward looks at the layers of the containers. This costs 0.3 us for each container, and 0.03 us
-      for each layer.
+    - Each forward checks whether parameters were frozen or unfrozen. This costs 0.03 us for each parameter.
+    - torch does not report layers that `insert` puts into a `Sequential` or a `ModuleList`, or layers that are taken out of a
+      container. So each forward checks the layers of the containers. This costs 0.3 us for each container, and 0.03 us for each
+      layer.
     - Some changes give no sign, such as `ddp.module.double()` after a call of
-      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. To find these changes, the watch looks at all
-      attributes that hold parameters or modules, which costs 0.05 us for each attribute. The watch takes this look after 0, 1,
-      2, 4, 8, 16 and 32 backwards that average gradients, and then after every 32 (see `is_worth_a_look`). All ranks count the
-      same number of these backwards.
+      `torch.__future__.set_overwrite_module_params_on_conversion(True)`. To find these changes, the watch checks all attributes
+      that hold parameters or modules, which costs 0.05 us for each attribute. The watch makes this check after 0, 1, 2, 4, 8,
+      16 and 32 backwards that average gradients, and then after every 32 of these backwards (see `is_worth_a_look`). The number
+      of these backwards is the same on all ranks, so all ranks make this check in the same forward.
 
-    If the whole module is frozen (one of the two players of a GAN), no gradient comes, so nothing is averaged, and nothing
-    needs to change. If unused parameters are allowed, parameters that were frozen or taken out count as unused.
+    If the whole module is frozen (for example the discriminator of a GAN while the generator trains), there are no gradients to
+    average. So the watch reports no change. If unused parameters are allowed, parameters that were frozen or taken out count as
+    unused.
 
     Note [Tensors that stand in for parameters]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    For the time of one call, `torch.func.functional_call` puts other tensors into the places of parameters. These tensors are
-    the caller's: plain tensors, results of a computation, or parameters of another module. The module itself has not changed,
-    and its own parameters are out of reach. So the watch does not look for changes in a forward with these tensors. The watch
-    looks in the next forward without these tensors.
+    During one call, `torch.func.functional_call` replaces the module's parameters by tensors of the caller: plain tensors,
+    results of a computation, or parameters of another module. The module itself has not changed, and its own parameters are
+    temporarily out of reach. So the watch does not look for changes in this forward. The watch looks for changes in the next
+    forward that uses the module's own parameters.
 
     Args:
         state: lists the parameters and buffers of the watched module.
         owner: the wrapper, whose module may be replaced.
-        allows_unused: whether a backward may leave out parameters. Then freezing a parameter and taking out a layer are no
-            changes.
+        allows_unused: whether a backward may leave out parameters. If True, freezing a parameter and taking out a layer do not
+            count as changes.
 
     Attributes:
-        has_sign: whether there was a sign of a change (see the Note) since the last `take_note` or
-            `take_note_of_structure`.
+        has_sign: whether there was a sign of a change since the last `take_note` or `take_note_of_structure`. The first Note
+            lists the signs.
     """
 
     def __init__(self, state: ModuleState, owner: torch.nn.Module, *, allows_unused: bool) -> None:
@@ -108,10 +109,10 @@ class ModelWatch:
         self._containers = [(part, len(own_children(part))) for part in parts if isinstance(part, _CONTAINERS)]
 
     def is_due(self, reductions: int) -> bool:
-        """Whether the caller must look for changes before this forward, such as with `has_changed`.
+        """Whether the caller must call `has_changed` before this forward.
 
         Args:
-            reductions: how many backwards have averaged gradients so far.
+            reductions: the number of backwards that have averaged gradients so far.
         """
         if self.has_sign or self._others_need_gradients():
             return not self._has_stand_ins()
@@ -151,9 +152,10 @@ class ModelWatch:
         )
 
     def has_changed(self) -> bool:
-        """Whether the module has other parameters than at the last `take_note`, or a parameter has changed since then.
+        """Whether the module's parameters have changed since the last `take_note`.
 
-        A parameter has changed if it has another dtype, device, shape or strides, or if it was frozen or thawed.
+        The parameters have changed if the module has other parameters, or if a parameter has another dtype, device, shape or
+        strides, or if a parameter was frozen or unfrozen.
         """
         if self._others_need_gradients():
             return True
@@ -171,20 +173,23 @@ class ModelWatch:
         return self.needs_gradients()
 
     def needs_gradients(self) -> bool:
-        """Whether a parameter needs a gradient. Parameters that are new since the last `take_note` may be left out."""
+        """Whether a parameter requires a gradient. The result may ignore parameters that are new since the last `take_note`."""
         # If unused parameters are allowed, taking a layer out is no change, so `_averaged` may hold its parameters.
         return self._state.needs_gradients() if self._allows_unused else any(map(_requires_grad_of, self._averaged))
 
     def new(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are new since the last `take_note`.
 
-        A parameter also counts as new if it was frozen at that `take_note` and needs a gradient now.
+        A parameter that was frozen at the last `take_note` and requires a gradient now also counts as new.
         """
         thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         return [(name, p) for name, p in self._state.parameters() if id(p) not in self._known or id(p) in thawed]
 
     def new_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return each buffer that belongs to a new module, or has a new name in its module, since the last `take_note`."""
+        """Return the buffers that are new since the last `take_note`.
+
+        A buffer is new if its module is new, or if the module had no buffer with this name.
+        """
         new = {
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self._state.module.named_modules()

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers: list them, check them, and give all ranks the values of one rank."""
+"""List and check a module's parameters and buffers, and give all ranks the values of one rank."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class ModuleState:
         self._ignored = ignored
 
     def parameters(self) -> NamedParameters:
-        """Return all shared parameters with their names, each once, in order of definition.
+        """Return all shared parameters with their names, each parameter once, in the order of definition.
 
-        A parameter that several layers use has several names. The parameter is shared if one of these names is not ignored.
+        A parameter that several layers use has several names. Such a parameter is shared if at least one of these names is not
+        ignored.
         """
         if not self._ignored:  # the usual case
             return list(self.module.named_parameters())
@@ -48,7 +49,7 @@ class ModuleState:
         return list(shared.values())
 
     def needs_gradients(self) -> bool:
-        """Whether any shared parameter needs a gradient."""
+        """Whether any shared parameter requires a gradient."""
         ignored = self.ignored_parameters()
         return any(parameter.requires_grad and id(parameter) not in ignored for parameter in self.module.parameters())
 
@@ -60,7 +61,7 @@ class ModuleState:
         return {id(parameter) for parameter in self.module.parameters()} - shared
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return all shared buffers with their names, each once."""
+        """Return all shared buffers with their names, each buffer once."""
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
     def normalization_layers(self) -> list[torch.nn.Module]:
@@ -68,16 +69,16 @@ class ModuleState:
         return [layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION)]
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Check that the group can share all tensors. This does not communicate.
+        """Check that the group can share all tensors. This method does not communicate.
 
         Args:
-            group: the group that is to share the tensors.
-            buffers: whether buffers are shared, too.
+            group: the group whose ranks share the tensors.
+            buffers: whether the ranks also share buffers.
 
         Raises:
-            MisuseError: a tensor is not initialised yet (lazy modules), is a DTensor, is on a device that the group does not
-                serve, is sparse, or has several elements in the same memory, so that code cannot write it. The error names the
-                tensor.
+            MisuseError: a tensor is not initialised yet (lazy modules), is a DTensor, is sparse, or is on a device that the
+                group's backend cannot use. Or several elements of a tensor share memory, so that code cannot write to the
+                tensor. The error names the tensor.
         """
         for name, parameter in self.parameters():
             problem = _problem(parameter, group)
@@ -96,10 +97,10 @@ class ModuleState:
                 raise MisuseError(f"buffer '{name}' {problem}")
 
     def trainable_parameters(self) -> NamedParameters:
-        """Return the shared parameters that need a gradient, with their names.
+        """Return the shared parameters that require a gradient, with their names.
 
         Raises:
-            MisuseError: no parameter needs a gradient.
+            MisuseError: no parameter requires a gradient.
         """
         trainable = [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         if not trainable:
@@ -118,13 +119,14 @@ class ModuleState:
         """Check that all ranks have tensors with the same names, shapes, strides and dtypes. This is a collective.
 
         Raises:
-            DisagreementError: on all ranks, if the tensors of two ranks differ, or the ranks freeze different parameters.
+            DisagreementError: on all ranks, if the tensors differ between ranks, or if different parameters are frozen on
+                different ranks.
         """
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         verify_same_parameters([name for name, _ in named], [tensor for _, tensor in named], group=group)
 
     def broadcast(self, group: ProcessGroup, root: int, *, buffers: bool) -> None:
-        """Give every rank the root's parameters, and with `buffers` also the root's buffers, in place. This is a collective."""
+        """Give every rank the root's parameters, in place. If `buffers` is True, also the buffers. This is a collective."""
         named: list[tuple[str, torch.Tensor]] = [*self.parameters(), *(self.buffers() if buffers else [])]
         broadcast_tensors(named, group, root)
 
@@ -137,13 +139,14 @@ def broadcast_tensors(named: Sequence[tuple[str, torch.Tensor]], group: ProcessG
 def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return detached views of the tensors.
 
-    The view of an expanded tensor has each element only once, so code can write to the view.
+    In an expanded tensor, several elements share memory, so code cannot write to it. The view contains each element only once,
+    so code can write to the view.
     """
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return an index for an expanded tensor. The view `tensor[index]` has each element once."""
+    """Return an index `index` for an expanded tensor, so that the view `tensor[index]` contains each element only once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 

@@ -1,4 +1,4 @@
-"""Choose the group over which a wrapped module averages: Syncline's, torch's, a device mesh's, or the default group."""
+"""Choose the group over which a wrapped module averages gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AnyGroup: TypeAlias = ProcessGroup | dist.ProcessGroup
 
 
 def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
-    """Return the group that the arguments name. If `process_group` is a group, return this object.
+    """Return the group that the arguments name. If `process_group` is a group, return this object itself.
 
     Args:
         process_group: a group of Syncline or of torch.distributed; None: the default group.
@@ -51,10 +51,10 @@ def choose_group(process_group: object, device_mesh: Any = None) -> AnyGroup:
 
 
 def as_ours(group: AnyGroup) -> ProcessGroup:
-    """Return a group of Syncline for any group.
+    """Return a group of Syncline for a group of Syncline or of torch.distributed.
 
-    A group of Syncline is returned unchanged. If a group of torch.distributed runs on a group of Syncline, return this inner
-    group. Any other group of torch is wrapped.
+    A group of Syncline is returned unchanged. If a group of torch.distributed runs on a group of Syncline, the result is this
+    inner group. For any other group of torch, the result is a wrapper of this group.
     """
     return group if isinstance(group, ProcessGroup) else as_process_group(group)
 
@@ -76,5 +76,5 @@ def choose_default_group() -> AnyGroup:
 
 
 def has_default_group() -> bool:
-    """Whether there is a default group, Syncline's or torch's."""
+    """Whether Syncline or torch has a default group."""
     return is_initialized() or (dist.is_available() and dist.is_initialized())

@@ -1,4 +1,4 @@
-"""ReplicaCheck compares the parameters of all ranks, once in a given number of steps."""
+"""ReplicaCheck compares the parameters of all ranks after every N steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ReplicaHash:
 
     A lane is 32 bits of a tensor. A chunk is a fixed number of successive lanes. A hash has two halves of 64 bits. For each
     half, every lane is multiplied by an odd random 64-bit weight, and the products of a chunk are added up, modulo 2**64.
-    Further multiplications join the sums of the chunks. Two tensors that differ in one lane have different hashes. Two tensors
-    that differ in several lanes have the same hash with a probability of at most 2**-64. The hash does not protect against an
-    attacker.
+    Further multiplications combine the sums of the chunks. Two tensors that differ in one lane have different hashes. Two
+    tensors that differ in several lanes have the same hash with a probability of at most 2**-64. The hash does not protect
+    against an attacker.
     """
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ def _lanes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares the ranks' parameters once in a number of steps. A step is a backward whose gradients are averaged.
+    """Compares the ranks' parameters every `every` steps. A step is a backward whose gradients are averaged.
 
     Args:
         group: the group whose ranks average their gradients.
         state: lists the module's parameters.
-        every: the number of steps from one check to the next.
+        every: the number of steps between two checks.
 
     Cost: each check hashes all parameters, and all-reduces 16 bytes. If ranks differ, the ranks also gather 16 bytes for each
     parameter.
@@ -96,7 +96,7 @@ class ReplicaCheck:
         self._hash = ReplicaHash()
 
     def note_step(self, seen: IterationStatistics) -> None:  # noqa: ARG002 - a listener's
-        """Count a step, and check the replicas if a check is due. A call with a check is a collective."""
+        """Count a step, and check the replicas if a check is due. If a check is due, this is a collective."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()
@@ -106,7 +106,7 @@ class ReplicaCheck:
         """Compare the parameters now. This is a collective.
 
         Raises:
-            DisagreementError: on all ranks, if parameters differ. The text names the first parameter that differs.
+            DisagreementError: on all ranks, if parameters differ. The error's text names the first parameter that differs.
         """
         parameters = self._state.parameters()
         hashes = b"".join(self._hash(parameter for _, parameter in parameters))
@@ -121,11 +121,11 @@ class ReplicaCheck:
 
 
 def difference(names: Sequence[str], hashes: Sequence[bytes]) -> str:
-    """Say in words which parameter is the first that differs, and on which ranks it differs. A pure function.
+    """Describe the first parameter that differs, and the ranks on which it differs. This is a pure function.
 
     Args:
         names: the parameters' names.
-        hashes: for each rank the hashes of all parameters, one after the other.
+        hashes: for each rank, the concatenated hashes of all parameters.
     """
     # With different numbers of parameters, the hashes cannot be matched to names.
     if len({len(found) for found in hashes}) > 1:

@@ -1,4 +1,4 @@
-"""StepSnapshot saves what a step changes before it is applied, so that the step can be repeated."""
+"""StepSnapshot saves the values that a step may change, so that the step can be repeated."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from .training_state import Stateful
 
 
 class StepSnapshot:
-    """The parameters, buffers and modes of a module, the random state of the CPU, and other states at the beginning of a step.
+    """A copy of the values that a step may change, made at the beginning of the step: parameters, buffers, modes, and more.
 
-    Parameters are copied, because a script may change them before `optimizer.step()`. For example, a momentum encoder changes
-    them in its forward, and sharpness-aware minimisation changes them between two backwards. The states of optimizers need no
-    copy, because they change only in `optimizer.step()`. The options of the parameter groups, such as the learning rate, need a
-    copy, because a scheduler may change them. The modes are `requires_grad` of each parameter, and `training` of each module: a
-    step that freezes a part of the model, or calls `eval()`, may end before the line that undoes this.
+    Parameters are copied, because a script may change parameters before `optimizer.step()`. For example, a momentum encoder
+    changes parameters in its forward, and sharpness-aware minimisation changes parameters between two backwards. The states of
+    optimizers need no copy, because they change only in `optimizer.step()`. The options of the parameter groups, such as the
+    learning rate, need a copy, because a scheduler may change these options. The modes are `requires_grad` of each parameter,
+    and `training` of each module. They need a copy, because a step may freeze a part of the model or call `eval()`, and may
+    fail before it changes the mode back. The random state is that of the CPU.
 
     Args:
         module: the module with the parameters and buffers.
-        optimizers: the optimizers whose options are saved. If they have parameters of other modules, these are saved, too.
+        optimizers: the optimizers whose options are saved. If an optimizer has parameters of other modules, these parameters
+            are saved, too.
         stateful: other objects that change with the steps, such as schedulers or a GradScaler.
-        accumulated: the parameters whose present gradients, if there are any, belong to an optimizer's step that is still to
-            come.
-        earlier: the snapshot of the previous step. It must not be used any more. The new snapshot takes over the memory of the
-            previous snapshot, because new memory for the parameters would cost several times as much as the copy.
+        accumulated: the parameters whose gradients are accumulated for a later `optimizer.step()`. These gradients are saved.
+        earlier: the snapshot of the previous step. Do not use this snapshot any more. The new snapshot takes over the memory of
+            the previous snapshot, because the allocation of new memory would take several times as long as the copy.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore all values that the snapshot has saved. All other gradients become zeros, or None if they were None."""
+        """Restore all saved values. All gradients that are not saved become zeros, or None if they were None before."""
         for parameter, value, requires_grad in self._parameters:
             writable([parameter])[0].copy_(value[first_of_each(parameter)])
             parameter.requires_grad_(requires_grad)

@@ -1,4 +1,4 @@
-"""Stragglers: report, once in a given number of steps, for which rank the other ranks wait."""
+"""Report after every N steps for which rank the other ranks wait most often (the straggler)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger("syncline.ddp")
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that was last in the most steps. The last rank of a step is the rank whose last gradient comes latest.
+    """The rank that was last in the most steps: the rank whose last gradient came later than those of all other ranks.
 
     Attributes:
         rank: the straggler's rank in the group.
-        times_last: in how many steps this rank was last.
-        steps: the number of steps in all.
-        late_s: this rank's delay in seconds, as the median of the steps in which this rank was last. The delay in a step is the
-            time from the median of the other ranks' last gradients to this rank's last gradient.
+        times_last: the number of steps in which this rank was last.
+        steps: the number of all steps.
+        late_s: the median of this rank's delays in seconds, over the steps in which this rank was last. The delay in a step is
+            the time from the median of the other ranks' last gradients to this rank's last gradient.
     """
 
     rank: int
@@ -42,13 +42,13 @@ class Straggler:
 
 
 def find_straggler(steps: Sequence[Sequence[float]]) -> Straggler:
-    """Return the rank that was last in the most steps. If several ranks were last equally often, the longer delay decides.
+    """Return the rank that was last in the most steps. Among ranks with the same number, the longest delay decides.
 
-    A pure function.
+    This is a pure function.
 
     Args:
-        steps: for each step and each rank the time of the last gradient, in seconds. All ranks measure from the same moment.
-            There must be at least one step and two ranks.
+        steps: for each step and each rank, the time of the last gradient in seconds. All ranks measure from the same moment. At
+            least one step and two ranks are necessary.
     """
     last = [max(range(len(times)), key=times.__getitem__) for times in steps]
     late = {
@@ -64,7 +64,7 @@ def _lateness(times: Sequence[float], rank: int) -> float:
 
 
 class StragglerWatch:
-    """Lets rank 0 log, after every N steps, the `Straggler` of these N steps. N is `every`. The logger is `syncline.ddp`.
+    """Lets rank 0 log the `Straggler` of the latest N steps, after every N steps. N is `every`. The logger is `syncline.ddp`.
 
     The ranks need not compare their clocks, because all ranks measure from the same moment: the end of the previous step. (A
     reduction ends only after all ranks have contributed.) The time since this moment includes reading data, forward and
@@ -72,9 +72,9 @@ class StragglerWatch:
 
     Args:
         group: the group whose ranks average their gradients.
-        every: the number of steps from one line of the log to the next.
+        every: the number of steps between two lines of the log.
 
-    Cost: after every N steps an all-gather of 8 N bytes from each rank. The reducer measures the times anyway.
+    Cost: after every N steps an all-gather of 8 N bytes from each rank. The reducer measures the times in any case.
     """
 
     def __init__(self, group: ProcessGroup, every: int) -> None:
@@ -84,10 +84,10 @@ class StragglerWatch:
         self._times: list[float] = []
 
     def note_step(self, seen: IterationStatistics) -> None:
-        """Store when a step's last gradient came, measured from the end of the previous step.
+        """Store the time of a step's last gradient, measured from the end of the previous step.
 
-        Call this method after each step's backward. The first call stores no time. A call that stores the last
-        of N times is a collective.
+        Call this method after each step's backward. The first call stores no time, because the end of the previous step is not
+        known. A call that stores the last of N times is a collective.
         """
         # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:

@@ -58,10 +58,10 @@ _PRESERVES_SEVERAL = _preserve is not None and "tensors" in inspect.signature(_p
 
 
 def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
-    """Check that this torch can run the modules with low-precision copies in place of their parameters.
+    """Check that this torch can run modules with low-precision copies in place of their parameters.
 
     Raises:
-        MisuseError: this torch cannot run them. The text names the missing parts of torch.
+        MisuseError: this torch cannot run modules with such copies. The error's text names the missing parts of torch.
     """
     lacks = [
         name
@@ -87,7 +87,7 @@ def check_low_precision(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def gloo_threads(group: object) -> int | None:
-    """Return how many threads a group of torch uses for Gloo. None for other groups, or if torch does not tell the number."""
+    """Return the number of threads that a group of torch uses for Gloo. None for other groups, or if it is not known."""
     try:
         threads: int = group._get_backend(torch.device("cpu")).options._threads  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -96,13 +96,13 @@ def gloo_threads(group: object) -> int | None:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Let autograd call `callback` when the running backward ends. The caller has called `check_low_precision` before."""
+    """Let autograd call `callback` when the running backward ends. Call `check_low_precision` before."""
     assert _queue_callback is not None
     _queue_callback(callback)
 
 
 def cast_inputs(dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cast the floating point tensors among a module's arguments. The caller has called `check_low_precision` before."""
+    """Cast the floating point tensors among a module's arguments. Call `check_low_precision` before."""
     assert _cast_forward_inputs is not None
     return _cast_forward_inputs(dtype, *inputs, **kwargs)
 
@@ -117,7 +117,10 @@ def moved_to(device: torch.device, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which autograd does not see changes of these tensors. Graphs that have saved them stay valid."""
+    """Return a context in which autograd does not see changes of these tensors.
+
+    Graphs that have saved these tensors stay valid.
+    """
     if _preserve is None:
         return nullcontext()
     if _PRESERVES_SEVERAL:
@@ -130,17 +133,17 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the parameters that are attributes of the module itself, by name.
+    """Return the parameters that are attributes of the module itself (not of its submodules), by name.
 
-    If the caller puts a tensor into the dict, this tensor takes the parameter's place.
+    The result is the module's own dict. If the caller puts a tensor into this dict, the tensor takes the parameter's place.
     """
     return getattr(module, "_parameters", {})
 
 
 def given_to_functional_call() -> set[int]:
-    """Return the `id`s of the tensors that running calls of `torch.func.functional_call` have put into modules.
+    """Return the `id`s of the tensors that unfinished calls of `torch.func.functional_call` have put into modules.
 
-    Cost: a look at each frame of the Python stack, 2 microseconds for 40 frames.
+    Cost: this function reads each frame of the Python stack, which takes 2 microseconds for 40 frames.
     """
     given: set[int] = set()
     if _functional_call is None:
@@ -154,7 +157,7 @@ def given_to_functional_call() -> set[int]:
 
 
 def refresh_flat_weights(layer: torch.nn.RNNBase) -> None:
-    """Update a recurrent layer's own list of its parameters from the present attributes."""
+    """Set a recurrent layer's own list of parameters to the parameters that are its attributes now."""
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
@@ -164,15 +167,15 @@ def was_written(tensor: torch.Tensor) -> bool:
 
 
 def own_children(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the modules that are attributes of the module itself, by name. Without `Module._modules`, the dict is empty."""
+    """Return the module's direct submodules by name. If torch has no `Module._modules`, the result is empty."""
     return getattr(module, "_modules", {})
 
 
 def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """Return the modules that are attributes of the module itself, by name.
+    """Return the module's own dict of its direct submodules, by name.
 
     Raises:
-        MisuseError: this version of torch has no dict of these modules.
+        MisuseError: this version of torch has no `Module._modules`.
     """
     if not hasattr(module, "_modules"):
         raise MisuseError(f"layers cannot be replaced with torch {torch.__version__}, which lacks Module._modules")

@@ -1,4 +1,4 @@
-"""The state that ranks exchange when a group changes: the state of the training, and the state of a communication hook."""
+"""Collect and load the state that ranks exchange when a group changes: of the training, and of a communication hook."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .module_state import first_of_each, writable
 
 
 class Stateful(Protocol):
-    """An object that can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
+    """An object whose state can be saved and loaded, such as a learning rate scheduler or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, which can be pickled."""
+        """Return the whole state. The state can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Continue from a saved state."""
@@ -30,7 +30,7 @@ def can_be_saved(thing: object) -> bool:
 
 
 class StateLostError(RankLostError):
-    """All ranks that had the state of the training are lost."""
+    """Raised if all ranks that had the state of the training are lost."""
 
 
 NO_RECOVERY = (RankGivenUpError, StoreError, StateLostError)
@@ -38,12 +38,14 @@ NO_RECOVERY = (RankGivenUpError, StoreError, StateLostError)
 
 
 def rank_with_state(progress: Sequence[int | None]) -> int:
-    """Return the lowest rank with the newest state. The other ranks can get the state of this rank.
+    """Return the lowest rank that has the newest state. The other ranks can then get the state of this rank.
 
-    All ranks call this function after a change of the group, with the same argument, and so come to the same result.
+    All ranks call this function after a change of the group. The argument is the same on all ranks, so the result is also the
+    same.
 
     Args:
-        progress: how far each rank has come. None for a newcomer that does not have the state of the training yet.
+        progress: for each rank, a number that grows with each step. None for a newcomer that does not have the state of the
+            training yet.
 
     Raises:
         StateLostError: no rank has the state.
@@ -55,11 +57,11 @@ def rank_with_state(progress: Sequence[int | None]) -> int:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a `state_dict` of an optimizer, without a change of any dtype.
+    """Load a `state_dict` of an optimizer, and keep all dtypes.
 
     torch's `load_state_dict` converts most floating-point states to the dtype of their parameter, for example the `mu_product`
-    of NAdam. Then this rank would compute in other dtypes than the rank whose state it loads, and after a few steps the
-    replicas would differ.
+    of NAdam. With torch's method, this rank would compute in other dtypes than the rank whose state it loads, and the replicas
+    would differ after a few steps.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -74,8 +76,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 class TrainingState:
     """The state that a joining rank gets from another rank: model, optimizers, sampler, CPU random state, other objects.
 
-    The state also says which parameters require gradients and which modules are in training mode, and may have gradients that
-    several steps accumulate.
+    The state also contains `requires_grad` of each parameter, `training` of each module, and gradients that are accumulated for
+    a later `optimizer.step()`.
 
     Args:
         model: the model with the parameters and buffers.
@@ -97,7 +99,7 @@ class TrainingState:
         self._stateful = stateful
 
     def outline(self) -> dict[str, str]:
-        """Return in words what must be equal on a rank that loads the state: types of objects, and parameters."""
+        """Describe the parameters and the types of objects. On a rank that loads the state, the description must be equal."""
         sizes = {each: [len(group["params"]) for group in each.param_groups] for each in self._optimizers}
         return {
             # An error names the first difference by these words.
@@ -107,10 +109,10 @@ class TrainingState:
         }
 
     def collect(self, accumulated: Iterable[torch.nn.Parameter] = ()) -> dict[str, Any]:
-        """Return this rank's state. The tensors in the state are the tensors in use, not copies.
+        """Return this rank's state. The state contains the tensors themselves, not copies.
 
         Args:
-            accumulated: the parameters whose gradients belong to an optimizer's step that is still to come.
+            accumulated: the parameters whose gradients are accumulated for a later `optimizer.step()`.
         """
         parameters = dict(self._model.module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -132,7 +134,7 @@ class TrainingState:
         """Give this rank the state that `collect` has returned on another rank.
 
         Returns:
-            The parameters whose gradients are in the state. Parameters that only get zeros as gradients are not among them.
+            The parameters whose gradients are in the state, without the parameters whose gradients are set to zeros.
         """
         for name, value in state["buffers"].items():
             self._make_buffer_like(name, value, is_persistent=name in state["model"])
@@ -169,7 +171,7 @@ class TrainingState:
 
 
 class HookState:
-    """The state of a communication hook. Ranks can share a state that has `state_dict` and `load_state_dict`.
+    """The state of a communication hook. Ranks can share a state if it has `state_dict` and `load_state_dict`.
 
     A state of `syncline.hooks` is the same on all ranks, except for the errors of error feedback (the parts of gradients that
     compression left out). A failed step may have changed the state on some ranks only. So after a recovery all ranks take the
@@ -192,7 +194,7 @@ class HookState:
         return _with_errors_of({}, self._state.state_dict())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over another rank's state, but keep this rank's errors of error feedback."""
+        """Load another rank's state, but keep this rank's errors of error feedback."""
         self._state.load_state_dict(_with_errors_of(self._state.state_dict(), state))
 
 

@@ -1,4 +1,4 @@
-"""How a DistributedDataParallel communicates while some ranks have no inputs left."""
+"""The communication of a DistributedDataParallel while some ranks have no inputs left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Replica:
     Attributes:
         module: the wrapped module.
         state: the module's parameters and buffers.
-        buffers: the module's buffers, and when to synchronise them.
+        buffers: the object that synchronises the module's buffers.
         reducer: the reducer that averages the gradients.
         process_group: the group whose ranks average their gradients.
         device: the parameters' device.
@@ -39,19 +39,19 @@ class Replica:
 
 
 class UnevenInputs(JoinHook):
-    """Ranks with inputs announce their collectives, and ranks without inputs take part in them.
+    """Ranks with inputs announce their collectives, and ranks without inputs take part in these collectives.
 
     ::
 
         with inputs       announce ──► buffers ──► rebuild buckets, once ──► backward: buckets, map of used parameters
         without           announce ──► buffers ──► Reducer.shadow_backward: the same collectives, with zeros
 
-    Buffers come from the highest rank that has inputs. A communication hook is called on all ranks.
+    Buffers come from the highest rank that has inputs. If there is a communication hook, all ranks call this hook.
 
     Args:
         replica: the parts of the wrapped model.
-        divide_by_initial_world_size: divide gradients by the number of all ranks. False: by the number of ranks with
-            inputs.
+        divide_by_initial_world_size: True: divide gradients by the number of all ranks. False: divide by the number of ranks
+            with inputs.
         throws: whether the join context raises an error on all ranks as soon as one rank has no inputs.
 
     Raises:
@@ -80,7 +80,7 @@ class UnevenInputs(JoinHook):
         self._divides_by_all = divide_by_initial_world_size
 
     def before_forward(self, present: Sequence[int], *, will_reduce: bool) -> int:
-        """Announce the collectives of this forward. A rank with inputs calls this method.
+        """Announce the collectives of this forward. Each rank with inputs calls this method.
 
         Args:
             present: the ranks with inputs.
@@ -95,7 +95,7 @@ class UnevenInputs(JoinHook):
         return present[-1]
 
     def main_hook(self, present: Sequence[int]) -> None:
-        """Take part in one forward and backward of the other ranks. A rank without inputs calls this method."""
+        """Take part in one forward and backward of the other ranks. Each rank without inputs calls this method."""
         will_reduce, sends_buffers = self._announce(will_reduce=False, sends_buffers=False)
         if sends_buffers:
             self._replica.buffers.broadcast(self._replica.process_group, present[-1])
@@ -111,7 +111,7 @@ class UnevenInputs(JoinHook):
         buffers.are_stale = not buffers.enabled
 
     def leave(self) -> None:
-        """Divide gradients by the number of all ranks again."""
+        """From now on, divide gradients by the number of all ranks again."""
         self._replica.reducer.divide_by(None)
 
     def _announce(self, *, will_reduce: bool, sends_buffers: bool) -> tuple[bool, bool]:

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict the steps, print tables and advice, and write the page if `--html` asks for it."""
+    """Predict the steps, and print tables and advice. With `--html`, also write the page."""
     ranks = parse_ranks(arguments.ranks)
     if arguments.per_node < 1:
         raise InvalidArgumentError(f"--per-node: expected at least 1, found {arguments.per_node}")
@@ -94,10 +94,12 @@ def _in_words(traced: int, between: Link, per_node: int) -> str:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the numbers of ranks in a text. "2..1024" means both ends and all powers of two between them. "2,6,12" is a list.
+    """Return the numbers of ranks that a text names, such as "2..1024" or "2,6,12".
+
+    "2..1024" names 2, 1024, and all powers of two between them.
 
     Raises:
-        InvalidArgumentError: the text has neither of these forms, or a number is below 2 or above 1,048,576.
+        InvalidArgumentError: the text has another form, or a number is below 2 or above 1,048,576.
     """
     span = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
     if span:

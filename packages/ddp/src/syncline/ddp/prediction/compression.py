@@ -1,4 +1,4 @@
-"""Compression: how many bytes a communication hook sends for a bucket, and how long the hook computes."""
+"""Compression describes a communication hook: the bytes that it sends for a bucket, and the time of its computation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Compression:
 
     Attributes:
         name: the compression's name in tables.
-        messages: takes a bucket, and returns the bytes of each all-reduce for this bucket, in the order of the all-reduces.
-        speed: how many bytes of gradients are compressed and decompressed in a second.
+        messages: a function that takes a bucket, and returns the bytes of each all-reduce for this bucket, in the order of the
+            all-reduces.
+        speed: the bytes of gradients that are compressed and decompressed per second.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Compression:
     speed: float
 
     def reduce_s(self, bucket: ReadyBucket, all_reduce_s: Callable[[float], float]) -> float:
-        """Return the seconds that a bucket takes: first the computation, then the all-reduces one after the other."""
+        """Return the seconds of a bucket: the computation, followed by the all-reduces one after the other."""
         return bucket.nbytes / self.speed + sum(all_reduce_s(nbytes) for nbytes in self.messages(bucket))
 
 
@@ -43,10 +44,11 @@ BF16, POWER_SGD = "bf16", f"powersgd-{_RANK}"
 
 
 def compressions(speeds: Mapping[str, float]) -> list[Compression]:
-    """Return all known compressions. The first does not compress. Speeds that are not given are measured, on the CPU.
+    """Return all known compressions. The first one sends uncompressed gradients.
 
     Args:
-        speeds: for some names of compressions, the speed in bytes of gradients per second.
+        speeds: the speeds of some compressions by name, in bytes of gradients per second. This function measures the speeds of
+            all other compressions on the CPU.
 
     Raises:
         InvalidArgumentError: a name is unknown.

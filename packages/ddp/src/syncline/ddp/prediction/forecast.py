@@ -1,4 +1,7 @@
-"""Predict how long a step takes for each number of ranks, bucket size and compression, and give advice. Pure functions."""
+"""Predict the duration of a step for each number of ranks, bucket size and compression, and give advice.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Choice:
     """A way to reduce gradients.
 
     Attributes:
-        cap_bytes: the size limit of each bucket (`bucket_cap_mb`) in bytes. None: use the buckets in the trace.
+        cap_bytes: the size limit of each bucket (`bucket_cap_mb`) in bytes. None: use the traced buckets.
         compression: the compression's name.
     """
 
@@ -38,7 +41,7 @@ class Forecast:
 
     Attributes:
         alone_s: the seconds of a step on one rank.
-        steps: the predictions: `steps[ranks][choice]`.
+        steps: the predictions. `steps[ranks][choice]` is the prediction for a number of ranks and a `Choice`.
     """
 
     alone_s: float
@@ -49,7 +52,7 @@ class Forecast:
         return self.steps[ranks][AS_TRACED]
 
     def best(self, ranks: int, compression: str) -> Choice:
-        """Among the choices with this compression, return the one with the shortest step.
+        """Return the choice with the shortest step among all choices with this compression.
 
         If no bucket size is faster than the traced buckets, return the choice with the traced buckets.
         """
@@ -57,7 +60,7 @@ class Forecast:
         return min((one for one in steps if one.compression == compression), key=lambda one: steps[one].step_s)
 
     def gain(self, ranks: int, choice: Choice) -> float:
-        """Return how many times faster a step is with this choice than with the traced buckets."""
+        """Return the duration of a step with the traced buckets, divided by the duration with this choice."""
         return self.traced(ranks).step_s / self.steps[ranks][choice].step_s
 
     def efficiency(self, ranks: int, choice: Choice) -> float:
@@ -69,7 +72,7 @@ AS_TRACED = Choice(None, "none")
 
 
 def forecast(workload: Workload, model: CostModel, ranks: Sequence[int], compressions: Sequence[Compression]) -> Forecast:
-    """Predict how long a step takes for each number of ranks, each bucket size in `CAPS_BYTES`, and each compression."""
+    """Predict the duration of a step for each number of ranks, each bucket size in `CAPS_BYTES`, and each compression."""
     workloads: dict[int | None, Workload] = {None: workload}
     for cap_bytes in CAPS_BYTES:
         workloads[cap_bytes] = rebucket(workload, [cap_bytes])
@@ -89,7 +92,7 @@ def _predict(workload: Workload, model: CostModel, ranks: int, compression: Comp
 
 
 def advice(found: Forecast) -> str:
-    """Say in one sentence which choice is faster than the traced buckets, on how many ranks, and how much faster."""
+    """Return advice in one sentence: the efficiency of the traced buckets, and the choices that are clearly faster."""
     most = max(found.steps)
     said = [f"at {most} ranks the traced buckets keep {100 * found.efficiency(most, AS_TRACED):.0f} % of a rank's speed"]
     before = _WORTH

@@ -1,4 +1,4 @@
-"""Latency and bandwidth for a prediction: read from a text, or fitted to measurements of `syncline bench --json`."""
+"""Read latency and bandwidth for a prediction from a text, or fit them to measurements of `syncline bench --json`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = re.compile(r"\s*latency_us\s*=\s*([\d.eE+-]+)\s*,\s*bandwidth_gbps\s*=\
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """One measured all-reduce: the bytes of its tensor, and its seconds."""
+    """One measured all-reduce: the size of its tensor in bytes, and its duration in seconds."""
 
     nbytes: float
     seconds: float
@@ -36,12 +36,12 @@ def network_from(text: str, ring_bytes: float, backend: str | None = None) -> Li
         text: a link, such as "latency_us=50,bandwidth_gbps=10" (microseconds, and 10**9 bits a second), or the path of a file
             of `bench --json`.
         ring_bytes: see `CostModel`. If `text` is a path, the link is fitted to the all-reduces in the file. The fit assumes
-            that they were measured with this value.
+            that these all-reduces used this value.
         backend: the name of a backend in the file. None: the first backend in the file that is not a baseline (`floor`,
             `raw-mpi` or `torch-gloo`).
 
     Raises:
-        InvalidArgumentError: the text is neither a link nor a path, or no link can be fitted to the file.
+        InvalidArgumentError: the text is not a link and not a path, or no link can be fitted to the file.
     """
     if "=" in text:
         return link_in_words(text)
@@ -77,12 +77,12 @@ def link_in_words(text: str) -> Link:
 
 
 def link_of_figures(figures: Any, name: str, ring_bytes: float, backend: str | None = None) -> Link:
-    """Return the link whose latency and bandwidth fit the figures of `syncline bench --json` best.
+    """Return the link that fits the measurements of `syncline bench --json` best.
 
-    The figures must have been measured with one rank on each node.
+    The measurements must be from a run with one rank on each node.
 
     Raises:
-        InvalidArgumentError: the file `name` has no figures of this kind, or has too few figures.
+        InvalidArgumentError: the file `name` has no measurements of this kind, or too few.
     """
     try:
         nodes, size = int(figures["environment"]["nodes"]), int(figures["environment"]["world_size"])
@@ -118,12 +118,12 @@ def _is_of(row: Mapping[str, Any], backend: str) -> bool:
 def fit(times: Sequence[AllReduceTime], nodes: int, ring_bytes: float, name: str) -> Link:
     """Find the latency and the bandwidth with the smallest sum of squared relative errors.
 
-    Let an all-reduce of `m` messages and `b` bytes take `t` seconds. The fit looks for the latency `x` and the seconds per byte
-    `y`, such that (m x + b y) / t is close to 1 for all measured all-reduces.
+    Let an all-reduce of `m` messages and `b` bytes take `t` seconds. The fit finds the latency `x` and the seconds per byte `y`
+    for which (m x + b y) / t is closest to 1 over all measured all-reduces.
 
     Raises:
-        InvalidArgumentError: there are fewer than two sizes, or larger tensors do not take longer. The error's text contains
-            `name`.
+        InvalidArgumentError: there are fewer than two different sizes, or larger tensors do not take longer. The error's text
+            contains `name`.
     """
     if len({time.nbytes for time in times}) < 2:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""A forecast as an HTML page with plots, made with Plotly. The page contains Plotly's script and needs no other file."""
+"""Write a forecast as an HTML page with plots by Plotly. The page contains Plotly's script and needs no other file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .forecast import MIB, Choice, Forecast, advice
 
 
 def write(found: Forecast, path: Path) -> None:
-    """Write a page that plots efficiency over ranks, and the duration of a step over bucket sizes.
+    """Write a page with plots of the efficiency over the number of ranks, and of the duration of a step over the bucket size.
 
     Raises:
         MisuseError: Plotly is not installed.

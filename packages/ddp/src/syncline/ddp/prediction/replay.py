@@ -1,4 +1,4 @@
-"""Replay computes how long a step would take if reductions were faster or slower. Pure functions."""
+"""Replay computes the duration that a step would have if reductions were faster or slower. All functions are pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from syncline.reducer import GradientSpec, assign_buckets
 
 @dataclass(frozen=True)
 class Gradient:
-    """One gradient: its shape, its bytes, and when this gradient came, in seconds from the start of the step."""
+    """One gradient: its shape, its size in bytes, and the time when it was computed, in seconds from the start of the step."""
 
     shape: tuple[int, ...]
     nbytes: float
@@ -19,14 +19,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class ReadyBucket:
-    """A bucket: its gradients, and when the bucket was ready, in seconds from the start of the step."""
+    """A bucket: its gradients, and the earliest time when it could start, in seconds from the start of the step."""
 
     gradients: tuple[Gradient, ...]
     ready_s: float
 
     @property
     def nbytes(self) -> float:
-        """The bytes of all gradients in the bucket."""
+        """The size of all gradients of the bucket in bytes."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
@@ -36,8 +36,8 @@ class Workload:
 
     Attributes:
         buckets: the buckets, in the order of their start.
-        backward_s: when the last gradient came, in seconds from the start of the step.
-        rest_s: the seconds of everything after the wait for the buckets, such as the optimizer.
+        backward_s: the time of the last gradient, in seconds from the start of the step.
+        rest_s: the duration of the rest of the step after the wait for the buckets, such as the optimizer, in seconds.
     """
 
     buckets: tuple[ReadyBucket, ...]
@@ -52,18 +52,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's duration, and its exposed communication (which no computation hides). Both are in seconds."""
+    """The duration of a step and its exposed communication, in seconds. No computation overlaps with exposed communication."""
 
     step_s: float
     exposed_s: float
 
 
 def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Prediction:
-    """Predict the duration of a step that reduces one bucket after the other, each bucket as early as possible.
+    """Predict the duration of a step. The step reduces one bucket after the other, and each bucket as early as possible.
 
     Args:
         workload: the workload of one rank.
-        reduce_s: gives the seconds of a bucket's reduction.
+        reduce_s: a function that returns the seconds of a bucket's reduction.
     """
     free = 0.0
     for bucket in workload.buckets:
@@ -75,14 +75,14 @@ def replay(workload: Workload, reduce_s: Callable[[ReadyBucket], float]) -> Pred
 def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: float, until_s: float) -> tuple[Gradient, ...]:
     """Return a bucket's gradients with estimated times.
 
-    A trace has only the time of the bucket's last gradient. So assume that between `since_s` and `until_s` the same number of
-    bytes comes in each second.
+    A trace has only the time of the bucket's last gradient. So this function assumes a constant number of bytes of gradients
+    per second between `since_s` and `until_s`.
 
     Args:
         shapes: the gradients' shapes, in the order in which the gradients come.
-        nbytes: the gradients' bytes, in the same order.
-        since_s: when the first of these gradients may come, in seconds from the start of the step.
-        until_s: when the last of these gradients came, in seconds from the start of the step.
+        nbytes: the gradients' sizes in bytes, in the order of `shapes`.
+        since_s: the earliest time of the first gradient, in seconds from the start of the step.
+        until_s: the time of the last gradient, in seconds from the start of the step.
     """
     total, before, found = sum(nbytes), 0.0, []
     for shape, size in zip(shapes, nbytes, strict=True):
@@ -92,11 +92,11 @@ def spread(shapes: Sequence[tuple[int, ...]], nbytes: Sequence[float], since_s: 
 
 
 def rebucket(workload: Workload, caps_bytes: Sequence[int]) -> Workload:
-    """Put a workload's gradients into buckets of other sizes, in the same way as the reducer.
+    """Put a workload's gradients into buckets of other sizes, as the reducer would do it.
 
     Args:
         workload: the traced workload.
-        caps_bytes: the size limits of the first, second, ... bucket. The last limit holds for all further buckets.
+        caps_bytes: the size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
     """
     gradients = [gradient for bucket in workload.buckets for gradient in bucket.gradients]
     assigned = assign_buckets([GradientSpec(int(one.nbytes)) for one in gradients], caps_bytes, range(len(gradients)))

@@ -1,4 +1,4 @@
-"""A forecast as tables for the terminal, made with the package rich."""
+"""Show a forecast as tables for the terminal, with the package rich."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from .forecast import AS_TRACED, MIB, Choice, Forecast
 
 
 def tables(found: Forecast, title: str) -> str:
-    """Return a table with a row for each number of ranks: the traced buckets, then each compression with its best buckets.
+    """Return tables with a row for each number of ranks.
+
+    The columns are the traced buckets, and each compression with its best buckets.
 
     Raises:
         MisuseError: rich is not installed.

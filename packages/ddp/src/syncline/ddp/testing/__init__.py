@@ -1,4 +1,4 @@
-"""For authors of a backend or a hook: check that data-parallel training equals training in one process."""
+"""Check that data-parallel training gives the same result as training in one process. For authors of a backend or a hook."""
 
 from .models import MODELS
 from .training import check_training

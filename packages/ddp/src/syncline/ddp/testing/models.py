@@ -1,4 +1,4 @@
-"""Ten small models with structures that data-parallel training must handle. All take inputs of shape (rows, 12) in float64."""
+"""Ten small models with structures that data-parallel training must support. Their inputs have shape (rows, 12) and float64."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Model:
     """A model, and the options for its training.
 
     Attributes:
-        build: makes the model. The training overwrites its parameters.
+        build: a function that makes the model. The training overwrites the model's parameters.
         options: the options for `DistributedDataParallel`.
-        momentum: the momentum of SGD. It must be 0 with sparse gradients.
-        prediction: takes the model's outputs and the step's number. Returns the logits for the loss, (rows, 3).
+        momentum: the momentum of SGD. The momentum must be 0 if gradients are sparse.
+        prediction: a function that takes the model's outputs and the step's number, and returns the logits for the loss, with
+            shape (rows, 3).
     """
 
     build: Callable[[], torch.nn.Module]
@@ -32,7 +33,7 @@ class Model:
 
 
 class Convolutional(torch.nn.Module):
-    """Has batch normalisation, whose statistics must be those of the whole batch."""
+    """Has batch normalisation. Its statistics must be computed over the whole batch of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Recurrent(torch.nn.Module):
 
 
 class Mixture(torch.nn.Module):
-    """Sends each row to one expert. So each rank uses different experts in each step. One expert is never used."""
+    """Sends each row to one expert. So the ranks use different experts, which change in each step. One expert is never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Record what each rank does in some training steps. Each rank writes a file, and the files are merged into one trace."""
+"""Record the work of each rank in some training steps. Each rank writes a file. The files are then merged into one trace."""
 
 from .recording import TraceRecording
 from .settings import TraceSettings, settings_from

@@ -15,9 +15,9 @@ class CallLog:
     """Records this rank's collectives, sends and receives, from the construction of this object until `stop`.
 
     Args:
-        group: a group of this rank. If ranks are threads of one process, the calls of other ranks are left out.
-        reducer: the reducer, whose all-reduces of buckets are left out. If a communication hook reduces other tensors than the
-            buckets, these calls are recorded.
+        group: a group of this rank. If ranks are threads of one process, the log leaves out the calls of other ranks.
+        reducer: the reducer. The log leaves out the reducer's all-reduces of buckets. If a communication hook reduces other
+            tensors than the buckets, the log records these calls.
     """
 
     def __init__(self, group: ProcessGroup, reducer: Reducer) -> None:

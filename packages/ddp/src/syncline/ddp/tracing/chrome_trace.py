@@ -1,8 +1,8 @@
-"""Write a timeline in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open. Pure functions.
+"""Write a timeline in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open. All functions are pure.
 
 The viewers show each rank as a process with the threads `steps`, `buckets` and `other calls`. The thread `steps` shows forward,
-backward, waiting and optimizers inside each step. If several buckets are in flight at once, there are also threads `buckets, 2`
-and so on. For each bucket, arrows go from each rank to the rank that started the bucket last.
+backward, waiting and optimizers inside each step. If several buckets are being reduced at the same time, there are also threads
+`buckets, 2` and so on. For each bucket, arrows go from each rank to the rank that started the bucket last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def origin_of(timeline: Timeline) -> float:
-    """Return the time of the first event, by rank 0's clock."""
+    """Return the time of the first event on rank 0's clock."""
     return min((step.forward_started for rank in timeline.ranks for step in rank.steps.values()), default=0.0)
 
 

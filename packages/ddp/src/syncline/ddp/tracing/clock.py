@@ -1,4 +1,4 @@
-"""Measure how much each rank's `time.perf_counter()` differs from rank 0's. Rank 0 exchanges messages with each rank."""
+"""Measure the difference between `time.perf_counter()` on each rank and on rank 0, by messages between rank 0 and each rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ClockOffset:
     """One measurement of a rank's clock.
 
     Attributes:
-        at: the time of the measurement, by this rank's clock.
-        offset_s: rank 0's clock is this rank's clock plus this offset.
-        error_s: the largest possible error of the offset, half of the shortest round trip.
+        at: the time of the measurement on this rank's clock.
+        offset_s: rank 0's clock minus this rank's clock, in seconds.
+        error_s: the largest possible error of the offset in seconds, which is half of the shortest round trip.
     """
 
     at: float
@@ -42,10 +42,10 @@ class RoundTrip:
 
 
 def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
-    """Return the clock offset of the rank that answered, from the shortest of one or more round trips. A pure function.
+    """Return the clock offset of the rank that answered, from the shortest of one or more round trips. This is a pure function.
 
-    The other rank answered between rank 0's sending and receiving. If we take the middle of this span as the moment of the
-    answer, the error is at most half of the span (Cristian's algorithm).
+    The other rank answered at some moment between rank 0's sending and receiving. The function assumes the middle of this
+    interval as this moment. So the error is at most half of the interval (Cristian's algorithm).
     """
     best = min(rounds, key=lambda one: one.received - one.sent)
     return ClockOffset(best.answered, (best.sent + best.received) / 2 - best.answered, (best.received - best.sent) / 2)
@@ -54,7 +54,8 @@ def best_offset(rounds: Sequence[RoundTrip]) -> ClockOffset:
 def measure_offset(group: ProcessGroup) -> ClockOffset:
     """Measure the offset from this rank's clock to rank 0's clock. Every rank of the group calls this function.
 
-    Rank 0 measures one rank after the other: `ROUNDS` round trips of 24 bytes with each rank, then one message with the result.
+    Rank 0 measures one rank after the other. For each rank there are `ROUNDS` round trips of 24 bytes, and then one message
+    with the result.
     """
     if group.rank == 0:
         for peer in range(1, group.size):

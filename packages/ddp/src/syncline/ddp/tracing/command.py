@@ -13,7 +13,7 @@ HELP = "merge the traces of all ranks (SYNCLINE_TRACE=FOLDER) into one file for 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the folder of the traces, the merged file, and profiles of torch.profiler to merge."""
+    """Add options: the folder of the traces, the merged file, and the profiles of torch.profiler to merge."""
     parser.add_argument("folder", type=Path, help="the folder that SYNCLINE_TRACE names; it must hold the files of all ranks")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"the merged file (default: {TRACE_NAME} in the folder)")
     parser.add_argument(

@@ -12,7 +12,7 @@ ToClock: TypeAlias = Callable[[float], float]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: its bytes, and the names and shapes of its parameters."""
+    """A bucket: its size in bytes, and the names and shapes of its parameters."""
 
     nbytes: int
     names: tuple[str, ...]
@@ -26,8 +26,8 @@ class BucketEvent:
     Attributes:
         number: the bucket's position in the step's layout.
         nbytes: the size of the bucket's buffer, in bytes.
-        ready: when the bucket could start, because its last gradient had come and all earlier buckets had started.
-        started, finished: when the bucket's reduction was issued, and when it was over.
+        ready: the earliest time when the bucket could start: its last gradient had come, and all earlier buckets had started.
+        started, finished: the time when the bucket's reduction was issued, and the time when it ended.
     """
 
     number: int
@@ -43,13 +43,13 @@ class BucketEvent:
 
 @dataclass(frozen=True)
 class CallEvent:
-    """A collective, send or receive. The all-reduces of buckets are not among these events.
+    """A collective, send or receive, except the all-reduces of buckets.
 
     Attributes:
         name: the call's name, such as "broadcast".
         group: the name of the group.
-        nbytes: the bytes of the call's first tensor; 0 if the call has no tensor.
-        started, finished: the times of start and end. If the end is not known, both are equal.
+        nbytes: the size of the call's first tensor in bytes; 0 if the call has no tensor.
+        started, finished: the times of start and end. If the end is not known, `finished` is equal to `started`.
     """
 
     name: str
@@ -82,7 +82,7 @@ class StepEvent:
 
     Attributes:
         number: the step's number, counted from 1.
-        layout: which of the rank's layouts of buckets this step used: an index into `Part.layouts`.
+        layout: the layout of buckets in this step, as an index into `Part.layouts`.
         buckets: the buckets, in the order of their start.
         optimizers, calls: the events from the start of the step's forward to the start of the next step's forward.
     """

@@ -1,4 +1,4 @@
-"""Floor is the time of an all-reduce whose only limit is the memory bandwidth. `syncline bench` measures the floor."""
+"""Floor is the shortest possible time of an all-reduce, which memory bandwidth limits. `syncline bench` measures the floor."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _BACKEND = "floor"
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time of an all-reduce: the seconds that one rank needs for its share of the additions and copies.
+    """The shortest possible time of an all-reduce: the seconds that a rank needs for its share of the additions and copies.
 
     Attributes:
-        points: pairs of a tensor's size in bytes, and the seconds for this size. There is at least one pair. Sizes ascend.
+        points: pairs of a tensor's size in bytes, and the seconds for this size. There is at least one pair. The sizes are in
+            ascending order.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """Return the least possible seconds of an all-reduce of this many bytes.
+        """Return the shortest possible time of an all-reduce of this size, in seconds.
 
-        Between two measured sizes, the seconds are interpolated linearly. Below the first and above the last size, the
-        seconds are proportional to the size.
+        Between two measured sizes, the time is interpolated linearly. Below the smallest and above the largest measured size,
+        the time is proportional to the size.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -38,7 +39,7 @@ class Floor:
         return seconds * nbytes / size
 
     def share(self, sizes: Iterable[float], seconds: float) -> float:
-        """Return the least time of all-reduces of these sizes together, divided by `seconds`, the measured time.
+        """Return the shortest possible time of all-reduces of these sizes, divided by `seconds`, the measured time.
 
         The best possible result is 1.
         """
@@ -49,7 +50,7 @@ def read_floor(path: Path) -> Floor:
     """Return the floor in a file of `syncline bench --json`.
 
     Raises:
-        InvalidArgumentError: the file is no file of `bench --json`, or has no floor.
+        InvalidArgumentError: the file is not a file of `bench --json`, or has no floor.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["measurements"]

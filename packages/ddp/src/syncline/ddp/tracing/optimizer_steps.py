@@ -1,4 +1,4 @@
-"""Observe when steps of optimizers begin and end."""
+"""Record when steps of optimizers begin and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class OptimizerSteps:
     """Records when optimizers of some parameters step, from the construction of this object until `stop`.
 
     Args:
-        parameters: the parameters. An optimizer is observed if its first parameter is among them.
+        parameters: the parameters of a model. The steps of an optimizer are recorded if the optimizer's first parameter is one
+            of these parameters.
     """
 
     def __init__(self, parameters: Collection[torch.Tensor]) -> None:
@@ -31,7 +32,7 @@ class OptimizerSteps:
         return tuple(seen)
 
     def stop(self) -> None:
-        """Stop observing."""
+        """Stop recording."""
         for handle in self._handles:
             handle.remove()
 

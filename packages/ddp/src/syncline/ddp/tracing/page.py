@@ -1,4 +1,4 @@
-"""Show a trace as a part of an HTML page, with Plotly. The part contains Plotly's script, so it needs no other file."""
+"""Show a trace as a part of an HTML page, with plots by Plotly. This part contains Plotly's script and needs no other file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_NAMES = 5
 
 
 def fragment(timeline: Timeline) -> str:
-    """Make HTML with the timeline of the slowest step, plots of waiting and exposed communication, and a table of buckets.
+    """Return HTML with the timeline of the slowest step, plots of waiting and exposed communication, and a table of buckets.
 
     Raises:
         MisuseError: Plotly is not installed.

@@ -1,4 +1,4 @@
-"""Part is the trace of one rank. Each line of its file is a JSON object, so you can read the file even if the job has died."""
+"""Part is the trace of one rank. Each line of the rank's file is a JSON object, so you can read it even if the job dies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def part_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """The first line of a part: the rank that traced, and the rank's host and group.
+    """The first line of a part: the traced rank, its host, and its group.
 
     Attributes:
         rank, size: the rank in the group whose ranks average their gradients, and the size of this group.
         host, pid: the host's name and the process id.
-        group: the group in words, such as "mpi: MPICH 4.3.0".
-        epoch_s: seconds since the epoch, minus the seconds of the rank's `time.perf_counter()` at the same moment.
-        run: the name of the run, which is the same on all ranks of this run, and different in every other run.
+        group: a description of the group, such as "mpi: MPICH 4.3.0".
+        epoch_s: `time.time()` minus `time.perf_counter()` on this rank, in seconds.
+        run: the name of the run. All ranks of a run have the same name. Each run has another name.
     """
 
     rank: int
@@ -45,14 +45,15 @@ class Header:
 
 @dataclass(frozen=True)
 class Part:
-    """The trace of one rank. All times are of this rank's own clock.
+    """The trace of one rank. All times are times of this rank's own clock.
 
     Attributes:
-        header: which rank traced, on which host and in which group.
+        header: the traced rank, its host, and its group.
         clocks: the offsets to rank 0's clock, in the order of measurement.
-        layouts: which parameters were in which bucket. There is one layout for each time that the reducer built new buckets.
+        layouts: the layouts of buckets. A layout lists the parameters of each bucket. Each time the reducer builds new buckets,
+            there is a new layout.
         steps: the steps, in their order.
-        is_complete: whether the file has the last line of a complete trace.
+        is_complete: whether the file ends with the last line of a complete trace.
     """
 
     header: Header
@@ -73,7 +74,7 @@ def clock_line(clock: ClockOffset) -> str:
 
 
 def layout_line(buckets: Iterable[BucketLayout]) -> str:
-    """Return a line for a layout of buckets. Steps refer to a layout by its position among the layouts of the file."""
+    """Return a line for a layout of buckets. Steps refer to a layout by its index among the layouts of the file."""
     return _line("layout", {"buckets": [asdict(bucket) for bucket in buckets]})
 
 
@@ -111,7 +112,7 @@ def _began(part: Part) -> float:
 
 
 def read_part(path: Path) -> Part:
-    """Read the part in one file. If the last line was cut off, leave this line out.
+    """Read the part in one file. If the last line is incomplete, leave this line out.
 
     Raises:
         InvalidArgumentError: the file is not a part.
@@ -123,10 +124,10 @@ def read_part(path: Path) -> Part:
 
 
 def parse_part(text: str) -> Part:
-    """Read the part in the text of a file. A pure function.
+    """Read the part in the text of a file. This is a pure function.
 
     Raises:
-        ValueError, KeyError, TypeError: the text is no part, or has another version.
+        ValueError, KeyError, TypeError: the text is not a part, or is a part of another version.
     """
     # Each complete line ends in a newline, so `rest` is empty or a line that was cut off.
     *whole, rest = text.split("\n")

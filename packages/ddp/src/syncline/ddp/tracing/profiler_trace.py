@@ -18,18 +18,18 @@ _BEHIND = 1_000_000
 def add_profiler_trace(trace: dict[str, Any], timeline: Timeline, rank: int, profile: Any, path: Path) -> None:
     """Add a rank's profile to a trace, in place.
 
-    The profiler uses the host's wall clock. If this clock was adjusted while the job ran, the times of the profile are wrong by
-    the same amount.
+    The profiler uses the host's wall clock. If this clock is adjusted while the job runs, the times of the profile are shifted
+    by the same amount.
 
     Args:
         trace: the result of `chrome_trace(timeline)`.
-        timeline: the timeline. All times in the trace use the clock of this timeline.
+        timeline: the timeline of the trace, with times of rank 0's clock.
         rank: the rank of the profile.
         profile: the content of a file of `export_chrome_trace`, read as JSON.
-        path: the file's name, for errors.
+        path: the file's name for the text of errors.
 
     Raises:
-        InvalidArgumentError: the rank has traced nothing, or the profile is not a Chrome trace.
+        InvalidArgumentError: the timeline has no trace of this rank, or the profile is not a Chrome trace.
     """
     taken_on = next((one for one in timeline.ranks if one.header.rank == rank), None)
     if taken_on is None:

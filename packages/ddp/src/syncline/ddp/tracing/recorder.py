@@ -56,7 +56,7 @@ class _OpenStep:
 
 
 class StepRecorder:
-    """Records this rank's steps and the events between the steps, from the construction of this object until `end`.
+    """Records this rank's steps, and the events between the steps, from the construction of this object until `end`.
 
     Args:
         folder: the folder for the file. It is created if it is missing.
@@ -90,9 +90,9 @@ class StepRecorder:
         self._lines.append(lambda: clock_line(clock))
 
     def note_step(self, number: int, statistics: IterationStatistics) -> None:
-        """Record step `number`. Call this method when the step's backward is over.
+        """Record step `number`. Call this method after the step's backward.
 
-        All events until the next step's forward belong to this step.
+        All events until the forward of the next step belong to this step.
         """
         # Events before this step's forward belong to the previous step.
         optimizers, calls = self._optimizers.take(), self._calls.take()
@@ -121,11 +121,11 @@ class StepRecorder:
         )
 
     def close_step(self) -> None:
-        """Close the open step. Later events belong to no step."""
+        """Close the open step. Later events do not belong to any step."""
         self._close_step(self._optimizers.take(), self._calls.take())
 
     def end(self, *, is_complete: bool) -> None:
-        """Close the open step, stop observing, and write and close the file. A second call does nothing."""
+        """Close the open step, stop recording, and write and close the file. A second call does nothing."""
         if self._file.closed:
             return
         self.close_step()

@@ -36,21 +36,21 @@ class TraceRecording:
         step `first` .. `last`   each rank records its events, and writes them to its own file
         the next step            the ranks compare their clocks again, and rank 0 merges all files into `trace.json`
 
-    A step is a backward that averages gradients. All ranks have the same number of steps, so they issue the collectives of a
-    trace in the same order. If a file cannot be written, the rank logs a warning, and training goes on. If ranks may have
-    different numbers of steps (`ranks_may_differ`), the trace issues no more collectives. Then rank 0 does not merge the files,
-    but `syncline trace` can merge them.
+    A step is a backward that averages gradients. All ranks have the same number of steps, so the ranks issue the collectives of
+    a trace in the same order. If a file cannot be written, the rank logs a warning, and training continues. If ranks may have
+    different numbers of steps (`ranks_may_differ`), the trace issues no more collectives. In this case rank 0 does not merge
+    the files, but `syncline trace` can merge the files later.
 
     Args:
         settings: the steps to trace, and the folder.
         group: the group whose ranks average their gradients.
         reducer: the reducer of the model. The recording does not keep the reducer alive.
         parameters: the model's parameters.
-        only_first: trace only if no other model of this process has reached step `first` before. So the trained model is
-            traced, even if the script has run a few steps with another model before.
+        only_first: trace only if no other model of this process has reached step `first` before. So the trace shows the trained
+            model, even if the script has run a few steps with another model before.
 
     Attributes:
-        ranks_may_differ: whether some rank may have fewer steps than others.
+        ranks_may_differ: whether a rank may have fewer steps than the other ranks.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TraceRecording:
             self._start()
 
     def note_step(self, statistics: IterationStatistics) -> None:
-        """Record a step whose backward is over. The call for the first step after the traced steps is a collective."""
+        """Record a step after its backward. The call for the first step after the traced steps is a collective."""
         self._steps += 1
         if self._is_over:
             return
@@ -121,7 +121,7 @@ class TraceRecording:
             self._merge()
 
     def abandon(self) -> None:
-        """End the trace on this rank, without a collective. Write this rank's events to its file, but merge nothing."""
+        """End the trace on this rank without a collective: write this rank's events to its file, but do not merge files."""
         self._is_over = True
         self._close(is_complete=False)
 

@@ -33,7 +33,7 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
 
 def printed(*parts: str | Table) -> str:
-    """Return texts and tables, one below the other, as text for a terminal.
+    """Return texts and tables as one text for a terminal, one below the other.
 
     Raises:
         MisuseError: rich is not installed.
@@ -57,12 +57,12 @@ def printed(*parts: str | Table) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Convert seconds to milliseconds, as the text of a table's cell."""
+    """Convert seconds to milliseconds, as text for a table."""
     return f"{1e3 * seconds:.2f}"
 
 
 def script() -> str:
-    """Return Plotly's own script as HTML. A page contains this script once, and then needs no other file.
+    """Return Plotly's script as HTML. A page that contains this script needs no other file.
 
     Raises:
         MisuseError: Plotly is not installed.
@@ -74,15 +74,15 @@ def script() -> str:
 
 
 def figure(div_id: str, data: Sequence[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], **layout: Any) -> str:
-    """Return one figure as HTML, for a page that contains `script()`.
+    """Return one figure as HTML, for a page that contains the result of `script`.
 
     Args:
         div_id: the id of the figure's element.
         data: Plotly's traces.
         title: the text above the figure.
-        x: the layout of the x axis, such as its title.
-        y: the layout of the y axis.
-        layout: further layout of the figure.
+        x: options for the x axis, such as its title.
+        y: options for the y axis.
+        layout: further options for the figure.
 
     Raises:
         MisuseError: Plotly is not installed.

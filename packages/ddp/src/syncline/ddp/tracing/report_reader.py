@@ -1,4 +1,4 @@
-"""Show the steps that the ranks have traced, for `syncline report FOLDER`."""
+"""Show the traced steps of all ranks, for `syncline report FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summarise how the ranks spent the time of traced steps, and for which rank the other ranks waited. Pure functions."""
+"""Summarise how the ranks spend the time of traced steps, and for which rank the other ranks wait. All functions are pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class StepSummary:
         number: the step's number.
         duration_s: the time from the first rank's start of the forward to the last rank's end of the step. A rank's step ends
             when its last optimizer has stepped and backward has waited for all buckets.
-        compute_s: the time from the forward's start to the last gradient, as the mean of the ranks.
-        exposed_s: the exposed communication: the time that backward waited for buckets, as the mean of the ranks.
+        compute_s: the time from the forward's start to the last gradient, as the mean over the ranks.
+        exposed_s: the exposed communication: the time in which backward waited for buckets, as the mean over the ranks.
         last_rank: the rank whose last gradient came last.
-        late_s: the seconds from the median of the other ranks' last gradients to the last gradient of `last_rank`. 0 with one
-            rank.
-        caused_s: how long the other ranks waited for `last_rank`, added up over these ranks.
-        bucket_bytes: the bytes of each bucket on one rank.
-        reducing_s: the seconds in which at least one bucket was being reduced. A reduction begins when the last rank starts it.
+        late_s: the time from the median of the other ranks' last gradients to the last gradient of `last_rank`. 0 in a group of
+            one rank.
+        caused_s: the time in which other ranks waited for `last_rank`, summed over these ranks.
+        bucket_bytes: the size of each bucket on one rank, in bytes.
+        reducing_s: the time in which at least one bucket was being reduced. A reduction begins when the last rank has started
+            it.
     """
 
     number: int
@@ -40,12 +41,12 @@ class StepSummary:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buckets on one rank."""
+        """The size of all buckets on one rank, in bytes."""
         return sum(self.bucket_bytes)
 
     @property
     def bandwidth(self) -> float:
-        """The bytes of buckets, divided by `reducing_s`. 0 if nothing was reduced."""
+        """`nbytes` divided by `reducing_s`, in bytes per second. 0 if nothing was reduced."""
         return self.nbytes / self.reducing_s if self.reducing_s > 0 else 0.0
 
 
@@ -55,12 +56,11 @@ class RankSummary:
 
     Attributes:
         rank: the rank in the group.
-        compute_s: this rank's time from the forward's start to the last gradient, as the median of the steps.
-        exposed_s: this rank's exposed communication, as the median of the steps.
-        times_last: in how many steps this rank's last gradient came last.
-        late_s: the median of `StepSummary.late_s` over the steps in which this rank's last gradient came last. 0 if there are
-            no such steps.
-        caused_s: how long the other ranks waited for this rank, added up over ranks and steps.
+        compute_s: this rank's time from the forward's start to the last gradient, as the median over the steps.
+        exposed_s: this rank's exposed communication, as the median over the steps.
+        times_last: the number of steps in which this rank's last gradient came later than those of all other ranks.
+        late_s: the median of `StepSummary.late_s` over the steps that `times_last` counts. 0 if `times_last` is 0.
+        caused_s: the time in which other ranks waited for this rank, summed over ranks and steps.
     """
 
     rank: int
@@ -128,7 +128,7 @@ def _reductions(on_ranks: Sequence[StepEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how many seconds the spans (pairs of start and end) cover. A time in several spans counts once."""
+    """Return the total length of the spans (pairs of start and end). A time in several spans counts only once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

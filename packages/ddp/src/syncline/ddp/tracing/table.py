@@ -1,4 +1,4 @@
-"""A trace as tables for the terminal, made with the package rich."""
+"""Show a trace as tables for the terminal, with the package rich."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def tables(timeline: Timeline, floor: Floor | None = None) -> str:
-    """Return a line about the trace (see `in_words`), a table of the ranks, and a table of the steps.
+    """Return the text of `in_words`, a table of the ranks, and a table of the steps.
 
     Args:
         timeline: the trace.
-        floor: the least time of all-reduces. One more column compares this time with the measured time. None: no such column.
+        floor: the shortest possible times of all-reduces. With a floor, a column of the table compares these times with the
+            measured times.
 
     Raises:
         MisuseError: rich is not installed.
@@ -31,7 +32,7 @@ def tables(timeline: Timeline, floor: Floor | None = None) -> str:
 
 
 def in_words(timeline: Timeline) -> str:
-    """Say in words which ranks traced, and how well their clocks are aligned."""
+    """Return a text that lists the traced ranks, and says how well their clocks are aligned."""
     missing = f" (missing: {', '.join(map(str, timeline.missing))})" if timeline.missing else ""
     error = timeline.error_s
     clocks = "clocks were not aligned" if error is None else f"clocks are aligned within {1e6 * error:.3g} us"

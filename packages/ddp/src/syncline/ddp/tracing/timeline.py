@@ -1,4 +1,4 @@
-"""Timeline: the steps of all ranks, with times of rank 0's clock. Pure functions."""
+"""Timeline contains the steps of all ranks, with times of rank 0's clock. All functions are pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RankTimeline:
     """The steps of one rank, with times of rank 0's clock.
 
     Attributes:
-        header: the rank that traced.
+        header: the traced rank, its host, and its group.
         layouts: the layouts of the buckets; see `Part`.
         steps: the steps, by number.
-        error_s: the largest possible error of the times in seconds; None if the rank's clock was never measured.
-        epoch_s: seconds since the epoch on this rank's host, minus the seconds of rank 0's clock at the same moment.
+        error_s: the largest possible error of the times, in seconds. None if the rank's clock was never measured.
+        epoch_s: `time.time()` of this rank's host minus rank 0's clock, in seconds.
     """
 
     header: Header
@@ -37,8 +37,8 @@ class Timeline:
     """The steps of all ranks, with times of rank 0's clock.
 
     Attributes:
-        ranks: the ranks, in ascending order. Some may be missing.
-        missing: the ranks without a file.
+        ranks: the traced ranks, in ascending order.
+        missing: the other ranks of the group.
     """
 
     ranks: tuple[RankTimeline, ...]
@@ -51,12 +51,12 @@ class Timeline:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that all ranks have traced, in their order."""
+        """The steps that all ranks have traced, in ascending order."""
         return sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
 
     @property
     def error_s(self) -> float | None:
-        """The largest `error_s` of all ranks; None if some rank's clock was never measured."""
+        """The largest `error_s` of all ranks. None if the clock of a rank was never measured."""
         errors = [rank.error_s for rank in self.ranks]
         return None if None in errors else max(error for error in errors if error is not None)
 
@@ -80,7 +80,10 @@ def _by_rank_0(part: Part) -> RankTimeline:
 
 
 def clock_of(clocks: Sequence[ClockOffset]) -> ToClock:
-    """Return the function that converts a rank's clock to rank 0's: linear through the first and the last measurement."""
+    """Return a function that converts times of a rank's clock to times of rank 0's clock.
+
+    The function is linear through the first and the last measurement.
+    """
     if not clocks:
         # The clock was never measured: leave the times as they are.
         return lambda time: time

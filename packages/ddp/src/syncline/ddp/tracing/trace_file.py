@@ -1,4 +1,4 @@
-"""Merge the files that all ranks have written to one folder into the trace file `trace.json`."""
+"""Merge the files of all ranks in a folder into the trace file `trace.json`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def write_trace(folder: Path, path: Path | None = None, profiles: Mapping[int, P
     Args:
         folder: the folder with the ranks' files.
         path: the file to write; None means `trace.json` in the folder.
-        profiles: for some ranks, the path of a file of `torch.profiler` with the same steps. These files are merged, too.
+        profiles: for some ranks, the path of a file of `torch.profiler` with the same steps. These files are also merged into
+            the trace.
 
     Raises:
         InvalidArgumentError: a file cannot be read or written.
