@@ -1,6 +1,6 @@
 """The order in which gradients arrive. One backward shows this order, and then the reducer builds the buckets in this order.
 
-This module handles integers only: no tensors, no ranks.
+This module works with integers only, and needs no tensors and no ranks.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 
 class ArrivalOrder:
-    """The indices of the parameters, ordered by the time at which each parameter's last gradient came.
+    """The indices of the parameters, ordered by the time of each parameter's last gradient.
 
     Args:
-        count: how many parameters there are.
+        count: the number of parameters.
 
     Attributes:
-        learned: the order; None before the order is known.
+        learned: the order. None before the order is known.
         is_used: whether the buckets are in this order.
     """
 
@@ -26,11 +26,11 @@ class ArrivalOrder:
         self.is_used = False
 
     def arrived(self, index: int) -> None:
-        """Note a gradient of the running backward. A parameter may get several gradients."""
+        """Record a gradient of the running backward. A parameter may get several gradients."""
         self._arrivals.append(index)
 
     def learn(self) -> None:
-        """Learn the order of the backward that has ended. Parameters without a gradient come last."""
+        """Set `learned` to the order of the backward that has ended. Parameters without a gradient come last."""
         # A parameter may get several gradients. Only its last gradient makes the parameter ready.
         latest = dict.fromkeys(reversed(self._arrivals))
         came = list(reversed(latest))

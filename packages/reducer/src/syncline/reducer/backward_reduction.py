@@ -1,4 +1,4 @@
-"""The reductions of one backward: start the reduction of one bucket after the other, then wait for all reductions."""
+"""Start the reductions of a backward, one bucket after the other, and wait for all reductions at the end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class BackwardReduction:
         usage: the usage model, which knows the parameters that this backward uses. The caller calls the model's `begin` or
             `shadow_backward` before it calls `start` or `start_empty`.
         reduction: starts the reduction of a bucket.
-        group: the group whose ranks average their gradients. After the last bucket, these ranks compare which collectives they
-            have called.
+        group: the group whose ranks average their gradients. After the last bucket, these ranks compare the collectives that
+            they have called.
         statistics: the object into which the times are written.
-        mark: a text about this backward. The ranks compare this text together with the first bucket; see Note [Which backward
-            is reduced] in `sync_policy`.
+        mark: a text that identifies this backward. The ranks compare this text together with the first bucket; see Note [Which
+            backward is reduced] in `sync_policy`.
     """
 
     def __init__(
@@ -52,15 +52,16 @@ class BackwardReduction:
         self._left_alone: GloballyUnused = usage.globally_unused
 
     def start(self, numbers: range, *, is_last: bool) -> None:
-        """Copy gradients into these buckets, and issue the buckets' reductions. Leave out a bucket that no rank uses.
+        """Copy gradients into these buckets, and issue the buckets' reductions. Leave out buckets that no rank uses.
 
-        Within one backward, the first call begins with bucket 0, and each call goes on where the call before it stopped.
+        Within one backward, the first call begins with bucket 0, and each further call begins after the last bucket of the
+        previous call.
 
         See Note [Buckets start in order] in `readiness`.
 
         Args:
-            numbers: the numbers of these buckets.
-            is_last: whether these are the last buckets, because every gradient is ready.
+            numbers: the numbers of the buckets.
+            is_last: whether these are the last buckets of this backward.
         """
         began = time.perf_counter()
         if is_last:
@@ -72,7 +73,7 @@ class BackwardReduction:
             self._statistics.waited_s += time.perf_counter() - began
 
     def start_empty(self) -> None:
-        """Issue the same collectives as a backward, with zeros as gradients. This rank's own gradients stay unchanged."""
+        """Issue the collectives of a backward, with zeros as gradients. This rank's own gradients stay unchanged."""
         self._left_alone = frozenset
         for number in range(len(self._buckets)):
             self._start(number, empty=True)

@@ -1,4 +1,4 @@
-"""A bucket's memory is one flat buffer. Each parameter's gradient has one view in this buffer."""
+"""A bucket stores gradients in one flat buffer. Each parameter's gradient has a view of this buffer."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _address_of = torch.Tensor.data_ptr
 
 
 class Bucket:
-    """Flat storage for the gradients of some parameters. All these parameters have one dtype and one device.
+    """Flat memory for the gradients of some parameters. All these parameters have the same dtype and the same device.
 
     ::
 
         buffer   | view of fc.weight | view of fc.bias | view of conv.weight |     numel = the sum of the views' numels
 
     A view has the shape of its parameter. If the parameter's elements fill their memory without gaps, the view also has the
-    parameter's strides (the view of a channels-last parameter is channels-last). So a gradient fits into its view without a
-    change of layout.
+    parameter's strides. (For example, the view of a channels-last parameter is channels-last.) So a gradient can be copied into
+    its view without a change of layout.
 
     Attributes:
         indices: the parameters' indices in the reducer.
-        parameters: the parameters, all of one dtype and device.
+        parameters: the parameters.
         names: the parameters' names, for errors.
         buffer: the flat buffer, on the parameters' device, from `group.allocate`.
-        views: one view for each parameter. With `as_view` (the user's `gradient_as_bucket_view`) the views are the gradients,
-            so nothing is copied back.
+        views: one view for each parameter. With `as_view` (the user's `gradient_as_bucket_view`), these views are the
+            gradients, so reduced gradients need not be copied back.
     """
 
     def __init__(
@@ -97,11 +97,12 @@ class Bucket:
 
         Args:
             unused: indices of parameters that this rank does not use in this backward. If an unused parameter has a gradient,
-                this gradient is collected; None counts as zeros. If no rank uses the parameter, `deliver` leaves its gradient
-                unchanged.
+                this gradient is also copied. If its gradient is None, zeros are copied. If no rank uses the parameter,
+                `deliver` leaves its gradient unchanged.
 
         Raises:
-            MisuseError: a gradient has another dtype, layout or shape than its parameter had when the bucket was built.
+            MisuseError: the dtype, layout or shape of a gradient differs from that of its parameter at the time when the bucket
+                was built.
         """
         self._choose_memory()
         self._has_graph = False
@@ -121,9 +122,9 @@ class Bucket:
             self._set_views(gradients, {*unused, *self._differentiable(gradients)} if self._has_graph else unused)
 
     def collect_nothing(self) -> None:
-        """Fill the buffer with zeros, on a rank that takes part without gradients.
+        """Fill the buffer with zeros, because this rank takes part without gradients.
 
-        Call `deliver` with all indices as `untouched` later, so that this rank's gradients stay unchanged.
+        Later, call `deliver` with all indices as `untouched`, so that this rank's gradients stay unchanged.
         """
         self._choose_memory()
         for position in self._positions_in_place(list(map(_grad_of, self.parameters))):
@@ -222,16 +223,16 @@ class Bucket:
     # ---- after the reduction ----
 
     def release_gradients(self) -> None:
-        """Move gradients that `deliver` left in the bucket's memory into new memory. With `as_view`, do nothing."""
+        """Move gradients that are in the bucket's memory into new memory. With `as_view`, do nothing."""
         if self._aliasing is not None:
             self._aliasing.move_out()
 
     def accept(self, result: object) -> None:
-        """Copy the reduced gradients into the buffer, if they are not there already.
+        """Copy the reduced gradients into the buffer, unless they are already in the buffer.
 
         Raises:
-            MisuseError: a hook returned no tensor, or a tensor with another number of elements, dtype or device than the hook
-                got.
+            MisuseError: a hook's result is not a tensor, or differs from the hook's input in number of elements, dtype or
+                device.
         """
         # The usual case: the collective has reduced in place.
         if result is self.buffer:
@@ -248,7 +249,7 @@ class Bucket:
 
         Args:
             untouched: indices of parameters whose gradients stay unchanged.
-            may_alias: whether large gradients may lie in the bucket's memory (see `GradientAliasing`). Pass False if other
+            may_alias: whether large gradients may stay in the bucket's memory (see `GradientAliasing`). Pass False if other
                 code, such as a hook, may use this memory later.
         """
         gradients = list(map(_grad_of, self.parameters))

@@ -1,4 +1,4 @@
-"""Decide from sizes and kinds which gradients share a bucket. This module needs no tensors and no ranks."""
+"""Decide which gradients share a bucket, from their sizes and kinds. This module needs no tensors and no ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from syncline.collectives import InvalidArgumentError
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """The facts about one gradient that the assignment needs.
+    """The properties of one gradient that decide its bucket.
 
     Attributes:
         nbytes: size of the dense gradient in bytes.
-        kind: gradients share a bucket only if their kinds are equal. In practice the kind is (dtype, device).
-        sparse: whether the gradient is sparse. A sparse gradient gets a bucket of its own.
+        kind: the kind of the gradient, such as (dtype, device). Gradients share a bucket only if their kinds are equal.
+        sparse: whether the gradient is sparse. A sparse gradient gets its own bucket.
     """
 
     nbytes: int
@@ -40,24 +40,25 @@ class BucketAssignment:
 def assign_buckets(
     specs: Sequence[GradientSpec], caps_bytes: Sequence[int], order: Sequence[int] | None = None
 ) -> list[BucketAssignment]:
-    """Fill buckets with the gradients in the order given, as torch.distributed does.
+    """Put the gradients into buckets, in the given order, as torch.distributed does.
 
-    A cap is a size limit. As soon as a bucket reaches its cap, the bucket is closed: it gets no more gradients. So a bucket may
-    become larger than its cap. The buckets of each kind are counted separately: for every kind the first bucket has the first
-    cap, the second bucket has the second cap, and so on. The last cap holds for all further buckets.
+    A cap is a size limit. When the size of a bucket reaches its cap, the bucket is closed and gets no more gradients. The last
+    gradient may exceed the cap, so a bucket may be larger than its cap. The buckets of each kind are counted separately: for
+    every kind, the first bucket has the first cap, the second bucket has the second cap, and so on. The last cap also applies
+    to all further buckets.
 
     Args:
-        specs: one spec for each gradient. The result contains the gradients' positions in this list.
+        specs: one spec for each gradient. The result refers to a gradient by its position in this list.
         caps_bytes: size limits in bytes of the first, second, ... bucket of each kind; at least one.
-        order: indices of `specs` in the order of arrival, each once; None means the order of `specs`.
+        order: the indices of `specs` in the order in which gradients come, each index once. None means the order of `specs`.
 
     Returns:
         The buckets. Every index is in exactly one bucket. Without `order` the buckets are sorted by their smallest index. With
-        `order` the buckets are in the order in which they were closed. Buckets that never reached their cap come last, ordered
-        by the arrival of their last gradient. (In torch, a hash table decides the order of these buckets.)
+        `order` the buckets are in the order in which they were closed. Buckets that did not reach their cap come last, in the
+        order of their last gradients. (In torch, the order of these buckets depends on a hash table.)
 
     Raises:
-        InvalidArgumentError: there is no cap, a cap is below 0, or the order is not a permutation.
+        InvalidArgumentError: there is no cap, a cap is below 0, or `order` is not a permutation.
     """
     visited = range(len(specs)) if order is None else order
     _check(specs, caps_bytes, visited)

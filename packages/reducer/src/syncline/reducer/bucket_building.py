@@ -1,4 +1,4 @@
-"""Build buckets from parameters: assign the parameters, allocate memory, and move gradients from old buckets to new ones."""
+"""Build buckets: assign parameters to buckets, allocate memory, and move gradients from old buckets to new buckets."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class BucketBuilder:
 
     Attributes:
         names: the parameters' names, for errors.
-        parameters: the parameters; their positions are the indices.
+        parameters: the parameters. The index of a parameter is its position in this list.
         group: the group whose ranks average their gradients. The group allocates the buckets' memory.
-        caps_bytes: size limits of the first, second, ... bucket; the last limit holds for all further buckets.
-        sparse: for each parameter, whether its gradient is sparse. A sparse gradient has a bucket of its own.
+        caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
+        sparse: for each parameter, whether its gradient is sparse. A sparse gradient has its own bucket.
         delayed: indices of parameters whose buckets come last and have no size limit.
-        as_view: let gradients be views of the buckets.
+        as_view: whether gradients are views of the buckets' memory.
     """
 
     names: Sequence[str]
@@ -38,19 +38,20 @@ class BucketBuilder:
     as_view: bool
 
     def assign_first(self) -> list[list[int]]:
-        """Return the members (parameters' indices) of the buckets that are used until the order of gradients is known.
+        """Return the members (parameters' indices) of the first buckets, which are used until the order of gradients is known.
 
-        The buckets, and the parameters in each bucket, are in reverse order of definition.
+        The buckets, and the parameters in each bucket, are in the reverse order of the parameters' definition.
 
-        With one size limit, the buckets are filled from the front of the model, as in torch. So each bucket has the same
-        parameters as in torch, and `skip_all_reduce_unused_params` leaves out the same buckets. With several limits, the
-        buckets are filled from the model's end, because the first limit is for the bucket that is reduced first.
+        With one size limit, the assignment begins with the model's first parameter, as in torch. So each bucket has the same
+        parameters as in torch, and `skip_all_reduce_unused_params` leaves out the same buckets as in torch. With several
+        limits, the assignment begins with the model's last parameter, because the first limit is for the bucket that is reduced
+        first.
         """
         backwards = range(len(self.parameters) - 1, -1, -1)
         return self.assign(backwards, from_front=len(self.caps_bytes) == 1)
 
     def assign(self, order: Sequence[int], *, from_front: bool = False) -> list[list[int]]:
-        """Fill buckets with the parameters in this order, delayed parameters last. Return the members of each bucket.
+        """Assign the parameters to buckets in this order, with delayed parameters last. Return the members of each bucket.
 
         `order` has the indices of the parameters.
         """
@@ -60,18 +61,18 @@ class BucketBuilder:
         return [*assign(punctual, self.caps_bytes), *self._assign(delayed, [sys.maxsize])]
 
     def nbytes(self, members: Sequence[int]) -> int:
-        """Return the bytes that a bucket with these members reduces.
+        """Return the size in bytes of a bucket with these members.
 
         A sparse gradient counts 0 bytes, because its size is not known.
         """
         return sum(self.parameters[index].nbytes for index in members if not self.sparse[index])
 
     def build(self, assigned: Sequence[Sequence[int]], kept_views: Collection[int] = ()) -> list[AnyBucket]:
-        """Allocate buckets with these members. A collective.
+        """Allocate buckets with these members. This is a collective.
 
         Args:
-            assigned: for each bucket, the indices of its parameters, as `assign` returns them.
-            kept_views: indices of parameters whose gradients become views of the buckets now. These gradients keep their
+            assigned: for each bucket, the indices of its parameters: the result of `assign` or `assign_first`.
+            kept_views: indices of parameters whose gradients become views of the new buckets. These gradients keep their
                 values.
         """
         buckets: list[AnyBucket] = []

@@ -1,4 +1,4 @@
-"""Start the reduction of a bucket (all_reduce, or a communication hook), and wait for its result at the end of backward."""
+"""Start the reduction of a bucket by all_reduce or a communication hook, and wait for the result at the end of backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BucketReduction:
     """Starts the reduction of buckets over a group.
 
     Attributes:
-        hook: the communication hook that reduces a bucket; None for all_reduce.
+        hook: the communication hook that reduces each bucket. None: all_reduce.
         hook_state: the hook's first argument.
     """
 
@@ -43,17 +43,17 @@ class BucketReduction:
         self._op: Reduction = ReduceOp.AVG
 
     def divide_by(self, count: int | None) -> None:
-        """Divide sums by this number; None means the number of ranks.
+        """Set the divisor of the sums. None means the number of ranks.
 
-        A hook is not affected, because a hook divides its gradients itself.
+        This method does not affect a hook, because a hook divides its gradients itself.
         """
         self._op = ReduceOp.AVG if count in (None, self._group.size) else premul_sum(1 / (count or 1))
 
     def start(self, bucket: AnyBucket, number: int, is_last: Callable[[], bool], times: BucketTimes) -> PendingReduction:
-        """Issue the reduction of a bucket. Every rank issues the same buckets in the same order.
+        """Issue the reduction of a bucket. Every rank issues the reductions of the same buckets in the same order.
 
-        `is_last` returns whether this is the last bucket of the backward. `is_last` may wait for other ranks, so this method
-        calls `is_last` only if there is a hook, which needs the answer.
+        `is_last` is a function that returns whether this is the last bucket of the backward. `is_last` may wait for other
+        ranks, so this method calls `is_last` only if there is a hook, which needs the result.
         """
         with naming_parameters(lambda: bucket.names):
             # Ask for a hook first: a hook also reduces sparse buckets, on any group.
@@ -77,10 +77,10 @@ class BucketReduction:
 
 
 class PendingReduction(ABC):
-    """A bucket whose reduction was issued. The time at which the reduction ends is written into `times`.
+    """A bucket whose reduction is issued. The end time of the reduction is written into `times`.
 
-    Callbacks at the end of the reduction hold no reference to the group. A callback may run on the group's own thread. If the
-    callback dropped the last reference to a group of torch there, the group would wait for its own thread for ever.
+    Callbacks at the end of the reduction hold no reference to the group. The reason: a callback may run on the group's own
+    thread. If such a callback dropped the last reference to a group of torch, the group would wait for its own thread for ever.
 
     Attributes:
         shows_bucket: whether a hook has seen the bucket's memory, and may use this memory later.
@@ -93,12 +93,13 @@ class PendingReduction(ABC):
         self._times = times
 
     def wait(self) -> object:
-        """Block until the reduction is over, and return its result.
+        """Wait until the reduction is over, and return its result.
 
-        The result is the reduced buffer. Only a hook that breaks its contract gives another result.
+        The result is the reduced buffer. Only a wrong hook can give another result, which `Bucket.accept` refuses.
 
         Raises:
-            TransportError, DisagreementError: the group's error, with its type unchanged. The text also names the parameters.
+            TransportError, DisagreementError: the group's error, with its type unchanged. The error's text also names the
+                parameters.
         """
         with naming_parameters(lambda: self.bucket.names):
             return self._wait()
@@ -129,7 +130,7 @@ class CollectiveReduction(PendingReduction):
 
 
 class HookReduction(PendingReduction):
-    """A bucket that a communication hook reduces. The hook got `shown`, and returned `future`."""
+    """A bucket that a communication hook reduces. `shown` is the hook's argument, and `future` is the hook's result."""
 
     shows_bucket = True
 
@@ -183,8 +184,8 @@ class DeferredReduction(PendingReduction):
     """A sparse bucket on a group without `has_total_order`, such as a group of torch. The reduction runs inside `wait`.
 
     A sparse all_reduce issues further collectives in a callback. Without `has_total_order`, these collectives may come before
-    another thread's collective on one rank, and after it on another rank. `wait` is called at the end of backward. By then all
-    ranks have issued all other collectives, so the order is the same on all ranks.
+    another thread's collective on one rank, and after this collective on another rank. `wait` is called at the end of backward,
+    when all ranks have issued all other collectives. So the order is the same on all ranks.
     """
 
     def __init__(self, bucket: SparseBucket, times: BucketTimes, group: ProcessGroup, op: Reduction) -> None:

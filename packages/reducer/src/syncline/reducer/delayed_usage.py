@@ -1,4 +1,4 @@
-"""Parameters whose gradients are final only when the gradient of another parameter has come."""
+"""Handle parameters whose gradients are final only after the gradient of another parameter has come."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .usage import UsageModel
 
 
 class DelayedUsage(UsageModel):
-    """Some parameters may get any number of gradients, until the gradient of another parameter comes.
+    """A usage model in which some parameters may get any number of gradients, until the gradient of another parameter comes.
 
     Args:
-        usage: the usage model that decides everything else.
-        delayed: indices of these parameters. The last buckets contain them.
+        usage: the usage model for all other parameters.
+        delayed: indices of the delayed parameters. The last buckets contain these parameters.
         until: the index of a parameter. The delayed parameters wait for the last gradient of this parameter. If this gradient
-            does not come, or `until` is None, they wait for the end of backward.
+            does not come, or if `until` is None, the delayed parameters wait for the end of backward.
     """
 
     def __init__(self, usage: UsageModel, delayed: Collection[int], until: int | None) -> None:
@@ -39,7 +39,7 @@ class DelayedUsage(UsageModel):
     def needed(self, indices: Collection[int]) -> int | None:
         """Return None for a bucket with a delayed parameter or with the parameter `until`.
 
-        None means that the reducer must look at each gradient of the bucket. For all other buckets, return the answer of the
+        None means that the reducer must look at each gradient of the bucket. For all other buckets, return the result of the
         wrapped usage model.
         """
         return None if self._until in indices or not self._delayed.isdisjoint(indices) else self._usage.needed(indices)
@@ -48,7 +48,7 @@ class DelayedUsage(UsageModel):
         self._usage.shadow_backward()
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return the parameters whose gradients are final. A delayed gradient is final when the gradient of `until` has come.
+        """Return the parameters whose gradients are final. A delayed gradient is final after the gradient of `until` has come.
 
         If a delayed gradient comes later than the gradient of `until`, `Readiness` raises an error.
         """
@@ -73,7 +73,7 @@ class DelayedUsage(UsageModel):
         self._usage.accumulated(indices, undefined)
 
     def ended(self) -> Sequence[int]:
-        """Return the answer of the wrapped usage model, followed by the delayed parameters if they still wait for `until`."""
+        """Return the result of the wrapped usage model, followed by the delayed parameters if they still wait for `until`."""
         final = [index for index in self._usage.ended() if index not in self._delayed]
         if self._released:
             return final

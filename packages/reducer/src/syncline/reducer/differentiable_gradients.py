@@ -1,4 +1,4 @@
-"""Gradients that are part of a graph, after `backward(create_graph=True)`."""
+"""Handle gradients that are part of a graph, after `backward(create_graph=True)`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class _Average(torch.autograd.Function):
 
 
 def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return a copy of the reduced gradient. The copy is part of this rank's autograd graph; the reduced gradient is not.
+    """Return a copy of the reduced gradient that is part of this rank's autograd graph.
 
     Args:
         local: this rank's gradient, which requires a gradient.
-        reduced: the mean over the ranks, in the same shape. It is in a bucket's memory, which is overwritten later.
+        reduced: the mean over the ranks, in the shape of `local`. The tensor is in a bucket's memory, which is overwritten
+            later.
         world_size: the number of ranks.
     """
     with torch.enable_grad():
@@ -34,7 +35,7 @@ def averaged(local: torch.Tensor, reduced: torch.Tensor, world_size: int) -> tor
 
 
 def warn_of_graph() -> None:
-    """Warn that a second derivative is not averaged. torch's DistributedDataParallel gives such a warning, too."""
+    """Warn that second derivatives are not averaged. torch's DistributedDataParallel also warns in this case."""
     warnings.warn(
         "backward(create_graph=True): the gradients are averaged, but the reduction is not differentiated through. What is "
         "derived from them is derived from this rank's loss alone, and has to be averaged by its own backward",

@@ -1,4 +1,4 @@
-"""Unused parameters: parameters that a backward does not reach on this rank, or does not reach on any rank."""
+"""Handle unused parameters: parameters that a backward does not reach on this rank, or does not reach on any rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .usage import UsageModel
 
 
 class UsedMap:
-    """The ranks' agreement on the used parameters.
+    """A map of used parameters, on which the ranks agree.
 
-    The map has one byte for each parameter, its level. The level is 0 if no rank uses the parameter. If ranks use the parameter
-    at different levels, the map has the highest level. `DynamicUsage` has only level 1. In `StaticUsage`, level 1 means that
-    only a backward before the first reduced backward used the parameter. Level 2 means that the first reduced backward itself
-    used the parameter.
+    The map has one byte for each parameter, the parameter's level. Level 0 means that no rank uses the parameter. If the level
+    differs between ranks, the map has the highest level. In `DynamicUsage`, level 1 means that a rank uses the parameter. In
+    `StaticUsage`, level 1 means that only a backward before the first reduced backward used the parameter. Level 2 means that
+    the first reduced backward itself used the parameter.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class UsedMap:
         self._anywhere: Sequence[int] | None = None
 
     def sync(self, used: bytes) -> None:
-        """Start an all_reduce (MAX) of these bytes. A collective, unless the group has only one rank."""
+        """Start an all_reduce (MAX) of these bytes. This is a collective, unless the group has only one rank."""
         if self._group.size == 1:
             self._anywhere = used
             return
@@ -38,7 +38,7 @@ class UsedMap:
         self._work = self._group.all_reduce(self._bytes, ReduceOp.MAX, async_op=True)
 
     def unused(self, indices: Collection[int], level: int = 1) -> frozenset[int]:
-        """Return the given parameters that no rank uses at this level or at a higher level. Wait for the other ranks."""
+        """Wait for the other ranks, and return the given parameters that no rank uses at this level or at a higher level."""
         # The first question waits for the other ranks; the answer stays until the next `sync`.
         if self._anywhere is None:
             assert self._work is not None, "sync() comes first"
@@ -59,14 +59,13 @@ def without(indices: Collection[int], used: set[int], count: int) -> frozenset[i
 
 
 class DynamicUsage(UsageModel):
-    """Backwards may reach different parameters, in each step and on each rank (`find_unused_parameters=True`).
+    """A usage model for `find_unused_parameters=True`: in each step and on each rank, backward may reach other parameters.
 
-    Cost: one all_reduce in each backward, whose tensor has one byte for each parameter. With `skip_unused` there is a
-    second all_reduce at the beginning of backward. A rank waits for the second all_reduce only if some bucket contains no
-    parameter that this rank uses.
+    Cost: in each backward, one all_reduce of one byte for each parameter. With `skip_unused` there is a second all_reduce at
+    the beginning of backward. A rank waits for this second all_reduce only if it uses no parameter of some bucket.
 
     Raises:
-        MisuseError: this version of torch cannot say which nodes a backward will execute.
+        MisuseError: this version of torch cannot tell which nodes a backward will execute.
     """
 
     # Note [Unused parameters without a walk]
@@ -128,7 +127,7 @@ class DynamicUsage(UsageModel):
         return never
 
     def shadow_backward(self) -> None:
-        """Count no parameter as reached. Gradients that this rank has accumulated count for the next backward of this rank."""
+        """Count all parameters as not reached. Gradients that this rank has accumulated count for this rank's next backward."""
         self._waiting, self._used = self._used, set()
         self._unreached = set(range(len(self._nodes)))
         if self._forecast is not None:
@@ -139,15 +138,15 @@ class DynamicUsage(UsageModel):
         return len(indices) - len(self._unreached.intersection(indices)) if self._unreached else len(indices)
 
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Return all given parameters: each gets only one gradient in a backward, so this gradient is final.
+        """Return all given parameters. A parameter gets only one gradient in a backward, so each of these gradients is final.
 
-        An undefined gradient (None) does not count as a use.
+        If the gradient of a parameter is undefined (None), the parameter does not count as used.
         """
         self.accumulated(indices, undefined)
         return indices
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count the gradients as uses, for the backward that will reduce them."""
+        """Count these parameters as used, for the backward that will reduce their gradients."""
         self._used.update(indices)
         if undefined:
             self._used.difference_update(undefined)
@@ -156,9 +155,9 @@ class DynamicUsage(UsageModel):
         return ()
 
     def may_skip(self, indices: Collection[int]) -> bool:
-        """Whether no rank uses any of these parameters; False without `skip_unused`.
+        """Whether no rank uses any of these parameters. Without `skip_unused`, the result is False.
 
-        Wait for the other ranks only if this rank uses none of these parameters.
+        The method waits for the other ranks only if this rank uses none of these parameters.
         """
         # Without `skip_unused`, no bucket is skipped. If this rank uses the bucket, it need not wait for the other ranks.
         if self._forecast is None or not self._used.isdisjoint(indices) or not self._unreached.issuperset(indices):
@@ -173,14 +172,14 @@ class DynamicUsage(UsageModel):
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the parameters that no rank uses. Ask the used map only about parameters that this rank does not use."""
+        """Return the given parameters that no rank uses. Wait for other ranks only if this rank does not use all of them."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 
     def reset(self) -> None:
-        """Forget the uses, because the gradients of the used parameters are reduced.
+        """Forget the used parameters, because their gradients are reduced.
 
-        After a `shadow_backward`, go back to the uses that were set aside for the next backward of this rank.
+        After a `shadow_backward`, restore the used parameters that count for this rank's next backward.
         """
         self._used, self._waiting = self._waiting, set()
         self._unreached = set()

@@ -1,4 +1,4 @@
-"""The texts of the reducer's errors, and checks that raise these errors."""
+"""Make the reducer's errors, and check gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def not_expected(name: str, place: str) -> MisuseError:
 
 
 def compiled_autograd(place: str) -> MisuseError:
-    """Make the error for the case that compiled autograd runs the backward.
+    """Make the error for a backward that compiled autograd runs.
 
     Under compiled autograd, the reducer cannot notice the end of a backward.
     """
@@ -57,7 +57,7 @@ def no_buckets(place: str) -> MisuseError:
 def needs_everyone(place: str) -> MisuseError:
     """Make the error for a rank without gradients in the first backward of a static graph.
 
-    From this backward all ranks learn the graph.
+    In this backward all ranks learn the graph.
     """
     return MisuseError(
         f"shadow_backward on {place}: with static_graph=True every rank must have gradients in the first backward, from which "
@@ -66,7 +66,7 @@ def needs_everyone(place: str) -> MisuseError:
 
 
 def another_reducer(place: str) -> MisuseError:
-    """Make the error for two reducers that disturb each other.
+    """Make the error for two reducers of the same parameters that disturb each other.
 
     See `GradientHooks.take_over`.
     """
@@ -79,7 +79,7 @@ def another_reducer(place: str) -> MisuseError:
 
 
 def backward_never_ended(what: str, place: str) -> MisuseError:
-    """Make the error for the case that the previous backward is still open."""
+    """Make the error for a previous backward that has not ended."""
     return MisuseError(
         f"{what} on {place}: the previous backward started to reduce gradients and never ended. Did it raise an error that "
         "was caught? Gradients of this rank may be incomplete: build the model's wrapper anew, and close or delete this one"
@@ -87,7 +87,7 @@ def backward_never_ended(what: str, place: str) -> MisuseError:
 
 
 def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
-    """Make the error for a sparse gradient of a parameter that was declared dense, and for the opposite case."""
+    """Make the error for a gradient that is sparse although its parameter was declared dense, or the opposite."""
     if gradient.layout is torch.strided:
         return MisuseError(
             f"expected a sparse gradient for parameter '{name}' on {place}, found a dense one: the parameter is also used by "
@@ -101,9 +101,9 @@ def wrong_layout(name: str, gradient: torch.Tensor, place: str) -> MisuseError:
 
 
 def wrong_dtype(name: str, gradient: torch.Tensor, dtype: torch.dtype, expected: torch.dtype, place: str) -> MisuseError:
-    """Make the error for a gradient whose dtype differs from the dtype that its parameter had at construction.
+    """Make the error for a gradient whose dtype differs from the parameter's dtype at construction.
 
-    `dtype` is the dtype that the parameter has now.
+    `dtype` is the present dtype of the parameter.
     """
     found = f"expected a gradient of {expected} for parameter '{name}' on {place}, found {gradient.dtype}"
     if dtype is expected:  # only `grad_dtype` lets a gradient have another dtype than its parameter
@@ -139,7 +139,7 @@ def check_gradient(
 
 
 def check_shape(name: str, gradient: torch.Tensor, expected: torch.Size, place: str) -> None:
-    """Check that a gradient's shape is the shape that its parameter had at construction.
+    """Check that a gradient's shape is the parameter's shape at construction.
 
     Raises:
         MisuseError: the gradient has another shape.
@@ -158,22 +158,22 @@ _AFTER_AVERAGE = (
 
 
 def gone_before_average(name: str, place: str) -> MisuseError:
-    """Make the error for the case that a hook of the user has dropped a gradient."""
+    """Make the error for a gradient that a hook of the user has dropped."""
     return MisuseError(f"the gradient of parameter '{name}' was gone before it was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def changed_before_average(name: str, place: str) -> MisuseError:
-    """Make the error for a hook of the user that has changed a parameter before the parameter's gradient was averaged."""
+    """Make the error for a parameter that a hook of the user has changed before its gradient was averaged."""
     return MisuseError(f"parameter '{name}' was changed before its gradient was averaged, on {place}. {_AFTER_AVERAGE}")
 
 
 def sees_own_gradients(names: Sequence[str]) -> str:
-    """Return the warning that hooks of the user on these parameters see gradients that are not averaged yet."""
+    """Return the warning for users' hooks on these parameters, which see gradients that are not averaged yet."""
     return f"{_shortened(names)}: hooks on the gradient before it is averaged. {_AFTER_AVERAGE}"
 
 
 def differentiable(name: str) -> MisuseError:
-    """Make the error for the case that a sparse gradient is part of a graph."""
+    """Make the error for a sparse gradient that is part of a graph."""
     return MisuseError(
         f"the sparse gradient of parameter '{name}' itself requires a gradient (backward with create_graph=True): use "
         "sparse=False in its embedding, or torch.autograd.grad for the inner derivative, and backward() for the outer one"
@@ -183,11 +183,11 @@ def differentiable(name: str) -> MisuseError:
 def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineError | None:
     """Return a copy of an error, with the names of the bucket's parameters in its text.
 
-    Return None if the error is neither a transport error nor a disagreement.
+    If the error is not a transport error and not a disagreement, return None.
 
-    A future of torch (for example of `torch.futures.collect_all`) turns an error into a RuntimeError. The text of the
-    RuntimeError contains the type and text of the original error. So if the original error was a transport error or a
-    disagreement, this function makes the error again from this text.
+    A future of torch (for example of `torch.futures.collect_all`) converts an error to a RuntimeError, whose text contains the
+    type and the text of the original error. If the original error was a transport error or a disagreement, this function makes
+    an error of this type from the RuntimeError's text.
     """
     told = error if isinstance(error, TransportError | DisagreementError) else _told(error)
     if told is None:
@@ -201,7 +201,7 @@ def with_parameter_names(error: Exception, names: Sequence[str]) -> SynclineErro
 def disagreement(error: DisagreementError, where: str) -> DisagreementError:
     """Return a copy of the error. The copy's text also says where the ranks disagree.
 
-    If only some ranks ran a backward, this text also says how to repair this.
+    If only some ranks ran a backward, the text also says how to correct the script.
     """
     remedy = _STRAY_BACKWARD if is_of_a_stray_backward(str(error)) else ""
     return error.reworded(f"the ranks disagree in {where}.{remedy}\n{error}")
@@ -210,7 +210,7 @@ def disagreement(error: DisagreementError, where: str) -> DisagreementError:
 def is_of_a_stray_backward(text: str) -> bool:
     """Whether an error's text shows that a rank ran a backward that other ranks did not run.
 
-    The text shows this if it names different backwards, or a backward that is not the first one since its forward.
+    Such a text names different backwards, or a backward that is not the first backward after its forward.
     """
     marks = set(re.findall(r"backward (\d+) since forward (\d+)", text.partition("The last calls")[0]))
     return len(marks) > 1 or any(backward != "1" for backward, _ in marks)
@@ -236,7 +236,7 @@ def _family(kind: type[SynclineError]) -> Iterator[type[SynclineError]]:
 
 
 def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence[str]) -> MisuseError | None:
-    """Return the error for a hook's result that cannot be the reduced bucket. Return None if the result may be the bucket."""
+    """Return the error for a hook's result that cannot be the reduced bucket. Return None if the result can be it."""
     listed = ", ".join(names)
     if not isinstance(result, torch.Tensor):
         return MisuseError(
@@ -260,7 +260,7 @@ def not_the_reduced_bucket(result: object, buffer: torch.Tensor, names: Sequence
 def naming_parameters(names: Callable[[], Sequence[str]]) -> Iterator[None]:
     """A context that adds the names of the reduced parameters to transport errors and disagreements.
 
-    An error of Syncline keeps its type.
+    The errors keep their types.
     """
     try:
         yield

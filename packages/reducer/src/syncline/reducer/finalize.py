@@ -1,4 +1,4 @@
-"""Finalize: wait for the buckets, and give their results to the parameters. Here the reducer blocks."""
+"""Wait for the buckets at the end of backward, and give their results to the parameters."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def finalize(
 
     Args:
         reductions: the reductions of the buckets, in the order of their start.
-        statistics: gets the time when finalize began, the time when it ended, and the seconds that backward waited.
-        globally_unused: takes indices of parameters, and returns the indices of those parameters whose gradients stay
-            unchanged. May wait for other ranks.
-        on_delivery: a function that finalize calls for each bucket, with the parameters that now have their reduced gradients.
-            Later buckets may still be in flight.
-        extra_futures: finalize also waits for these futures.
-        verification: starts the comparison of the group's calls, or returns the comparison that already runs. finalize calls
-            this function when everything else is over.
+        statistics: the object that stores the times when this function began and ended, and the seconds that backward waited.
+        globally_unused: a function that takes indices of parameters, and returns the indices of the parameters whose gradients
+            stay unchanged. This function may wait for other ranks.
+        on_delivery: a function that is called for each bucket, with the parameters that now have their reduced gradients. At
+            this time, later buckets may still be in reduction.
+        extra_futures: further futures to wait for.
+        verification: a function that starts the comparison of the group's calls, or returns the comparison that already runs.
+            This function is called last.
 
     Raises:
         DisagreementError: the ranks called different collectives.

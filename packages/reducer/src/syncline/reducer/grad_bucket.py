@@ -12,7 +12,8 @@ from .sparse_bucket import AnyBucket
 class GradBucket:
     """The argument of a communication hook.
 
-    This class has all methods of `torch.distributed.GradBucket`, and two more: `parameter_names` and `process_group`.
+    This class has all methods of `torch.distributed.GradBucket`, and two further methods: `parameter_names` and
+    `process_group`.
     """
 
     def __init__(self, bucket: AnyBucket, index: int, is_last: bool, group: ProcessGroup) -> None:
@@ -31,15 +32,16 @@ class GradBucket:
 
         The values are this rank's own gradients. They are not divided by the number of ranks.
 
-        The bucket of a sparse gradient holds one parameter. The buffer of this bucket is the gradient itself: COO, coalesced,
-        in the parameter's shape.
+        The bucket of a sparse gradient has only one parameter. The buffer of this bucket is the gradient itself: a coalesced
+        COO tensor with the parameter's shape.
         """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Make `buffer()` and `gradients()` show another flat tensor, with the same number of elements.
 
-        Afterwards the hook's result may have this tensor's dtype. The reducer casts the result to the bucket's own dtype.
+        After this call, the hook's result may have the dtype of this tensor. The reducer casts the result to the bucket's own
+        dtype.
         """
         self._buffer = buffer
 
@@ -56,9 +58,9 @@ class GradBucket:
         return list(self._bucket.names)
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket that is reduced in this iteration."""
+        """Whether this is the last bucket of this iteration."""
         return self._is_last
 
     def process_group(self) -> ProcessGroup:
-        """Return the group over which the reducer averages (torch's GradBucket has no such method)."""
+        """Return the group over which the reducer averages gradients (torch's GradBucket has no such method)."""
         return self._group

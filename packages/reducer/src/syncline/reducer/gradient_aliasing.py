@@ -1,4 +1,4 @@
-"""Large gradients stay in the bucket's memory, in which they were reduced. So the reducer need not copy them back."""
+"""Let large gradients stay in the bucket's memory after the reduction, so that the reducer need not copy them back."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ class GradientAliasing:
 
     Note [Aliased gradients]
     ~~~~~~~~~~~~~~~~~~~~~~~~
-    Copying the reduced gradients back takes about as long as reducing them. The bucket needs its memory again only when the
-    next backward fills it. By then most gradients are gone (`zero_grad`). So at the end of backward `gradient.data = alias`
-    moves a gradient into the bucket's memory. (The alias is a tensor in this memory.) The tensor object `gradient` stays, with
-    its version and its hooks. The memory that autograd had allocated for the gradient is freed. These rules hold:
+    A copy of the reduced gradients from the bucket takes about as long as their reduction. The bucket needs its memory again
+    only when the next backward fills the bucket. Before this moment, `zero_grad` usually drops the gradients. So at the end of
+    backward, `gradient.data = alias` moves a gradient into the bucket's memory. (The alias is a tensor in this memory.) The
+    tensor object `gradient` stays the same, with its version and its hooks. The memory that autograd had allocated for the
+    gradient is freed. These rules apply:
 
     - A gradient is moved only if no view, no array and no storage object in Python uses its memory. All other gradients are
       copied.
     - When the bucket is filled again, a moved gradient may still be its parameter's gradient. Then this gradient is already in
       the bucket, and is not copied.
-    - If other code uses the memory of a moved gradient (a list holds the gradient, for example), the bucket takes other memory
-      for this backward. The reduction is slower in this memory, because other ranks do not share it.
+    - If other code uses the memory of a moved gradient (for example, a list holds the gradient), the bucket uses other memory
+      for this backward. The reduction in this other memory is slower, because it is not shared with other ranks.
 
-    Each rank decides for itself which gradients it moves. Aliasing works on CPUs only.
+    Each rank decides by itself which gradients it moves. Aliasing works only for gradients on the CPU.
 
     Args:
         parameters: the bucket's parameters.
@@ -47,10 +48,10 @@ class GradientAliasing:
                     self._make_alias(position)
 
     def is_memory_free(self) -> bool:
-        """Whether the bucket may fill its memory.
+        """Whether the bucket may overwrite its memory.
 
-        True if each moved gradient is gone, or has other memory by now, or is still the `grad` of its parameter. (A gradient
-        that is still the `grad` is in the bucket already, and is not copied.)
+        True if every moved gradient is gone, or now has other memory, or is still the `grad` of its parameter. (In the last
+        case, the gradient is already in the bucket and is not copied.)
         """
         return all(
             storage_users(alias) == self._alone[position]
@@ -64,10 +65,11 @@ class GradientAliasing:
         return [position for position in self._aliases if self._is_moved(position, gradients[position])]
 
     def move(self, gradients: Sequence[torch.Tensor | None], untouched: Collection[int]) -> set[int]:
-        """Move gradients into the bucket's memory, which holds the reduced values. Leave out the `untouched` positions.
+        """Move gradients into the bucket's memory, which has the reduced values. Leave out gradients at `untouched` positions.
 
         Returns:
-            The positions of the gradients that are in the bucket's memory now. The caller need not copy their values.
+            The positions of the gradients that are now in the bucket's memory. The caller need not copy the values of these
+            gradients.
         """
         moved = set()
         for position in self._aliases:
@@ -85,7 +87,7 @@ class GradientAliasing:
         return moved
 
     def move_out(self) -> None:
-        """Move gradients out of the bucket's memory into new memory. Leave out gradients whose memory other code uses."""
+        """Move gradients out of the bucket's memory into new memory, except gradients whose memory other code uses."""
         for position, alias in self._aliases.items():
             gradient = self._parameters[position].grad
             # This parameter's gradient is not in the bucket's memory.

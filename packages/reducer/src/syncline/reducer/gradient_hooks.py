@@ -1,4 +1,4 @@
-"""The hooks on parameters. Each hook notes that its parameter has got a gradient."""
+"""Put hooks on parameters. Each hook records that its parameter has got a gradient."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from .torch_internals import GraphNode, accumulation_node, hookable
 
 
 class GradientHooks:
-    """The hooks by which one reducer learns that gradients have come.
+    """The hooks that tell a reducer when gradients have come.
 
     Note [After all users' hooks]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Users' hooks may change a gradient. A hook that was registered after our hook runs after our hook. So a bucket is never
-    collected inside our hook on a parameter. The bucket is collected when all hooks on the latest gradient have run, that is,
-    when the node of this gradient's parameter in the graph is done. A hook on every node would double the cost of noting
-    gradients. So at first each bucket has one hooked node: the node of the parameter that is expected to complete the bucket.
-    If another parameter completes the bucket, the bucket waits for the next gradient that wakes the reducer in the same
-    backward, or for the end of backward. From the next backward on, the node of this other parameter has a hook, too.
+    Users' hooks may change a gradient. A user's hook that is registered after the reducer's hook also runs after the reducer's
+    hook. So the reducer never collects a bucket inside its hook on a parameter. The reducer collects the bucket after all hooks
+    on the latest gradient have run, that is, after the autograd node of this gradient's parameter has finished. A hook on every
+    node would double the cost of the hooks. So at first, each bucket has one hooked node: the node of the parameter that is
+    expected to complete the bucket. If another parameter completes the bucket, the bucket waits for the next gradient that
+    wakes the reducer in this backward, or for the end of backward. From the next backward on, the node of this other parameter
+    also has a hook.
 
     Args:
         parameters: the reducer's parameters.
         group: the group whose ranks average their gradients.
-        reads_in_place: whether this reducer averages gradients in their own memory. If so, another reducer would read gradients
-            that this reducer is just averaging.
-        wake: a method that a hook calls on the thread of backward, when the reducer must look at a bucket (see
-            `PendingBucket.wake_at`). Only a weak reference to `wake` is kept, so that hooks do not keep the reducer alive.
-        node_done: a method that a hook calls when all hooks on a parameter have run. The arguments are the index and the bucket
-            that `hook_node` got. Only a weak reference is kept.
-        retire: a method that another reducer of the same parameters calls before a forward or a backward.
-            `retire` returns True if no backward of this reducer is under way or expected. Then this reducer's hooks are off
-            until the next call of `register`. Only a weak reference is kept.
+        reads_in_place: whether this reducer averages gradients in their own memory. If True, another reducer of these
+            parameters would read gradients while this reducer averages them.
+        wake: a method of the reducer. A hook calls `wake` on the thread of backward, when the reducer must look at a bucket
+            (see `PendingBucket.wake_at`). Only a weak reference to `wake` is kept, so that hooks do not keep the reducer alive.
+        node_done: a method of the reducer. A hook calls `node_done` when all hooks on a parameter have run. The arguments are
+            the index and the bucket that `hook_node` got. Only a weak reference is kept.
+        retire: a method of the reducer. Another reducer of the same parameters calls `retire` before a forward or a backward.
+            `retire` returns True if no backward of this reducer is running or expected. In this case, this reducer's hooks are
+            off until the next call of `register`. Only a weak reference is kept.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class GradientHooks:
         _introduce(self)
 
     def register(self, pending: PendingGradients) -> None:
-        """Take all earlier hooks off, and register a hook on every parameter. The new hooks note gradients in `pending`.
+        """Remove all earlier hooks, and register a hook on every parameter. The new hooks record gradients in `pending`.
 
         Note [One stream for all gradients]
         ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-        Each parameter has a node in autograd's graph that accumulates the gradient. A node runs on the stream that was current
-        when autograd made it. If nobody holds the node, autograd makes a new node in each forward. So if the reducer held only
-        some nodes, and a forward ran on another stream than the constructor (`with torch.cuda.stream(...)`, CUDA graphs), the
-        nodes of one bucket would run on two streams. The bucket is collected on the stream of its last gradient, and this
-        stream would not wait for the gradients of the other stream. So the reducer holds the nodes of all parameters. Holding
-        a node costs nothing. Only hooks on nodes cost time.
+        Each parameter has a node in autograd's graph that accumulates the gradient. A node runs on the CUDA stream that was
+        current when autograd made the node. If no code holds a reference to the node, autograd makes a new node in each
+        forward. A forward may run on another stream than the constructor (`with torch.cuda.stream(...)`, CUDA graphs). If the
+        reducer held only some nodes, the nodes of one bucket would then run on two streams. The bucket is collected on the
+        stream of its last gradient, and this stream would not wait for the gradients of the other stream. So the reducer holds
+        references to the nodes of all parameters. A reference to a node costs nothing. Only hooks on nodes cost time.
         """
         self._remove()
         self.are_off = self._is_closed
@@ -111,12 +112,14 @@ class GradientHooks:
         self._hooked[index] = node, node.register_hook(tell)
 
     def take_over(self) -> bool:
-        """Take off the hooks of other reducers of the same parameters. Return False if a disturbing reducer keeps its hooks.
+        """Remove the hooks of other reducers of the same parameters.
+
+        Return False if a reducer that disturbs this reducer keeps its hooks.
 
         Usually only the reducer that has prepared the latest forward averages gradients. Another reducer, for example of a
-        second wrapper of the same module, keeps its hooks only while one of its forwards waits for its backward, or one of its
-        backwards is under way. Then both reducers average the gradients (for example, a loss adds the outputs of two wrappers).
-        Two such reducers disturb each other in three cases:
+        second wrapper of the same module, keeps its hooks in two cases: one of its forwards waits for its backward, or one of
+        its backwards is running. In these cases both reducers average the gradients (for example, if a loss adds the outputs of
+        two wrappers). Two such reducers disturb each other in three cases:
 
         - At least one of them averages gradients in place.
         - Both use one group. Gradients may come in a different order on each rank, so a bucket of one reducer could meet a
@@ -147,7 +150,7 @@ class GradientHooks:
         return True
 
     def close(self) -> None:
-        """Take all hooks off for good."""
+        """Remove all hooks permanently."""
         self._is_closed = self.are_off = True
         self._remove()
 

@@ -10,7 +10,7 @@ from syncline.collectives import InvalidArgumentError, MisuseError
 
 
 class NamedParameters:
-    """Checked names and parameters. The position of a parameter is its index. The index is the same on every rank.
+    """Checked names and parameters. The index of a parameter is its position, which is the same on every rank.
 
     Attributes:
         names: the names, for errors.
@@ -18,9 +18,9 @@ class NamedParameters:
         sparse: for each parameter, whether its gradients are sparse.
 
     Raises:
-        MisuseError: there is no parameter, or a parameter requires no gradient.
-        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, or a flag marks a parameter without
-            dimensions as sparse.
+        MisuseError: there is no parameter, or a parameter does not require a gradient.
+        InvalidArgumentError: `sparse` does not have one flag for each parameter, or a flag marks a parameter without dimensions
+            as sparse.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], sparse: Sequence[bool] | None) -> None:

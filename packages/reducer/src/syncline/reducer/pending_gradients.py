@@ -1,6 +1,6 @@
-"""A state machine for the gradients that autograd has accumulated, and that the reducer has not looked at yet.
+"""A state machine for gradients that autograd has accumulated, but the reducer has not taken yet.
 
-This module handles integers only: no tensors.
+This module works with integers only, and needs no tensors.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ Where: TypeAlias = tuple[int, int]
 
 
 class PendingBucket:
-    """The gradients of one bucket that have come, and that the reducer has not taken yet.
+    """The gradients of one bucket that have come, but the reducer has not taken yet.
 
-    The reducer takes the gradients when enough of them have come; `expect` sets how many are enough.
+    The reducer takes the gradients when enough gradients have come. `expect` sets the number of gradients that are enough.
 
     Note [What one gradient costs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Autograd calls a Python function for every gradient. The call takes about a microsecond, and is the largest cost of a
+    Autograd calls a Python function for every gradient. This call takes about a microsecond, and is the largest cost of a
     reducer in Python. So the function only appends an index to a list. The function wakes the reducer in two cases: at a
     bucket's first gradient, because a backward may begin with this gradient, and when the bucket may be complete. All
-    parameters of a bucket are on one device, and autograd has one thread for each device. So no other thread appends meanwhile.
+    parameters of a bucket are on one device, and autograd has one thread for each device. So no other thread appends to the
+    list at the same time.
 
     Args:
         members: the parameters' indices, in the order in which their gradients are expected.
 
     Attributes:
-        members: the argument.
-        indices: for each gradient that has come and was not taken, the index of its parameter, in the order of arrival.
-        wake_at: the hook wakes the reducer when `indices` has one of these lengths.
+        members: the parameters' indices, as given.
+        indices: the index of the parameter for each gradient that has come and was not taken, in the order of the gradients.
+        wake_at: lengths of `indices`. The hook wakes the reducer when `indices` has one of these lengths.
     """
 
     __slots__ = ("_needed", "indices", "members", "wake_at")
@@ -43,10 +44,10 @@ class PendingBucket:
         self.expect(None)
 
     def expect(self, needed: int | None, *, watch_all: bool = False) -> None:
-        """Set how many gradients are enough for the reducer to take them. None: one gradient is enough.
+        """Set the number of gradients that are enough for the reducer to take them. None: one gradient is enough.
 
         The first gradient and gradient number `needed` wake the reducer. With `watch_all`, or if `needed` is None, every
-        gradient wakes the reducer. `watch_all` does not change how many gradients are enough.
+        gradient wakes the reducer. `watch_all` does not change the number of gradients that are enough.
         """
         self._needed = needed or 1
         self.wake_at: Container[int] = EVERY_GRADIENT if watch_all or needed is None else (1, needed)
@@ -59,9 +60,9 @@ class PendingBucket:
     def take(self, *, but_last: bool = False) -> list[int]:
         """Return the indices of the gradients that have come, and forget these gradients.
 
-        With `but_last`, leave out the latest gradient, because users' hooks on it still run.
+        With `but_last`, leave out the latest gradient, because users' hooks on this gradient are still running.
 
-        Afterwards one gradient is enough, until the next call of `expect`.
+        After this call, one gradient is enough, until the next call of `expect`.
         """
         count = len(self.indices) - but_last
         taken = self.indices[:count]
@@ -81,11 +82,11 @@ class PendingGradients:
             ▲                                                                                                      │
             └──────────────────────────── from now on, one gradient is enough ─────────────────────────────────────┘
 
-    Users' hooks on a gradient have run when the node of the gradient's parameter is done, or when the thread of this backward
-    has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
+    Users' hooks on a gradient have run when the autograd node of the gradient's parameter has finished, or when the thread of
+    this backward has come to another gradient. See Note [After all users' hooks] in `gradient_hooks`.
 
     Args:
-        buckets: for each bucket, its parameters' indices, in the order in which their gradients are expected.
+        buckets: for each bucket, the indices of its parameters, in the order in which their gradients are expected.
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -96,15 +97,15 @@ class PendingGradients:
         return iter(self._buckets)
 
     def came(self, bucket: PendingBucket, here: Where) -> list[tuple[PendingBucket, list[int]]]:
-        """Note that a gradient of the bucket came. The hook on this gradient calls this method.
+        """Record that a gradient of the bucket has come. The hook on this gradient calls this method.
 
         Args:
             bucket: the gradient's bucket.
-            here: the thread and backward of this call.
+            here: the thread and the backward of this call.
 
         Returns:
-            The buckets that waited for the hooks on an earlier gradient of this thread and backward, each with its gradients.
-            The new gradient is left out.
+            The buckets that waited for the hooks on an earlier gradient of this thread and backward, each with its gradients
+            without the new gradient.
         """
         done = [one for one, where in self._waiting.items() if where == here] if self._waiting else []
         for one in done:
@@ -116,7 +117,7 @@ class PendingGradients:
         return taken
 
     def node_done(self, bucket: PendingBucket, index: int) -> list[int]:
-        """Note that all hooks on a parameter have run.
+        """Record that all hooks on a parameter have run.
 
         If the bucket waited for these hooks, return its gradients. If not, return an empty list.
         """
@@ -127,9 +128,9 @@ class PendingGradients:
         return bucket.take()
 
     def take_all(self) -> list[tuple[PendingBucket, list[int]]]:
-        """Return all buckets that have gradients which were not taken yet, each with these gradients.
+        """Return all buckets that have gradients which are not taken yet, each bucket with these gradients.
 
-        Call this method when backward has ended, or is not reduced.
+        Call this method when backward has ended, or if the backward is not reduced.
         """
         self._waiting.clear()
         return [(bucket, bucket.take()) for bucket in self._buckets if bucket.indices]

@@ -1,4 +1,4 @@
-"""A state machine that knows which gradients and buckets are ready. It knows integers, but no tensors, ranks or clock."""
+"""A state machine that tells which gradients and buckets are ready. This module works with integers only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class MarkedTwiceError(ValueError):
-    """A gradient was marked ready a second time in one backward. `index` is the index of this gradient."""
+    """Raised if a gradient is marked ready a second time in one backward. `index` is the index of this gradient."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was marked ready twice")
@@ -15,7 +15,7 @@ class MarkedTwiceError(ValueError):
 
 
 class Readiness:
-    """Counts for each bucket the gradients that are ready, and lets buckets start strictly in order."""
+    """Counts the ready gradients of each bucket, and lets buckets start strictly in order."""
 
     # Note [Buckets start in order]
     # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -30,22 +30,22 @@ class Readiness:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was marked."""
+        """Mark all gradients as not ready."""
         self._missing = [len(members) for members in self._members]
         self._next = 0
         self._ready: set[int] = set()
 
     def mark_ready(self, indices: Sequence[int]) -> range:
-        """Note that gradients are ready.
+        """Mark gradients as ready.
 
         Args:
-            indices: the indices of these gradients.
+            indices: the indices of the gradients.
 
         Returns:
-            The numbers of the buckets that may start now, in order. In most calls there is no such bucket.
+            The numbers of the buckets that may start now, in order. In most calls the result is empty.
 
         Raises:
-            MarkedTwiceError: one of the gradients was marked before, since the last `reset`.
+            MarkedTwiceError: one of the gradients was already marked since the last `reset`.
         """
         first = self._next
         if not indices:
@@ -73,7 +73,7 @@ class Readiness:
         return self._next == len(self._missing)
 
     def missing(self) -> list[int]:
-        """Return the indices of the gradients that are not marked yet, ascending."""
+        """Return the indices of the gradients that are not marked yet, in ascending order."""
         return sorted(set(self._bucket_of).difference(self._ready))
 
 

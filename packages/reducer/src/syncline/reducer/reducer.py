@@ -89,52 +89,52 @@ class Reducer(Inherited):
         its end        finalize: wait for the buckets in order, write the results back
 
     If a backward reaches one of the parameters, it must reach all parameters, on every rank. `find_unused_parameters` and
-    `static_graph` change this rule. If a backward reaches no parameter on some rank, this rank does not notice the backward.
-    The other ranks wait for this rank, and when the group's timeout is over, their error names this rank.
+    `static_graph` relax this rule. If a backward reaches no parameter on some rank, the reducer of this rank does not notice
+    the backward. Then the other ranks wait for this rank until the group's timeout, and raise an error that names this rank.
 
     Args:
-        named_parameters: names and parameters, the same on all ranks. Each parameter requires a gradient. Names appear in
-            errors.
-        group: the group whose ranks average their gradients. The first forward outside of `no_sync` allocates the buckets, by a
-            collective of this group. If there is no such forward, the first reduced backward allocates the buckets.
-        bucket_cap_bytes: a bucket gets no more parameters when it has reached this size. A list has the sizes of the first,
-            second, ... bucket. The last size holds for all further buckets.
-        first_bucket_cap_bytes: the size of the first bucket. This bucket is small, so that communication starts early. If
-            `bucket_cap_bytes` is a list, this argument is ignored.
-        gradient_as_bucket_view: let `parameter.grad` be a view of the bucket. This saves the copy back, and the memory of a
-            second copy of the gradients.
-        sparse: for each parameter, whether its gradients are sparse (COO); None: no gradient is sparse. Each sparse gradient
+        named_parameters: pairs of a name and a parameter, the same on all ranks. Each parameter requires a gradient. Errors
+            show these names.
+        group: the group whose ranks average their gradients. The first forward outside of `no_sync` allocates the buckets,
+            which is a collective of this group. If there is no such forward, the first reduced backward allocates the buckets.
+        bucket_cap_bytes: the size limit of a bucket. A bucket that has reached this size gets no more parameters. A list
+            contains the size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
+        first_bucket_cap_bytes: the size limit of the first bucket. This bucket is small, so that communication starts early.
+            This argument has no effect if `bucket_cap_bytes` is a list.
+        gradient_as_bucket_view: True makes `parameter.grad` a view of the bucket. This saves the copy from the bucket, and the
+            memory of a second copy of the gradients.
+        sparse: for each parameter, whether its gradients are sparse (COO). None: no gradient is sparse. Each sparse gradient
             has its own bucket.
-        find_unused_parameters: a backward may leave out parameters. Each rank may leave out different parameters. If no rank
-            uses a parameter, this parameter's gradient stays unchanged. The backward must reach at least one parameter on every
-            rank. See `DynamicUsage`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, do not reduce a bucket if no rank uses any of its
-            parameters.
-        static_graph: every backward has the graph of the first backward. This graph may use a parameter several times, also
-            from re-entrant checkpoints, or not at all. See `StaticUsage`. `static_graph` has precedence over
-            `find_unused_parameters`, as in torch.
+        find_unused_parameters: True: a backward need not reach all parameters, and different ranks may reach different
+            parameters. If no rank uses a parameter, this parameter's gradient stays unchanged. The backward must reach at least
+            one parameter on every rank. See `DynamicUsage`.
+        skip_all_reduce_unused_params: do not reduce a bucket if no rank uses a parameter of this bucket. Requires
+            `find_unused_parameters`.
+        static_graph: True promises that every backward has the graph of the first backward. This graph may use a parameter
+            several times (also in re-entrant checkpoints), or may not use a parameter. See `StaticUsage`. `static_graph` has
+            precedence over `find_unused_parameters`, as in torch.
         delayed: names of parameters that may get any number of gradients, until the gradient of `delayed_until` arrives or
             backward ends. The gradients of these parameters are reduced last.
-        delayed_until: the name of the parameter for whose gradient the delayed parameters wait. None: they wait for the end of
-            backward.
+        delayed_until: the name of a parameter. The delayed parameters wait for the gradient of this parameter. None: they wait
+            for the end of backward.
 
     Attributes:
         statistics: the times of the latest iteration.
-        first_bucket_sizes: the bytes of each bucket in the first assignment, before the buckets are built again in the order in
-            which gradients arrive.
+        first_bucket_sizes: the size of each first bucket in bytes. (The first buckets are the buckets before the reducer builds
+            buckets in the order in which gradients arrive.)
         seems_static: whether all reduced backwards so far have left out the same parameters on this rank.
-        is_in_fork: whether this process is a forked child of the rank's process. If so, a backward only adds to this process's
-            gradients, as without a reducer.
-        reductions: the number of reduced backwards. It is the same on all ranks.
+        is_in_fork: whether this process is a forked child of the rank's process. In a child, a backward only adds to this
+            process's gradients, as without a reducer.
+        reductions: the number of reduced backwards so far, which is the same on all ranks.
 
-    Extra memory: the buckets, which together are as large as all gradients. On CPUs, most large gradients stay in the buckets
+    Extra memory: the buckets, whose total size is the size of all gradients. On CPUs, most large gradients stay in the buckets
     until the next backward (see `gradient_aliasing`). With `gradient_as_bucket_view` there is no extra memory.
 
     Raises:
-        MisuseError: there is no parameter, or a parameter requires no gradient.
-        InvalidArgumentError: `sparse` has more or fewer flags than there are parameters, or marks a parameter without
-            dimensions; a size limit is below 0; `delayed` or `delayed_until` names an unknown parameter; or `delayed_until`
-            comes without `delayed`.
+        MisuseError: there is no parameter, or a parameter does not require a gradient.
+        InvalidArgumentError: `sparse` does not have one flag for each parameter, or marks a parameter without dimensions. Or a
+            size limit is below 0. Or `delayed` or `delayed_until` names an unknown parameter. Or `delayed_until` is given
+            without `delayed`.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Reducer(Inherited):
 
     @property
     def buckets(self) -> Sequence[AnyBucket]:
-        """The buckets, in the order in which they are reduced; empty before they are allocated."""
+        """The buckets, in the order in which they are reduced. Empty before the buckets are allocated."""
         return self._buckets or ()
 
     @property
@@ -236,7 +236,7 @@ class Reducer(Inherited):
 
     @property
     def absent(self) -> Sequence[int]:
-        """Indices of parameters that the latest reduced backward did not reach on this rank.
+        """The indices of the parameters that the latest reduced backward did not reach on this rank.
 
         The list is empty if the usage model does not look for such parameters.
         """
@@ -244,38 +244,38 @@ class Reducer(Inherited):
 
     @property
     def arrival_order(self) -> Sequence[int] | None:
-        """Indices of parameters in the order in which their gradients arrive. None before a backward has shown this order."""
+        """The parameters' indices in the order in which gradients arrive. None before a backward has shown this order."""
         return self._arrival_order.learned
 
     @property
     def latest_error(self) -> str | None:
-        """Type and text of the latest error that this reducer raised or that `note_error` got. None if there was no error."""
+        """The type and text of the latest error from this reducer or from `note_error`. None if there was no error."""
         return self._latest_error
 
     def explained(self, error: DisagreementError, where: str) -> DisagreementError:
         """Explain a disagreement in a collective that does not reduce a bucket.
 
-        If only some ranks ran a backward, return a copy of the error. The copy's text also says where the ranks disagree and
-        what to change. Otherwise return the error unchanged.
+        If only some ranks ran a backward, return a copy of the error. The text of the copy also says where the ranks disagree,
+        and how to correct the script. Otherwise return the error unchanged.
         """
         is_stray = error_messages.is_of_a_stray_backward(str(error))
         return error_messages.disagreement(error, where) if is_stray else error
 
     def note_error(self, error: Exception) -> None:
-        """Remember type and text of an error."""
+        """Store the type and text of an error as `latest_error`."""
         self._latest_error = f"{type(error).__name__}: {error}"
 
     @property
     def has_rebuilt_buckets(self) -> bool:
         """Whether the buckets were built in the order in which gradients arrive.
 
-        After `change_bucket_caps` this is False until new buckets are built.
+        After `change_bucket_caps`, the value is False until new buckets are built.
         """
         return self._arrival_order.is_used
 
     @property
     def hook(self) -> tuple[CommunicationHook | None, Any]:
-        """The hook and the state that `set_hook` got last."""
+        """The hook and the state that the latest call of `set_hook` got."""
         return self._reduction.hook, self._reduction.hook_state
 
     # ---- settings ----
@@ -285,7 +285,8 @@ class Reducer(Inherited):
         """Declare that all later backwards have the graph of the next backward. See `StaticUsage`.
 
         Raises:
-            MisuseError: a backward, reduced or not, has already computed gradients. So the call comes too late.
+            MisuseError: the call comes too late, because a backward has already computed gradients. This backward may be
+                reduced or not.
         """
         if self._running is not None or self._has_accumulated:
             raise MisuseError(
@@ -296,11 +297,11 @@ class Reducer(Inherited):
         self._usage = self._make_usage()
 
     def set_hook(self, hook: CommunicationHook | None, state: Any = None) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, instead of `all_reduce(AVG)`. None brings `all_reduce(AVG)` back.
+        """Let `hook(state, bucket)` reduce each bucket, in place of `all_reduce(AVG)`. None restores `all_reduce(AVG)`.
 
-        The reducer calls the hook on the thread that runs backward, on every rank in the same order. The hook gets this rank's
-        undivided gradients. The hook returns a future, whose value is the reduced bucket as one flat tensor. The hook must not
-        call this reducer.
+        The reducer calls the hook on the thread that runs backward. On every rank, the hook gets the same buckets in the same
+        order. A bucket contains this rank's own gradients, which are not divided. The hook returns a future, whose value is the
+        reduced bucket as one flat tensor. The hook must not call this reducer.
         """
         self._check_idle("set_hook")
         # A hook may keep the bucket's memory, so no gradient may stay there.
@@ -308,7 +309,7 @@ class Reducer(Inherited):
         self._reduction.hook, self._reduction.hook_state = hook, state
 
     def divide_by(self, count: int | None) -> None:
-        """Let `all_reduce` divide sums by this number. Every rank must give the same number. None means the number of ranks.
+        """Let `all_reduce` divide sums by this number. Every rank must pass the same number. None means the number of ranks.
 
         Raises:
             InvalidArgumentError: the number is below 1.
@@ -321,27 +322,28 @@ class Reducer(Inherited):
     def on_delivery(self, callback: OnDelivery | None) -> None:
         """Set a function that the reducer calls for each bucket at the end of backward.
 
-        The callback gets those parameters of the bucket that have their reduced gradients now. The callback runs on the thread
-        of backward, while later buckets may still be in flight. None removes the callback.
+        The argument of the function is the list of the bucket's parameters that now have their reduced gradients. The function
+        runs on the thread of backward, while later buckets may still be in reduction. None removes the function.
         """
         self._check_idle("on_delivery")
         self._on_delivery = callback
 
     def on_iteration(self, callback: Callable[[IterationStatistics], None] | None) -> None:
-        """Set a function that the reducer calls with the iteration's times, after it has delivered all reduced gradients.
+        """Set a function that the reducer calls with the iteration's times, after all parameters have their reduced gradients.
 
-        The callback runs on the thread of backward. All ranks run the callback after the same backward, so the callback may
-        issue collectives. On a rank that takes part by `shadow_backward` the callback does not run, so the caller must issue
-        these collectives there. None removes the callback. The change takes effect at once, also within a backward.
+        The function runs on the thread of backward. All ranks call the function after the same backward, so the function may
+        issue collectives. A rank that takes part by `shadow_backward` does not call the function, so the caller of
+        `shadow_backward` must issue these collectives. None removes the function. The change takes effect at once, also within
+        a backward.
         """
         self._on_iteration = callback
 
     def on_begin(self, callback: Callable[[], None] | None) -> None:
-        """Set a function to call when a reduced backward begins, before any gradient of this backward is communicated.
+        """Set a function that the reducer calls at the start of a reduced backward, before it communicates gradients.
 
-        The callback runs on the thread of backward. On every rank the callback runs between the same two collectives of the
-        group, so the callback may issue collectives. On a rank that takes part by `shadow_backward` the callback does not run,
-        so the caller must issue these collectives there. None removes the callback.
+        The function runs on the thread of backward. On every rank, the function runs between the same two collectives of the
+        group, so the function may issue collectives. A rank that takes part by `shadow_backward` does not call the function, so
+        the caller of `shadow_backward` must issue these collectives. None removes the function.
         """
         self._check_idle("on_begin")
         self._on_begin = callback
@@ -350,24 +352,25 @@ class Reducer(Inherited):
 
     @_noting_errors
     def prepare_for_backward(self, *, synchronizes: bool = True) -> None:
-        """Call this before each forward.
+        """Prepare the reducer for a backward. Call this method before each forward.
 
         The first call with `synchronizes=True` builds the buckets. When a reduced backward has shown the order of gradients,
         the next call with `synchronizes=True` builds the buckets again. With `find_unused_parameters` the buckets are built
         only once.
 
-        Building buckets is a collective. In a forked child of the rank, a call with `synchronizes=False` does nothing.
+        A call that builds buckets is a collective. In a forked child of the rank, a call with `synchronizes=False` does
+        nothing.
 
         Args:
-            synchronizes: whether the backward of this forward is reduced. If not, the backward adds to this rank's own
-                gradients, and a later backward reduces the sum. See `GradSyncPolicy` for several forwards before a backward.
+            synchronizes: whether the backward of this forward is reduced. If False, the backward adds to this rank's own
+                gradients, and a later backward reduces the sum. See `GradSyncPolicy` for several forwards before one backward.
 
         Raises:
             GroupClosedError: `synchronizes` is True, and this process is a forked child of the rank.
-            MisuseError: the previous backward began to reduce and never ended. Or another reducer of some of the same
-                parameters has a backward under way, or a forward that waits for its backward, and the two reducers disturb each
-                other. They do so in three cases: both use one group, their groups have different ranks, or at least one of the
-                reducers has `gradient_as_bucket_view`.
+            MisuseError: the previous backward began to reduce and never ended. Or another reducer of some of these parameters
+                has a running backward, or a forward that waits for its backward, and the two reducers disturb each other. Two
+                reducers disturb each other in three cases: both use one group, their groups have different ranks, or at least
+                one of them has `gradient_as_bucket_view`.
         """
         # A fork, such as a data loader's worker, may run the model. The fork has no hooks, so there is nothing to prepare.
         if self.is_in_fork and not synchronizes:
@@ -383,7 +386,7 @@ class Reducer(Inherited):
     def rebuild_buckets(self) -> bool:
         """Build the buckets now, if the next forward would build them.
 
-        A collective, if this call builds buckets.
+        If this call builds buckets, it is a collective.
 
         Returns:
             Whether this call has built the buckets in the order in which gradients arrived.
@@ -394,16 +397,16 @@ class Reducer(Inherited):
         return self.has_rebuilt_buckets and not before
 
     def change_bucket_caps(self, caps_bytes: Sequence[int]) -> None:
-        """Set other bucket sizes. The next forward whose backward is reduced builds new buckets with these sizes.
+        """Change the bucket sizes. The next forward whose backward is reduced builds new buckets with these sizes.
 
         Every rank calls this method between the same two backwards, and with the same sizes.
 
         Args:
-            caps_bytes: size limits of the first, second, ... bucket; the last limit holds for all further buckets.
+            caps_bytes: size limits of the first, second, ... bucket. The last limit also applies to all further buckets.
 
         Raises:
-            MisuseError: a backward is under way or has failed. Or the order in which gradients arrive is not known, because no
-                backward was reduced yet, or because each backward may reach different parameters (`find_unused_parameters`).
+            MisuseError: a backward is running or has failed. Or the order in which gradients arrive is not known: no backward
+                was reduced yet, or each backward may reach different parameters (`find_unused_parameters`).
         """
         self._check_idle("change_bucket_caps")
         if self._arrival_order.learned is None:
@@ -421,18 +424,18 @@ class Reducer(Inherited):
         sparse: Sequence[bool] | None = None,
         bucket_cap_bytes: Sequence[int],
     ) -> None:
-        """Average the gradients of these parameters from now on, because the model has changed.
+        """From now on, average the gradients of these parameters, because the model has changed.
 
         Every rank calls this method, before a forward. The next backward counts as the first backward: the reducer builds new
-        buckets, and learns a static graph again. Existing gradients stay, and are part of the next reduction.
+        buckets, and learns a static graph again. Existing gradients stay, and the next reduction includes them.
 
         Args:
-            named_parameters: as at construction.
-            sparse: as at construction.
-            bucket_cap_bytes: as at construction, but always a list of sizes.
+            named_parameters: see the class.
+            sparse: see the class.
+            bucket_cap_bytes: a list of size limits; see the class.
 
         Raises:
-            MisuseError: a backward is under way, or has failed.
+            MisuseError: a backward is running or has failed.
         """
         self._check_idle("change_parameters")
         named = NamedParameters(named_parameters, sparse)
@@ -448,7 +451,7 @@ class Reducer(Inherited):
         self._usage.accumulated(there, ())
 
     def unreduced(self) -> set[str]:
-        """Return the names of parameters that got gradients since the last reduced backward.
+        """Return the names of the parameters that have got gradients after the latest reduced backward.
 
         These gradients are not averaged yet.
         """
@@ -457,13 +460,13 @@ class Reducer(Inherited):
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether a backward that was not reduced has added to gradients since the latest reduced backward."""
+        """Whether a backward that was not reduced has added to gradients after the latest reduced backward."""
         return bool(self.unreduced())
 
     def find_nodes_again(self) -> None:
         """Look for the parameters' nodes in autograd's graph again.
 
-        Call this after parameters were converted to another dtype or device and back, because autograd has made new nodes.
+        Call this method if parameters were converted to another dtype or device and back, because autograd has made new nodes.
         """
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
@@ -478,30 +481,30 @@ class Reducer(Inherited):
         self._sync_policy.cancel_forward()
 
     def keep_local(self, is_local: bool) -> None:
-        """If `is_local`, backwards without a forward only add to this rank's gradients, until the next call of `keep_local`.
+        """Set whether backwards without a forward only add to this rank's gradients.
 
-        If not, such backwards are reduced, unless the latest forward was within `no_sync`. See Note [Which backward is reduced]
-        in `sync_policy`.
+        If `is_local` is True, such backwards are not reduced, until the next call of `keep_local`. If False, such backwards are
+        reduced, unless the latest forward was within `no_sync`. See Note [Which backward is reduced] in `sync_policy`.
         """
         self._sync_policy.keep_local(is_local)
 
     def wait_at_end(self, futures: Sequence[AnyFuture]) -> None:
-        """Let the end of the next reduced backward wait for these futures, too."""
+        """Let the end of the next reduced backward also wait for these futures."""
         self._extra_futures += futures
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether the next backward fails if some rank calls `shadow_backward`, because every rank must have gradients."""
+        """Whether every rank must have gradients in the next backward, so that no rank may call `shadow_backward`."""
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:
-        """Take part in one forward and backward of the other ranks, without gradients of this rank.
+        """Take part in one forward and backward of the other ranks, without this rank's gradients.
 
-        This method builds the buckets if the other ranks build them, issues the collectives of a backward with zeros, and waits
-        for these collectives. This rank's gradients stay unchanged.
+        If the other ranks build buckets, this method builds buckets, too. Then the method issues the collectives of a backward
+        with zeros, and waits for these collectives. This rank's gradients stay unchanged.
 
         Args:
-            has_forward: whether the other ranks called `prepare_for_backward` before this backward.
+            has_forward: whether the other ranks have called `prepare_for_backward` before this backward.
 
         Raises:
             MisuseError: the backward needs every rank (see `needs_everyone`), or the previous backward never ended.
@@ -529,16 +532,16 @@ class Reducer(Inherited):
         self._reset()
 
     def reduce_gradients(self, indices: Collection[int]) -> None:
-        """Take part in one backward of the other ranks with the gradients that this rank has already.
+        """Take part in one backward of the other ranks with gradients that this rank already has.
 
-        This method issues the collectives of a backward without a forward, and delivers the reduced gradients. Autograd does
-        not run, so hooks of the user do not run either. The callbacks of `on_begin` and `on_iteration` are not called.
+        This method issues the collectives of a backward without a forward, and delivers the reduced gradients. Autograd and
+        users' hooks do not run. The callbacks of `on_begin` and `on_iteration` are not called.
 
         Args:
             indices: the parameters whose gradients this rank adds.
 
         Raises:
-            MisuseError: the previous backward never ended; or the reducer has no `find_unused_parameters`; or the reducer has
+            MisuseError: the previous backward never ended. Or the reducer lacks `find_unused_parameters`. Or the reducer has
                 `static_graph` or `skip_all_reduce_unused_params`.
         """
         self._check_idle("reduce_gradients")
@@ -563,27 +566,27 @@ class Reducer(Inherited):
         self._reset()
 
     def check_finalized(self) -> None:
-        """Raise a MisuseError if a backward has begun to reduce and has not ended."""
+        """Raise a MisuseError if a reduced backward has begun and has not ended."""
         self._check_idle("check_finalized")
 
     @override
     def in_fork(self) -> None:
-        """Take the hooks off in a forked child process. The child is not a rank of the group."""
+        """Remove the hooks in a forked child process, because the child is not a rank of the group."""
         self.is_in_fork = True
         self._close_hooks()
         self._running = None
 
     @property
     def has_users_hooks(self) -> bool:
-        """Whether parameters had hooks of the user at the latest check. Such hooks see gradients that are not averaged yet."""
+        """Whether the latest check found users' hooks on parameters. Such hooks see gradients that are not averaged yet."""
         return bool(self._users_hooks.indices)
 
     def users_hooks_in_words(self) -> str:
-        """Return a warning that names the parameters with hooks of the user."""
+        """Return a warning that names the parameters with users' hooks."""
         return error_messages.sees_own_gradients([self._named.names[index] for index in self._users_hooks.indices])
 
     def close(self) -> None:
-        """Take the hooks off the parameters. The gradients stay. A reducer that is freed also takes its hooks off."""
+        """Remove the hooks from the parameters. The gradients stay. If a reducer is freed, its hooks are also removed."""
         self._close_hooks()
 
     # ---- during backward ----
@@ -752,7 +755,7 @@ class Reducer(Inherited):
         self._hooks.register(self._pending)
 
     def _build_if_due(self) -> None:
-        """A collective, if this call builds buckets."""
+        """If this call builds buckets, it is a collective."""
         # The constructor builds no buckets, because it must not wait for other ranks: a single rank may copy a wrapped module,
         # for example to average the weights over time.
         if self._buckets is None:

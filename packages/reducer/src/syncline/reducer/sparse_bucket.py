@@ -18,7 +18,7 @@ class SparseBucket:
 
     The bucket has no other parameter, because the gradient has different elements on each rank.
 
-    Between backwards the bucket has no memory, and `gradient_as_bucket_view` does not affect the bucket. The reduced gradient
+    Between backwards the bucket holds no memory. `gradient_as_bucket_view` has no effect on this bucket. The reduced gradient
     has the elements of all ranks' gradients, and replaces the parameter's gradient.
 
     Attributes:
@@ -39,7 +39,7 @@ class SparseBucket:
 
     @property
     def nbytes(self) -> int:
-        """The size of this rank's gradient in bytes: its indices and its values together."""
+        """The size of this rank's gradient in bytes: indices and values together."""
         return int(self.buffer.indices().nbytes + self.buffer.values().nbytes)
 
     def views_into(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ class SparseBucket:
         return [buffer]
 
     def collect(self, unused: Collection[int] = ()) -> None:  # noqa: ARG002 - a bucket's; here nothing is overwritten
-        """Take a copy of the gradient. If there is no gradient, take an empty gradient."""
+        """Set `buffer` to a copy of the gradient, or to an empty gradient if there is no gradient."""
         gradient = self.parameters[0].grad
         if gradient is None:
             self.buffer = self._nothing()
@@ -62,17 +62,17 @@ class SparseBucket:
         self.buffer = coalesced.clone() if gradient.is_coalesced() else coalesced
 
     def collect_nothing(self) -> None:
-        """Take an empty gradient."""
+        """Set `buffer` to an empty gradient."""
         self.buffer = self._nothing()
 
     def release_gradients(self) -> None:
         """Do nothing, because no gradient is in the bucket's memory."""
 
     def accept(self, result: object) -> None:
-        """Make the reduced gradient the bucket's buffer.
+        """Set `buffer` to the reduced gradient.
 
         Raises:
-            MisuseError: a hook returned no tensor, or a tensor with another shape, dtype, layout or device than the hook got.
+            MisuseError: a hook's result is not a tensor, or differs from the hook's input in shape, dtype, layout or device.
         """
         error = error_messages.not_the_reduced_bucket(result, self.buffer, self.names)
         if error is not None:
@@ -81,7 +81,7 @@ class SparseBucket:
         self.buffer = result
 
     def deliver(self, untouched: Collection[int] = (), *, may_alias: bool = True) -> None:  # noqa: ARG002 - a bucket's
-        """Give the parameter its reduced gradient, unless its index is `untouched`."""
+        """Give the parameter its reduced gradient, unless the parameter's index is in `untouched`."""
         if self.indices[0] not in untouched:
             self.parameters[0].grad = self.buffer
         self.buffer = self._nothing()

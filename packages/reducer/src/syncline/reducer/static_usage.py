@@ -1,4 +1,4 @@
-"""A graph that never changes. The first backward shows the graph, and all later backwards must have this graph."""
+"""Handle a graph that never changes. The first backward shows the graph, and all later backwards must have this graph."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .usage import UnexpectedGradientError, UsageModel
 
 
 class StaticUsage(UsageModel):
-    """Every backward gives each parameter as many gradients as the first backward did (`static_graph=True`).
+    """A usage model for `static_graph=True`: in every backward, each parameter gets as many gradients as in the first backward.
 
     "The first backward" is the first backward that is reduced. A parameter may get no gradient in a backward, or several
-    gradients (from re-entrant checkpoints). In the first backward no rank knows which gradient is the last, so all gradients
-    are reduced at the end of this backward. Then the ranks also agree which parameters are used by at least one rank. From the
-    second backward on, a parameter is ready when its last gradient has come, and the reduction of a bucket overlaps with
-    backward.
+    gradients (from re-entrant checkpoints). During the first backward no rank knows which gradient of a parameter is the last,
+    so all gradients are reduced at the end of this backward. At this time the ranks also agree on the parameters that at least
+    one rank uses. From the second backward on, a parameter is ready when its last gradient has come, and the reduction of a
+    bucket overlaps with backward.
 
-    A backward inside `no_sync` may leave out parameters, but must not use additional parameters. Exception: if such a backward
-    comes before the first backward, it may use any parameter, and the first reduction includes its gradients. Later reductions
-    leave a gradient unchanged if the first backward itself has not used the parameter on any rank.
+    A backward inside `no_sync` may leave out parameters, but must not use additional parameters. Exception: a backward inside
+    `no_sync` before the first backward may use any parameter, and the first reduction includes its gradients. If the first
+    backward itself does not use a parameter on any rank, later reductions leave the gradient of this parameter unchanged.
     """
 
     hint_missing = (
@@ -57,7 +57,7 @@ class StaticUsage(UsageModel):
 
     @property
     def needs_everyone(self) -> bool:
-        """True until the ranks have agreed which parameters are used, at the end of the first backward."""
+        """True until the end of the first backward, when the ranks agree on the used parameters."""
         return not self._is_map_synced
 
     @property
@@ -71,7 +71,7 @@ class StaticUsage(UsageModel):
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
         """Return the parameters whose last gradient has come.
 
-        A surplus gradient counts as a last gradient, too, so that `Readiness` raises an error for it.
+        A surplus gradient also counts as a last gradient, so that `Readiness` raises an error for this gradient.
         """
         if self._expected is None:
             self._counts.update(indices)
@@ -92,7 +92,7 @@ class StaticUsage(UsageModel):
         return final
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:
-        """Count uses until the first backward ends. After that, check that no backward uses additional parameters.
+        """Before the end of the first backward, record the used parameters. Later, check that there are no additional ones.
 
         Raises:
             UnexpectedGradientError: a later backward uses a parameter that the first backward did not use.
@@ -117,7 +117,7 @@ class StaticUsage(UsageModel):
         return range(self._count)
 
     def sync_used_map(self) -> None:
-        """Issue an all_reduce with one byte for each parameter, in the first backward only."""
+        """In the first backward only, issue an all_reduce with one byte for each parameter."""
         if not self._is_map_synced:
             # Level 1: used before the first reduction. Level 2: used by the first backward itself.
             self._map.sync(bytes((index in self._used) + (index in self._regular) for index in range(self._count)))

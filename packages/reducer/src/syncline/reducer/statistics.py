@@ -1,4 +1,4 @@
-"""The events of an iteration, with their times."""
+"""Store the times of the events of an iteration."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class BucketTimes:
-    """When one bucket was ready, started and finished; seconds of `time.perf_counter()`.
+    """The times of one bucket in one iteration, in seconds of `time.perf_counter()`.
 
     Attributes:
         nbytes: the size of the bucket's buffer, in bytes.
-        ready: when the bucket could start, because its last gradient had come and all earlier buckets had started.
-        started: when the bucket's reduction was issued.
-        finished: when the bucket's reduction was over; None before that.
+        ready: the earliest time when the bucket could start: its last gradient had come, and all earlier buckets had started.
+        started: the time when the bucket's reduction was issued.
+        finished: the time when the bucket's reduction ended. None before the end.
         number: the bucket's position in `Reducer.buckets`.
     """
 
@@ -25,7 +25,7 @@ class BucketTimes:
     number: int = 0
 
     def note_end(self, _: object = None) -> None:
-        """Note that the reduction is over. Only the first call counts."""
+        """Record the end of the reduction. Further calls do nothing."""
         if self.finished is None:
             self.finished = time.perf_counter()
 
@@ -35,15 +35,17 @@ class IterationStatistics:
     """The times of one iteration, in seconds of `time.perf_counter()`.
 
     Attributes:
-        forward_started: when `prepare_for_backward` was called. For a second backward of one forward, the time when this
-            backward began.
-        forward_ended: when the module's forward returned. 0.0 if no wrapper sets this time (DistributedDataParallel sets it).
-        backward_started: when the first gradient was ready.
-        last_gradient: when the last gradient was ready. After this time, no computation is left that could hide communication.
-        finalize_started: when backward had computed all gradients, and the wait for the last reductions began.
-        finished: when all reduced gradients were written back.
-        waited_s: the exposed communication: the seconds that backward stood still because of the reduction, after the last
-            gradient was ready. This time includes the start of the last buckets, the wait, and the writing back, but not
+        forward_started: the time of the call of `prepare_for_backward`. For a second backward of one forward, the time when
+            this backward began.
+        forward_ended: the time when the module's forward returned. DistributedDataParallel sets this time. 0.0 if no wrapper
+            sets this time.
+        backward_started: the time when the first gradient was ready.
+        last_gradient: the time when the last gradient was ready. After this time, communication cannot overlap with backward's
+            computation any more.
+        finalize_started: the time when the wait for the last reductions began, after backward had computed all gradients.
+        finished: the time when all parameters had their reduced gradients.
+        waited_s: the exposed communication: the seconds that the reduction added to backward after the last gradient was ready.
+            This time includes the start of the last buckets, the wait, and the copies of results to gradients, but not
             autograd's own work.
         buckets: the times of each bucket, in the order in which the buckets started.
     """

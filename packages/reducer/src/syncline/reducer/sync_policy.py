@@ -1,10 +1,10 @@
-"""Decide whether the next backward is reduced, and make the text by which the ranks compare reduced backwards."""
+"""Decide whether the next backward is reduced, and make a text with which the ranks compare their reduced backwards."""
 
 from __future__ import annotations
 
 
 class GradSyncPolicy:
-    """Decides from the forwards and backwards so far whether the next backward is reduced.
+    """Decides whether the next backward is reduced, from the forwards and backwards so far.
 
     Note [Which backward is reduced]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -13,17 +13,18 @@ class GradSyncPolicy:
     * After a forward outside of `no_sync`, the first backward is reduced, with all accumulated gradients. This backward is
       reduced even if a forward inside `no_sync` runs in between.
     * A backward may have no forward of the wrapper: a second backward through one graph, or a backward of the bare module. A
-      backward without a forward is reduced, too, unless the latest forward was within `no_sync`, or the backward itself runs
-      within `no_sync`.
+      backward without a forward is also reduced, except in two cases: the latest forward was within `no_sync`, or the backward
+      itself runs within `no_sync`.
     * Every other backward adds to this rank's gradients, until a later backward is reduced.
 
-    Ranks pair their reduced backwards by count. If only one rank runs a backward of the bare module, each later backward of
-    this rank meets the wrong backward of the other ranks. So with the first bucket the ranks compare a text (`mark`). The text
-    has the number of the latest forward, and the number of backwards since this forward.
+    The first reduced backward of one rank is reduced together with the first reduced backward of every other rank, the second
+    with the second, and so on. If only one rank runs a backward of the bare module, each later backward of this rank is reduced
+    together with the wrong backward of the other ranks. To detect this error, the ranks compare a text (`mark`) together with
+    the first bucket. The text contains the number of the latest forward, and the number of backwards since this forward.
 
-    The policy counts a forward when its backward is reduced. So a rank may run a forward without a backward, or several
-    forwards before one backward, even if other ranks do not. In a loop that never calls the wrapper's forward, the policy does
-    not notice that one rank runs an additional backward, because nothing distinguishes the backwards of this loop.
+    The policy counts a forward only when its backward is reduced. So a rank may run a forward without a backward, or several
+    forwards before one backward, even if other ranks do not. In a loop that never calls the wrapper's forward, the text cannot
+    show that one rank runs an additional backward, because all backwards of this loop are counted from the same forward.
 
     Attributes:
         is_due: whether the next backward is reduced.
@@ -37,16 +38,16 @@ class GradSyncPolicy:
         self.is_due = True
 
     def forward(self, reduces: bool) -> None:
-        """Note a forward. `reduces` says whether its backward is to be reduced."""
+        """Record a forward. `reduces` says whether the backward of this forward will be reduced."""
         self._before = (self._announced, self._latest)
         self._set(self._announced or reduces, reduces)
 
     def cancel_forward(self) -> None:
-        """Forget the latest forward, because no backward follows it."""
+        """Forget the latest forward, because no backward will follow this forward."""
         self._set(*self._before)
 
     def reduced(self) -> None:
-        """Note that a reduced backward has ended."""
+        """Record the end of a reduced backward."""
         self._forwards, self._backwards = self._next()
         self._set(False, self._latest)
 
@@ -62,9 +63,10 @@ class GradSyncPolicy:
 
     @property
     def mark(self) -> str:
-        """A text that numbers the next reduced backward, such as "backward 1 since forward 7". The ranks compare this text.
+        """A text that identifies the next reduced backward, such as "backward 1 since forward 7". The ranks compare this text.
 
-        Only forwards whose backward was or will be reduced count. Backwards are counted from the latest of these forwards.
+        The text counts only forwards whose backward was or will be reduced. Backwards are counted from the latest of these
+        forwards.
         """
         forward, backward = self._next()
         return f"backward {backward} since forward {forward}"

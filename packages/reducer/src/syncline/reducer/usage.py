@@ -1,4 +1,4 @@
-"""Usage models say for which parameters a backward brings gradients, and how many gradients."""
+"""A usage model tells the reducer how many gradients each parameter gets in a backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 
 class UnexpectedGradientError(ValueError):
-    """A gradient came that the usage model does not expect. `index` is the index of the parameter."""
+    """Raised if a gradient comes that the usage model does not expect. `index` is the index of the parameter."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"gradient {index} was not expected")
@@ -15,7 +15,7 @@ class UnexpectedGradientError(ValueError):
 
 
 class UsageModel(ABC):
-    """Tells the reducer which gradients to wait for. The methods name parameters by their indices.
+    """Tells the reducer for which gradients to wait. The methods refer to parameters by their indices.
 
     A gradient is final when its parameter gets no more gradients in this backward.
 
@@ -39,7 +39,7 @@ class UsageModel(ABC):
 
     @property
     def asks_for_undefined(self) -> bool:
-        """Whether the model needs to know which gradients are None."""
+        """Whether the reducer must tell this model which gradients are None."""
         return True
 
     @property
@@ -53,14 +53,14 @@ class UsageModel(ABC):
 
     @abstractmethod
     def needed(self, indices: Collection[int]) -> int | None:
-        """Return how many gradients these parameters of one bucket get in this backward.
+        """Return the number of gradients that these parameters of one bucket get in this backward.
 
-        None: the reducer must look at each gradient.
+        The result is None if the reducer must look at each gradient.
         """
 
     @abstractmethod
     def arrived(self, indices: Sequence[int], undefined: Collection[int]) -> Sequence[int]:
-        """Note gradients in the order in which they came. Return the parameters whose gradients are final now.
+        """Record gradients in the order in which they came. Return the parameters whose gradients are final now.
 
         Args:
             indices: the parameters of the gradients. A parameter with several gradients appears several times.
@@ -72,34 +72,34 @@ class UsageModel(ABC):
         """Return the parameters whose gradients are final only at the end of backward."""
 
     def shadow_backward(self) -> None:  # noqa: B027 - most models need not know
-        """Begin a backward in which only other ranks have gradients. The reducer calls this in place of `begin`."""
+        """Begin a backward in which only other ranks have gradients. The reducer calls this method in place of `begin`."""
 
     def accumulated(self, indices: Sequence[int], undefined: Collection[int]) -> None:  # noqa: B027 - most models need not know
-        """Note gradients of a backward that is not reduced. These gradients count for a later backward.
+        """Record gradients of a backward that is not reduced. These gradients count for a later backward.
 
         Raises:
             UnexpectedGradientError: an earlier backward has shown that one of these parameters gets no gradient.
         """
 
     def may_skip(self, indices: Collection[int]) -> bool:  # noqa: ARG002 - the contract's
-        """Whether to leave out the bucket of these parameters, because no rank uses them. Every rank gets the same answer."""
+        """Whether to leave out the bucket of these parameters, because no rank uses them. All ranks get the same result."""
         return False
 
     def sync_used_map(self) -> None:  # noqa: B027 - in most models the ranks agree on nothing
-        """Issue the collectives by which the ranks agree on the used parameters.
+        """Issue the collectives in which the ranks agree on the used parameters.
 
-        Every rank calls this at the same point of its order of collectives.
+        Every rank calls this method at the same point in the order of its collectives.
         """
 
     def locally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that this rank has not used.
+        """Return the given parameters that this rank does not use.
 
         The reducer calls this when all given parameters are ready.
         """
         return frozenset()
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:  # noqa: ARG002 - the contract's
-        """Return the given parameters that no rank has used. Their gradients stay unchanged.
+        """Return the given parameters that no rank uses. The gradients of these parameters stay unchanged.
 
         The call may wait for the collectives that `sync_used_map` issued.
         """
@@ -109,11 +109,11 @@ class UsageModel(ABC):
         """Look for the parameters' nodes in autograd's graph again, because autograd may have made new nodes."""
 
     def reset(self) -> None:  # noqa: B027 - most models remember nothing
-        """Forget what was noted in this backward, because it is over."""
+        """Forget all records of this backward, because the backward is over."""
 
 
 class CompleteUsage(UsageModel):
-    """Every backward reaches every parameter exactly once."""
+    """The default usage model: every backward reaches every parameter exactly once."""
 
     hint_missing = (
         "Freeze them, or pass find_unused_parameters=True\n"

@@ -1,4 +1,4 @@
-"""UsersHooks finds post-accumulate-grad hooks of the user. These hooks see a gradient before it is averaged."""
+"""UsersHooks finds users' post-accumulate-grad hooks. These hooks see a gradient before it is averaged."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ _LOOK_EVERY = 32
 
 
 def is_worth_a_look(reductions: int) -> bool:
-    """Whether to look for users' hooks after this many reduced backwards.
+    """Whether to look for users' hooks after this number of reduced backwards.
 
-    The answer is often True at first, and seldom later.
+    The result is often True for small numbers, and seldom True for large numbers.
     """
     return reductions % _LOOK_EVERY == 0 or reductions & (reductions - 1) == 0
 
 
 class UsersHooks:
-    """Finds the parameters with hooks of the user. Raises an error if such a hook makes the average wrong.
+    """Finds the parameters with users' hooks. Raises an error if such a hook makes the average wrong.
 
     Note [A gradient that is used too early]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    If a hook changes a gradient, the changed gradient is averaged. But a hook that runs an optimizer's step uses this rank's
-    own gradient, and a hook that drops the gradient leaves nothing to average. So when a bucket starts, we check two things for
-    its parameters with users' hooks: a gradient that had come is still there, and the parameter still has the version that it
-    had when backward began. Parameters without users' hooks are not checked.
+    If a hook changes a gradient, the reducer averages the changed gradient. But two kinds of hooks make the average wrong. A
+    hook that runs an optimizer's step uses this rank's own gradient, and a hook that drops the gradient leaves no gradient to
+    average. So when a bucket starts, the reducer checks the parameters with users' hooks: each gradient that has come must
+    still exist, and the parameter must have the same version as when backward began. Parameters without users' hooks are not
+    checked.
 
     Args:
         names: the parameters' names, for errors.
         parameters: the reducer's parameters.
-        place: this rank and the group in words, for errors.
+        place: a description of this rank and the group, for errors.
 
     Attributes:
-        indices: the parameters that had hooks of the user when `look` was called last.
+        indices: the parameters that had users' hooks at the latest call of `look`.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], place: str) -> None:
@@ -51,7 +52,7 @@ class UsersHooks:
         self._handles: dict[int, Any] = {}
 
     def look(self, ours: str) -> None:
-        """Find the parameters that have hooks of the user now.
+        """Find the parameters that have users' hooks now.
 
         Args:
             ours: the name of a module. A hook whose function is from this module is the reducer's own hook.
@@ -68,18 +69,18 @@ class UsersHooks:
                     self._handles[index] = self._parameters[index].register_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Note the parameters' versions, because a reduced backward begins.
+        """Record the parameters' versions at the beginning of a reduced backward.
 
-        Hooks on the first gradient of the backward may have run before this call. So an optimizer's step in one of these
-        hooks is noticed only if the hook drops the gradient.
+        Hooks on the first gradient of the backward may have run before this call. So an optimizer's step in one of these hooks
+        is detected only if the hook also drops the gradient.
         """
         self._versions = {index: version_of(self._parameters[index]) for index in self.indices}
 
     def check(self, members: Collection[int]) -> None:
-        """Check the bucket with these members, which is about to be collected.
+        """Check the bucket with these members. Call this method before the bucket is collected.
 
         Raises:
-            MisuseError: a hook of the user has used a gradient before it was averaged.
+            MisuseError: a user's hook has used a gradient before it was averaged.
         """
         for index in self._versions.keys() & members:
             parameter = self._parameters[index]
@@ -95,7 +96,7 @@ class UsersHooks:
         self._came.clear()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

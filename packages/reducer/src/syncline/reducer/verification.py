@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same parameters and the same options."""
+"""Check that all ranks have the same parameters and the same options."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ class Difference(NamedTuple):
 
 
 def verify_same_parameters(names: Sequence[str], parameters: Sequence[torch.Tensor], *, group: ProcessGroup) -> None:
-    """Check that all ranks' parameters have equal names, shapes, strides and dtypes, and that all freeze the same parameters.
+    """Check that the parameters have equal names, shapes, strides and dtypes on all ranks.
+
+    This function also checks that the same parameters are frozen on all ranks.
 
     Every rank of the group calls this function.
 
     Args:
         names: one name for each parameter, for errors.
-        parameters: the tensors to compare, in order of definition. In errors, a tensor that is not a `torch.nn.Parameter` is
-            called a buffer.
+        parameters: the tensors to compare, in order of definition. Errors call a tensor a buffer if it is not a
+            `torch.nn.Parameter`.
         group: the group whose ranks are compared.
 
     Cost: an all_reduce of 16 bytes. If ranks differ, also two broadcasts of a description, and an all-gather of a byte.
 
     Raises:
-        DisagreementError: raised on every rank. The text names the first parameter that differs, and describes it on
-            rank 0 and on the first rank that differs from rank 0.
+        DisagreementError: on every rank, if the parameters differ between ranks. The error's text names the first parameter
+            that differs, and describes this parameter on rank 0 and on the first rank that differs from rank 0.
     """
     described = {name: _describe(parameter) for name, parameter in zip(names, parameters, strict=True)}
     difference = _find_difference(list(described.items()), group)
@@ -66,14 +68,15 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 
     Args:
         options: a value for each name. Errors show these names, so use the names of the user's arguments. Values are numbers,
-            strings, None, or sequences of these.
+            strings, None, or sequences of such values.
         group: the group whose ranks are compared.
 
-    Cost: as for `verify_same_parameters`.
+    Cost: the cost of `verify_same_parameters`.
 
     Raises:
-        DisagreementError: raised on every rank. The text names the options that differ, and their values on rank 0 and on the
-            first rank that differs from rank 0. Or the text says why a rank has refused its model (see `telling_the_others`).
+        DisagreementError: on every rank, if the options differ between ranks. The error's text names the options that differ,
+            and their values on rank 0 and on the first rank that differs from rank 0. Also raised if a rank has refused its
+            model (see `telling_the_others`); then the error's text says why.
     """
     difference = _find_difference(options, group)
     if difference is None:
@@ -97,12 +100,13 @@ def verify_same_options(options: Mapping[str, object], *, group: ProcessGroup) -
 def telling_the_others(group: ProcessGroup) -> Iterator[None]:
     """A context for checks before `verify_same_options`.
 
-    If the checks of a rank raise a MisuseError, the other ranks get its text from `verify_same_options`.
+    If the checks raise a MisuseError on a rank, `verify_same_options` raises an error with the text of this MisuseError on the
+    other ranks.
 
     Without this context, the other ranks would wait for the rank that failed.
 
     Raises:
-        MisuseError: the error of the checks. This rank raises it after it has told the other ranks, or after the group's
+        MisuseError: the error of the checks. This rank raises its error after it has told the other ranks, or after the group's
             timeout.
     """
     try:
