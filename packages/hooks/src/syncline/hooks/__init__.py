@@ -1,4 +1,4 @@
-"""Communication hooks: functions that combine a bucket of gradients over the ranks, for Syncline's DDP and torch's DDP."""
+"""Communication hooks for Syncline's DDP and torch's DDP: functions that reduce a bucket of gradients over the ranks."""
 
 from .adasum import adasum_hook
 from .allreduce import allreduce_hook, noop_hook

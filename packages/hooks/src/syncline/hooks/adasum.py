@@ -1,4 +1,4 @@
-"""Adasum: gradients with different directions are added up, gradients with the same direction are averaged."""
+"""Adasum adds up gradients with different directions, and averages gradients with the same direction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .stages import finished
 
 @communication_hook
 def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
-    """Combine the gradients of all ranks by Adasum, for each parameter separately.
+    """Combine the gradients of all ranks by Adasum, separately for each parameter.
 
     Orthogonal gradients are added up, and equal gradients are averaged. So a learning rate for one process fits any number of
     ranks. Do not multiply the learning rate by the number of ranks. (S. Maleki et al., "Scaling Distributed Training with
@@ -23,7 +23,8 @@ def adasum_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
         bucket: the gradients, dense and of a floating-point dtype.
 
     Returns:
-        A future of the bucket's buffer. The future is finished when the hook returns, so nothing overlaps with backward.
+        A future of the bucket's buffer. The future is complete when the hook returns, so the communication does not overlap
+        with backward.
 
     Cost, for p ranks: log2(p) exchanges of the bucket between two ranks, and two more if p is not a power of two. Extra memory:
     two buckets, and three copies in float64 of one parameter's gradient.

@@ -1,4 +1,4 @@
-"""A hook that averages in the same way as DDP without a hook, and a hook that does not communicate."""
+"""A hook that averages like DDP without a hook, and a hook that does not communicate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PowerSGD of a whole bucket at once. It is faster and less accurate than PowerSGD of each parameter."""
+"""Batched PowerSGD compresses a whole bucket as one matrix. It is faster and less accurate than PowerSGD of each parameter."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .stages import Stages
 
 @communication_hook
 def batched_powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
-    """Average the bucket approximately. The bucket becomes one square matrix, which is filled up with zeros.
+    """Average the bucket approximately. The bucket becomes one square matrix, padded with zeros.
 
     The hook works like `powerSGD_hook`, but the rows of the matrix are not the rows of the parameters. So the approximation is
     worse. Use `powerSGD_hook`, unless that hook takes too long. `min_compression_rate` and `batch_tensors_with_same_shape` have
-    no effect here, as in torch. A bucket with NaN or infinity becomes NaN on every rank, and the state drops the bucket's
-    errors and factor.
+    no effect here, as in torch. If a bucket contains NaN or infinity, the whole bucket becomes NaN on every rank, and the state
+    drops the bucket's errors and factor.
 
     Source: see `powerSGD_hook`.
 
     Args:
         state: the settings, the factors of earlier steps, and the errors (the parts of gradients that were not sent). A factor
-            belongs to a whole bucket. If the buckets change, the new buckets begin with random factors.
+            belongs to a whole bucket, so after a change of the buckets, the new buckets begin with random factors.
         bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends 16
             bits.
 

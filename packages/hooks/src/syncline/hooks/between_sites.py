@@ -14,10 +14,10 @@ from .sites import Sites
 def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     """Average the bucket in its own dtype inside each site, and as bfloat16 between sites.
 
-    A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`.
-    This hook rounds to bfloat16 twice: first the sum of each site (after the division by the number of all ranks), and then the
-    sum over the sites. Sums of 16-bit numbers are accumulated in float32. With `bf16_compress_hook`, in contrast, each rank
-    rounds its own gradients, but the sums that travel between nodes are float32.
+    A site is a set of ranks with fast links between them, such as a node: `Sites(group, str(placement_of(group).node))`. This
+    hook rounds to bfloat16 twice: first the sum of each site (after the division by the number of all ranks), and then the sum
+    over the sites. Sums of 16-bit numbers are accumulated in float32. `bf16_compress_hook` differs in two ways: each rank
+    rounds its own gradients, and the sums that are sent between nodes are float32.
 
     Args:
         sites: the group of all ranks that train together, divided into sites.
@@ -26,8 +26,9 @@ def bf16_between_sites_hook(sites: Sites, bucket: Bucket) -> TensorFuture:
     Returns:
         A future of the bucket's buffer, which has the same bits on all ranks.
 
-    Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside a site. Each site sends
-    4 n (S-1)/S bytes to other sites, half as many as without a cast. The first rank of a site needs 6 n bytes of extra memory.
+    Cost, for n elements of float32 and S sites: an all-reduce and a broadcast of 4 n bytes inside a site. Each site sends 4 n
+    (S-1)/S bytes to other sites, which is half of the bytes without a cast. The first rank of a site needs 6 n bytes of extra
+    memory.
     """
     buffer = floating_buffer(bucket, "to cast to torch.bfloat16")
 

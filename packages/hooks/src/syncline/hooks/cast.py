@@ -1,4 +1,4 @@
-"""Compression by casting: hooks that average in 16 bits, and wrappers that give any hook a bucket in 16 bits."""
+"""Compression by casts: hooks that average in 16 bits, and wrappers that cast the bucket of any hook to 16 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to float16, average it over the ranks, and cast the result back.
 
     The ranks' gradients are added up in float32. The sum is divided by the number of ranks before it is rounded to float16. So
-    a sum beyond float16's limit of 65,504 does no harm, but a single gradient beyond this limit becomes infinite. (Over NCCL,
+    a sum above float16's limit of 65,504 does no harm, but a single gradient above this limit becomes infinite. (Over NCCL,
     each gradient is divided before the addition, and the result of each addition is rounded.)
 
     Args:
@@ -36,8 +36,8 @@ def fp16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
 def bf16_compress_hook(process_group: Any, bucket: Bucket) -> TensorFuture:
     """Cast the bucket to bfloat16, average it over the ranks, and cast the result back.
 
-    bfloat16 has the range of float32 and 8 bits of precision. So nothing becomes infinite, but rounding loses more than in
-    `fp16_compress_hook`. Sums are computed as in `fp16_compress_hook`.
+    bfloat16 has the range of float32 and 8 bits of precision. So gradients do not become infinite, but rounding errors are
+    larger than in `fp16_compress_hook`. Sums are computed as in `fp16_compress_hook`.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
@@ -57,14 +57,15 @@ bf16_compress_hook.__name__ = "bf16_average_hook"
 
 
 def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Wrap a hook, so that the hook gets the bucket cast to float16, and the hook's result is cast back.
+    """Wrap a hook. The wrapper casts the bucket to float16, calls the hook, and casts the hook's result back.
 
     Args:
         hook: any hook. The bucket's `buffer()` and `gradients()` give the hook float16 tensors. The hook's result may have any
             dtype.
 
     Returns:
-        A hook that takes the same state as `hook`. Its result is the bucket's own buffer, in the bucket's own dtype.
+        A hook that takes the state of `hook`. The result of the returned hook is the bucket's own buffer, in the bucket's own
+        dtype.
 
     Cost: the cost of the wrapped hook on a bucket of float16, and two bytes of extra memory for each element.
     """
@@ -72,7 +73,7 @@ def fp16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[
 
 
 def bf16_compress_wrapper(hook: Callable[[Any, Any], TensorFuture]) -> Callable[[Any, Any], TensorFuture]:
-    """Wrap a hook, so that the hook gets the bucket cast to bfloat16. See `fp16_compress_wrapper`."""
+    """Wrap a hook like `fp16_compress_wrapper`, but cast the bucket to bfloat16."""
     return _with_cast(torch.bfloat16, hook)
 
 

@@ -23,19 +23,19 @@ _KIND = "compression"
 
 
 class CompressionState:
-    """The state of `compression_hook`: a compressor, and the error feedback.
+    """The state of `compression_hook`: a compressor and the error feedback.
 
     Every rank passes the same arguments. One state serves one model.
 
     Args:
         compressor: `Int8()`, `OneBit()`, `TopK(0.01)`, `RandomK(0.01)`, or your own.
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
-        use_error_feedback: keep the part of a gradient that was not sent, and add it to the next step's gradient. This takes as
-            much memory as the gradients.
+        use_error_feedback: keep the part of a gradient that was not sent, and add this part to the next step's gradient. The
+            kept parts need as much memory as the gradients.
         random_seed: the seed for compressors that choose at random, such as `RandomK`, 0 to 2**32 - 1.
-        named_parameters: pairs of name and parameter, such as `model.named_parameters()`. `state_dict` saves the error feedback
-            under these names. Without this argument, the names come from Syncline's DDP. torch's DDP gives no names, so without
-            this argument the parameters are numbered there.
+        named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`. `state_dict` saves the error
+            feedback under these names. Without this argument, the names come from Syncline's DDP. torch's DDP provides no
+            names, so the state then uses numbers in place of names.
 
     Raises:
         InvalidArgumentError: `compressor` is not a compressor, or the seed is out of range.
@@ -63,7 +63,7 @@ class CompressionState:
         self.origin = Origin()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, which contains only numbers, texts and tensors. See the module `saved_state`."""
+        """Return this rank's state, which contains only numbers, texts and tensors. See the module `saved_state`."""
         return {
             "kind": _KIND,
             "format": FORMAT,
@@ -77,7 +77,7 @@ class CompressionState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """If `load_state_dict` would raise an error, raise this error. Change nothing."""
+        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing."""
         check_kind(state, _KIND)
         if state["compressor"] != self.compressor.name:
             raise MisuseError(f"the saved state is of compressor '{state['compressor']}', this one of '{self.compressor.name}'")
@@ -87,7 +87,7 @@ class CompressionState:
             check_parameters(state["errors"], self.names.shapes)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. If the state is refused, nothing changes.
+        """Continue from a saved state. If this method raises an error, nothing changes.
 
         Raises:
             MisuseError: the state belongs to another kind of hook, another compressor or another model. Without
@@ -108,15 +108,15 @@ class CompressionState:
 
 @communication_hook
 def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
-    """Send compressed gradients, and average them over the ranks. Add the part that was left out to the next step's gradients.
+    """Average compressed gradients over the ranks. Add the parts that compression left out to the next step's gradients.
 
     All ranks get the same bits. The result for NaN and infinity depends on the compressor. The error feedback (the parts that
-    were left out) contains neither.
+    were left out) contains no NaN and no infinity.
 
-    With `find_unused_parameters`, DDP (ours and torch's) drops the result for a parameter that no rank used in this step. The
-    hook cannot know this. The hook sends a part of this parameter's error feedback, and this part is lost. In Syncline's DDP,
-    `skip_all_reduce_unused_params=True` avoids this loss for a bucket if no rank uses any of its parameters: the hook is not
-    called for this bucket.
+    With `find_unused_parameters`, both Syncline's DDP and torch's DDP drop the result for a parameter that no rank used in this
+    step. The hook does not know that a parameter is unused. So the hook sends a part of this parameter's error feedback, and
+    this part is lost. In Syncline's DDP, `skip_all_reduce_unused_params=True` reduces this loss: DDP does not call the hook for
+    a bucket if no rank uses a parameter of this bucket.
 
     Args:
         state: the compressor, and the error feedback.
@@ -125,7 +125,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> TensorFuture:
     Returns:
         A future of the bucket's buffer.
 
-    Cost: one all_gather of the message (or one all_reduce, for a `LinearCompressor`). Extra memory for the messages of all
+    Cost: one all_gather of the message (one all_reduce for a `LinearCompressor`), and extra memory for the messages of all
         ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The contract of a compressor: it makes a message from one rank's gradients, and mean gradients from all ranks' messages."""
+"""A compressor makes a message from one rank's gradients, and computes the mean gradients from the messages of all ranks."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from .low_precision import math_dtype
 
 
 class Compressor(ABC):
-    """Makes messages from gradients. A compressor has no state: error feedback and seeds are in the hook's state.
+    """Makes messages from gradients. A compressor has no state, because the hook's state has the error feedback and the seeds.
 
-    The length of a message depends only on the gradients' shapes and dtype. So all ranks send equally many bytes,
-    and one collective carries all messages.
+    The length of a message depends only on the gradients' shapes and dtype. So all ranks send the same number of bytes, and one
+    collective transfers all messages.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The compressor's name for saved states and errors. This name contains all settings that change a message."""
+        """The compressor's name for saved states and errors. The name contains all settings that affect the messages."""
 
     @abstractmethod
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-        """Make the message that stands for this rank's gradients.
+        """Compress this rank's gradients to a message.
 
         Args:
             gradients: tensors of one dtype and any shapes, each with at least one element. `compress` does not change them.
-            seed: a number for random choices, the same on every rank, different in every call.
+            seed: a number for random choices. The number is the same on every rank, and different in every call.
 
         Returns:
-            A flat tensor, of uint8 unless the subclass says otherwise.
+            The message, as a flat tensor. The dtype is uint8, unless the docstring of the subclass names another dtype.
         """
 
     @abstractmethod
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Restore the tensors of a message, in the gradients' shapes. Every rank gets the same bits.
+        """Restore tensors with the gradients' shapes from a message. Every rank gets the same bits.
 
         Args:
             message: a result of `compress` on any rank.
@@ -47,7 +47,7 @@ class Compressor(ABC):
         """
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start the collective that carries the messages of all ranks. By default every rank gets every message.
+        """Start the collective that transfers the messages of all ranks. By default every rank gets every message.
 
         Returns:
             The work, and a tensor with one row for each message. The tensor is filled when the work has finished.
@@ -56,7 +56,7 @@ class Compressor(ABC):
         return group.all_gather_into_tensor(messages, message, async_op=True), messages
 
     def mean(self, messages: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """The mean of the tensors of all messages. Every rank adds them in rank order, so all ranks get the same bits."""
+        """Return the mean over all messages. All ranks add the tensors in the same order, so they get the same bits."""
         total = self.decompress(messages[0], like, seed)
         for message in messages[1:]:
             for into, term in zip(total, self.decompress(message, like, seed), strict=True):
@@ -65,7 +65,7 @@ class Compressor(ABC):
 
 
 class LinearCompressor(Compressor):
-    """A compressor whose messages can be averaged before they are decompressed. So one all_reduce averages the messages."""
+    """A compressor whose messages can be averaged without decompression. So one all_reduce averages the messages."""
 
     def exchange(self, group: ProcessGroup, message: torch.Tensor) -> tuple[Work, torch.Tensor]:
         """Start an all_reduce that averages the messages of all ranks. The result is a single message."""
@@ -77,14 +77,14 @@ def check_compressor(compressor: object) -> None:
     """Check that the argument is a compressor.
 
     Raises:
-        InvalidArgumentError: the argument is something else, for example the class `Int8` instead of `Int8()`.
+        InvalidArgumentError: the argument is not a compressor, but for example the class `Int8` instead of `Int8()`.
     """
     if not isinstance(compressor, Compressor):
         raise InvalidArgumentError(f"expected a Compressor, such as Int8(), found {compressor!r}")
 
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A flat tensor of the bytes of all these tensors, one tensor after the other."""
+    """Return a flat tensor with the bytes of all these tensors, one tensor after the other."""
     return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
 
 
@@ -96,7 +96,7 @@ class Unpacker:
         self._read = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the next tensor in the message, which has `numel` elements. The copy is flat."""
+        """Return a flat copy of the next tensor in the message, which has `numel` elements."""
         nbytes = numel * dtype.itemsize
         part = self._message[self._read : self._read + nbytes]
         self._read += nbytes
@@ -105,5 +105,5 @@ class Unpacker:
 
 
 def in_math_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a float32 copy if its dtype has 16 bits."""
+    """Return a float32 copy if the tensor's dtype has 16 bits. Otherwise return the tensor itself."""
     return tensor.to(math_dtype(tensor.dtype))

@@ -1,9 +1,9 @@
-"""The hook contract: the arguments and the result of a communication hook, for Syncline's DDP and for torch's DDP.
+"""The contract of a communication hook, for Syncline's DDP and for torch's DDP: the hook's arguments and result.
 
-A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. Syncline's reducer or
-torch's reducer calls the hook during backward, on every rank, for the same buckets in the same order. The bucket holds this
-rank's own gradients. Nobody else divides by the number of ranks, so a hook that averages must divide. The future's value is the
-flat tensor of the reduced gradients.
+A hook is a function `hook(state, bucket) -> torch.futures.Future[torch.Tensor]`. Syncline's reducer or torch's reducer calls
+the hook during backward, on every rank, for the same buckets in the same order. The bucket holds this rank's own gradients. DDP
+does not divide gradients by the number of ranks, so a hook that averages must do so. The future's value is the flat tensor of
+the reduced gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Hook = TypeVar("Hook", bound=Callable[[Any, Any], TensorFuture])
 
 
 class Bucket(Protocol):
-    """The methods that both Syncline's GradBucket and torch's GradBucket have."""
+    """The methods that Syncline's GradBucket and torch's GradBucket have in common."""
 
     def index(self) -> int:
         """The bucket's number, counted from 0 in the order in which the buckets of a backward are reduced."""
@@ -37,7 +37,7 @@ class Bucket(Protocol):
         """All gradients of the bucket, in one flat tensor."""
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` and `gradients()` show another flat tensor with the same number of elements."""
+        """Let `buffer()` and `gradients()` return another flat tensor with the same number of elements, and its views."""
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients as views of `buffer()`."""
@@ -46,18 +46,18 @@ class Bucket(Protocol):
         """The parameters of these gradients."""
 
     def is_last(self) -> bool:
-        """Whether no further bucket follows in this backward."""
+        """Whether this is the last bucket of this backward."""
 
 
 def communication_hook(hook: Hook) -> Hook:
     """A decorator that lets torch's `register_comm_hook` accept a hook with annotations.
 
-    torch compares the hook's annotations with torch's types, by identity. A hook that also runs under Syncline's DDP has other
-    annotations. Also, `from __future__ import annotations` turns annotations into strings. So `inspect.signature` must show no
-    annotations.
+    torch requires that the hook's annotations are torch's own types. A hook that also runs under Syncline's DDP has other
+    annotations. Also, `from __future__ import annotations` converts annotations to strings. So this decorator hides the
+    annotations from `inspect.signature`.
 
-    torch's DDP waits in C++ for the hook's future. So under torch's DDP the hook returns a future whose error C++ can see. This
-    error has the text of the hook's error. See Note [Futures that fail] in `syncline.collectives.work`.
+    torch's DDP waits in C++ for the hook's future. So under torch's DDP, the decorated hook returns a future whose error is
+    visible in C++. This error has the text of the hook's error. See Note [Futures that fail] in `syncline.collectives.work`.
     """
 
     @functools.wraps(hook)
@@ -74,12 +74,12 @@ def communication_hook(hook: Hook) -> Hook:
 
 
 def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False) -> torch.Tensor:
-    """The bucket's buffer, which must be dense and have a floating-point dtype.
+    """Return the bucket's buffer. The buffer must be dense and have a floating-point dtype.
 
     Args:
         bucket: the bucket.
-        purpose: what the buffer is needed for, for the error's text. An example is "to compress".
-        may_be_sparse: also accept the buffer of a sparse gradient, which is a sparse tensor.
+        purpose: the purpose of the buffer, such as "to compress". Used in the error's text.
+        may_be_sparse: whether to also accept the buffer of a sparse gradient, which is a sparse tensor.
 
     Raises:
         MisuseError: the dtype is integer or complex, or the buffer is sparse and `may_be_sparse` is False. (A cast would drop
@@ -97,7 +97,7 @@ def floating_buffer(bucket: Bucket, purpose: str, *, may_be_sparse: bool = False
 
 
 def names_in(bucket: Bucket) -> list[str] | None:
-    """The names that `bucket.parameters()` have in the model. None under torch's DDP, whose buckets do not know the names."""
+    """Return the names of `bucket.parameters()` in the model. None under torch's DDP, whose buckets have no names."""
     if isinstance(bucket, dist.GradBucket):
         return None
     names: list[str] | None = bucket.parameter_names()  # type: ignore[attr-defined]  # our GradBucket has it, torch's does not
@@ -105,15 +105,15 @@ def names_in(bucket: Bucket) -> list[str] | None:
 
 
 def group_of(state: Any, bucket: Bucket) -> ProcessGroup:
-    """The group over which a hook communicates.
+    """Return the group over which a hook communicates.
 
     Args:
         state: a group of Syncline, a group of torch.distributed, or None. If Syncline's reducer runs the hook, None means the
             reducer's group. If torch's DDP runs the hook, None means torch's default group.
-        bucket: the bucket that the hook was given.
+        bucket: the bucket that the hook got.
 
     Raises:
-        MisuseError: `state` is neither a group nor None, or this rank is not in the group.
+        MisuseError: `state` is not a group and not None, or this rank is not in the group.
     """
     if isinstance(state, ProcessGroup):
         return state

@@ -1,4 +1,4 @@
-"""DiLoCo: each replica takes many steps alone. Then an outer step moves all replicas towards their average."""
+"""DiLoCo: each replica takes many steps without communication. Then an outer step moves all replicas towards their average."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _KIND = "DiLoCo"
 
 
 class DiLoCoOptimizer(WrappingOptimizer):
-    """Steps an inner optimizer on this replica alone, and moves all replicas towards their average every `sync_every` steps.
+    """Steps an inner optimizer without communication, and moves all replicas towards their average every `sync_every` steps.
 
         inner steps 1 .. H      each replica alone, on its own data: nothing is communicated
         outer gradient          the parameters after the latest synchronisation, minus the present average of all replicas
         outer step              SGD with Nesterov momentum; every replica continues from the result
 
-    The model is not wrapped in DDP, so gradients are not averaged (except inside a site, see `sites`). Buffers, such as the
+    Do not wrap the model in DDP, unless you pass `sites`. Gradients are not averaged between replicas. Buffers, such as the
     statistics of batch normalisation, are not synchronised.
 
-    With `fragments` above 1 this is Streaming DiLoCo. The parameters are divided into fragments of about the same number of
-    bytes, and the fragments are synchronised in turn. So N fragments divide the peak of sent bytes by N. With `overlap_steps`,
-    the average of a fragment is under way (in the background) during this number of inner steps. Then each parameter becomes
-    `mixing` times its present value plus `1 - mixing` times the outer step's result.
+    With `fragments` above 1, the algorithm is Streaming DiLoCo. The parameters are divided into fragments of about the same
+    number of bytes, and the fragments are synchronised in turn. So with N fragments, the largest number of bytes that is sent
+    at once is divided by N. With `overlap_steps`, a fragment is averaged in the background during this number of inner steps.
+    Then each parameter becomes `mixing` times its present value plus `1 - mixing` times the outer step's result.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
     "Streaming DiLoCo with overlapping communication", 2025. The defaults are the values of the first paper.
@@ -44,34 +44,36 @@ class DiLoCoOptimizer(WrappingOptimizer):
     Args:
         optim: the inner optimizer, AdamW in the papers. The new optimizer shows the inner optimizer's parameter groups, state
             and defaults.
-        named_parameters: the parameters to synchronise, with names, as from `model.named_parameters()`. They have
-            floating-point dtypes. Pass the same names on all ranks. The constructor is a collective: it gives all ranks the
-            first rank's values.
+        named_parameters: pairs of a name and a parameter to synchronise, such as `model.named_parameters()`. The parameters
+            have floating-point dtypes. Pass the same names on all ranks. The constructor is a collective that gives all ranks
+            the first rank's values.
         process_group: a group of Syncline or of torch, with one rank of each replica; None means torch's default group. Do not
             pass a group together with `sites`.
         sites: the group of all ranks, divided into sites. Each site has one replica: wrap the model in DDP over `sites.inside`,
             which averages the gradients of the site's ranks at every step. Only the first rank of each site communicates with
             other sites.
-        sync_every: H, the number of inner steps between two outer steps. It is the same on all ranks.
+        sync_every: H, the number of inner steps between two outer steps, the same on all ranks.
         outer_lr: the learning rate of the outer optimizer, above 0.
-        outer_momentum: the momentum of the outer optimizer, 0 to below 1.
-        fragments: the number of fragments, or a list of parameter names for each fragment. Every name is in exactly one list.
-        overlap_steps: the number of inner steps from the start of an average to its outer step, 0 to below `sync_every`.
-        mixing: the weight of a parameter's present value, 0 to below 1. The outer step's result has the weight `1 - mixing`.
-            Without overlap, `mixing` must be 0. The second paper recommends 0.5.
-        compressor: `Int8()`, `Int4()`, or another. Only the changes since the latest synchronisation are sent, compressed with
-            error feedback. None: whole parameters are sent.
-        seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor it must be 0.
+        outer_momentum: the momentum of the outer optimizer, at least 0 and below 1.
+        fragments: the number of fragments, or a list with one list of parameter names for each fragment. Every name is in
+            exactly one of these lists.
+        overlap_steps: the number of inner steps from the start of an average to its outer step, from 0 to `sync_every` - 1.
+        mixing: the weight of a parameter's present value, at least 0 and below 1. The outer step's result has the weight `1 -
+            mixing`. If `overlap_steps` is 0, `mixing` must be 0. The second paper recommends 0.5.
+        compressor: `Int8()`, `Int4()`, or another compressor. The ranks send only the changes since the latest synchronisation,
+            compressed with error feedback. None: the ranks send whole parameters.
+        seed: the compressor's seed, 0 to 2**32 - 1. Without a compressor, the seed must be 0.
 
     Bytes sent by each rank for each step, on average: the bytes of one all_reduce of all parameters, divided by H. float16 and
-    bfloat16 parameters are sent as float32. With a compressor, the bytes of one all_gather of its message, divided by H.
+    bfloat16 parameters are sent as float32. With a compressor, the average is the bytes of one all_gather of the compressor's
+    message, divided by H.
 
     Extra memory: two copies of the parameters in float32 or float64 (one copy without momentum), and a copy of each fragment
-    that is under way. With a compressor, one more copy of the parameters.
+    whose average is in progress. With a compressor, one more copy of the parameters.
 
     Raises:
         InvalidArgumentError: a setting is out of its range, or a name is missing, unknown or given twice.
-        MisuseError: a parameter is not of a floating-point dtype, or both a group and sites are given.
+        MisuseError: the dtype of a parameter is not a floating-point dtype, or both `process_group` and `sites` are given.
     """
 
     # Note [Bitwise outer steps]
@@ -123,12 +125,12 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """For each fragment, the names of its parameters."""
+        """The names of the parameters of each fragment."""
         return [list(fragment.parameters) for fragment in self._fragments]
 
     @property
     def statistics(self) -> HookStatistics:
-        """The bytes that this rank has given to collectives, and the bytes of the parameters before compression."""
+        """The number of bytes that this rank has passed to collectives, and the bytes of the parameters before compression."""
         return self._exchange.statistics
 
     def __repr__(self) -> str:
@@ -137,7 +139,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
     def step(self, closure: Any = None) -> Any:
         """Step the inner optimizer. Then take the outer steps and start the averages that are due.
 
-        All ranks must step equally often.
+        All ranks must take the same number of steps.
         """
         loss = self.optim.step(closure)
         self.steps += 1
@@ -152,11 +154,11 @@ class DiLoCoOptimizer(WrappingOptimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Take the outer steps of averages under way. Then take one more outer step of every fragment, without mixing.
+        """Finish all averages that are in progress. Then take one more outer step of every fragment, without mixing.
 
-        This is a collective. Call `synchronize` at the end of training. Afterwards the replicas are equal. (With
-        one fragment and no overlap, replicas are equal after every outer step. Do not call `synchronize` right after such an
-        outer step, because a second outer step would only follow the momentum.)
+        This is a collective. Call `synchronize` at the end of training, to make the replicas equal. With one fragment and no
+        overlap, replicas are already equal after every outer step. Do not call `synchronize` directly after such an outer step,
+        because a second outer step would only follow the momentum.
         """
         for fragment in self._fragments:
             fragment.finish_if_due(None)
@@ -167,12 +169,13 @@ class DiLoCoOptimizer(WrappingOptimizer):
             fragment.finish_if_due(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with one more key "outer": the outer optimizer's state, by the parameters' names.
+        """Return the inner optimizer's state, with the outer optimizer's state under the additional key "outer".
 
-        The method waits for averages under way. With sites this wait is a collective of the site, so all ranks of the site must
-        call the method. With a compressor, the error feedback differs between ranks, so save on every rank. For another number
-        of ranks, merge the entries "outer" of all ranks by `merge_states`. Between outer steps the parameters of the replicas
-        differ. So a job that loads one rank's model continues from the replica of this rank.
+        The method waits for averages that are in progress. With sites, this wait is a collective of the site, so all ranks of
+        the site must call the method. With a compressor, the error feedback differs between ranks, so save the state on every
+        rank. To continue with another number of ranks, merge the entries "outer" of all ranks with `merge_states`. Between
+        outer steps, the parameters differ between replicas. So if all ranks load the model of one rank, the training continues
+        from the replica of this rank.
         """
         exchange = self._exchange
         outer = {
@@ -192,7 +195,7 @@ class DiLoCoOptimizer(WrappingOptimizer):
 
         Raises:
             MisuseError: the "outer" state is missing or belongs to another model. Or the state was saved while an average was
-                under way, and this optimizer has other fragments.
+                in progress, and this optimizer has other fragments.
         """
         outer = state_dict.get("outer", {})
         check_kind(outer, _KIND)
@@ -214,10 +217,10 @@ class DiLoCoOptimizer(WrappingOptimizer):
             fragment.load(saved, under_way.get(tuple(fragment.parameters)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - always refused
-        """Raise an error, because all ranks would have to begin to synchronise the new parameters at the same step.
+        """Raise an error, because all ranks would have to add the new parameters at the same step.
 
         Raises:
-            MisuseError: always.
+            MisuseError: in every call.
         """
         raise MisuseError("a DiLoCoOptimizer takes no further parameters; make a new one of the larger inner optimizer")
 

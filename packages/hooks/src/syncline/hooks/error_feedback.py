@@ -15,7 +15,7 @@ class ErrorFeedback:
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD", 2019.
 
-    Memory: as much as the gradients that are compressed.
+    Memory: the size of the compressed gradients before compression.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ErrorFeedback:
             tensor.add_(self._errors[name].to(tensor.device).view(tensor.shape))
 
     def take(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the remembered error of a parameter, and forget this error. The caller may overwrite the tensor.
+        """Return the remembered error of a parameter, and forget this error. The caller may overwrite the returned tensor.
 
         Args:
             name: the parameter's name.
@@ -61,12 +61,12 @@ class ErrorFeedback:
     def remember(
         self, names: Sequence[str], errors: Sequence[torch.Tensor], shapes: Sequence[torch.Size] | None = None
     ) -> None:
-        """Keep the parts that compression left out. `errors` are kept without a copy, so do not write to them afterwards.
+        """Keep the parts that compression left out. `errors` are not copied, so do not write to these tensors after this call.
 
         Args:
             names: the parameters' names.
-            errors: for each parameter, what the compressor got, minus what the receivers restore. All numbers are finite.
-            shapes: the parameters' shapes. None if the errors already have these shapes.
+            errors: for each parameter, the compressor's input minus the result of decompression. All numbers are finite.
+            shapes: the parameters' shapes. None: the errors already have these shapes.
         """
         for number, (name, error) in enumerate(zip(names, errors, strict=True)):
             self._errors[name] = error if shapes is None else error.view(shapes[number])
@@ -85,7 +85,7 @@ class ErrorFeedback:
         return math.sqrt(sum(float(torch.linalg.vector_norm(error)) ** 2 for error in self._errors.values()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the errors by parameter name, each in its parameter's shape."""
+        """Return copies of the errors by parameter name. Each error has the shape of its parameter."""
         return {name: error.detach().clone() for name, error in self._errors.items()}
 
     def load_state_dict(self, errors: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""DiLoCo's fragments: which parameters are synchronised together, and after which steps."""
+"""Divide parameters into DiLoCo's fragments, and decide after which steps each fragment is synchronised."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from syncline.collectives import InvalidArgumentError
 def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Distribute items over `count` fragments of about the same size.
 
-    Items are placed from the largest to the smallest. Each item goes to the fragment that is the smallest so far. If several
-    fragments are equally small, the item goes to the fragment with the fewest items.
+    The function places the items from the largest to the smallest. Each item goes to the smallest fragment so far. Among
+    fragments of equal size, the item goes to the fragment with the fewest items.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969 (longest processing time first). The largest fragment is
     at most 4/3 of the largest fragment of the best division.
@@ -21,7 +21,7 @@ def balanced_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
         count: the number of fragments, 1 or above.
 
     Returns:
-        For each fragment, the indices of its items, ascending. No fragment is empty.
+        The indices of each fragment's items, in ascending order. No fragment is empty.
 
     Raises:
         InvalidArgumentError: there are fewer items than fragments.

@@ -1,4 +1,4 @@
-"""Post-local SGD: average gradients over all ranks at first, later only over a subgroup."""
+"""Post-local SGD: average gradients over all ranks in the first steps, and over a subgroup later."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _KIND = "post-local SGD"
 
 
 class PostLocalSGDState:
-    """The settings of `post_localSGD_hook`, and a count of steps.
+    """The settings of `post_localSGD_hook`, and the number of steps so far.
 
     The arguments are those of torch's class. Every rank passes the same arguments, except for its own subgroup.
 
     Args:
         process_group: the group that averages gradients in the first `start_localSGD_iter` steps. None means the group of the
             DDP that runs the hook.
-        subgroup: the group that averages gradients in all later steps, for example the ranks of a node. It is a group of
-            Syncline or of torch. You must give a subgroup unless `post_local_gradient_allreduce` is False. (If torch's class
-            gets None, it makes a subgroup for each node.)
-        start_localSGD_iter: the number of steps at the start of the training that average over all ranks, 0 or above.
-        post_local_gradient_allreduce: if False, no gradient is averaged after the first `start_localSGD_iter` steps.
+        subgroup: the group that averages gradients in all later steps, for example the ranks of a node. The subgroup is a group
+            of Syncline or of torch. It is required, unless `post_local_gradient_allreduce` is False. (torch's class makes a
+            subgroup for each node if the argument is None.)
+        start_localSGD_iter: the number of steps at the start of the training in which gradients are averaged over all ranks, 0
+            or above.
+        post_local_gradient_allreduce: False: gradients are not averaged after the first `start_localSGD_iter` steps.
 
     Raises:
         InvalidArgumentError: `start_localSGD_iter` is negative, or the subgroup is missing.
@@ -59,11 +60,11 @@ class PostLocalSGDState:
             self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps so far. The groups are not saved, so a job with any number of ranks can load the state."""
+        """Return the number of steps so far. The groups are not saved, so a job with any number of ranks can load the state."""
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """If `load_state_dict` would raise an error, raise this error. Change nothing."""
+        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing."""
         check_kind(state, _KIND)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,13 +81,13 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: Bucket) -> TensorFuture:  # noqa: N802 - torch's name
     """Average the bucket over all ranks in the first steps, and over a subgroup (or not at all) in later steps.
 
-    After the first `start_localSGD_iter` steps the replicas drift apart. Use `PostLocalSGDOptimizer`, which makes the replicas
-    equal again.
+    After the first `start_localSGD_iter` steps, the replicas become different. Use `PostLocalSGDOptimizer`, which makes the
+    replicas equal again.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", 2020.
 
     Args:
-        state: the groups, the settings, and the count of steps.
+        state: the groups, the settings, and the number of steps so far.
         bucket: the gradients.
 
     Returns:

@@ -15,12 +15,13 @@ from .wrapping_optimizer import WrappingOptimizer
 class PostLocalSGDOptimizer(WrappingOptimizer):
     """An optimizer that steps a local optimizer, and averages the replicas after some of the steps.
 
-    The averager's `warmup_steps` must equal the `start_localSGD_iter` of the `PostLocalSGDState`.
+    The averager's `warmup_steps` must be equal to `start_localSGD_iter` of the `PostLocalSGDState`.
 
     Args:
-        optim: the local optimizer, which changes only this rank's replica. The `PostLocalSGDOptimizer` shows the local
-            optimizer's `param_groups`, `state` and `defaults` as its own.
-        averager: called after every step. The averager decides after which steps the replicas are averaged.
+        optim: the local optimizer, which changes only this rank's replica. The `param_groups`, `state` and `defaults` of this
+            optimizer are those of the local optimizer.
+        averager: the averager, which is called after every step. The averager decides after which steps the replicas are
+            averaged.
 
     Cost: the cost of `ModelAverager.average_parameters`.
     """
@@ -33,11 +34,11 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's state, and in addition the averager's `step` under the key "step"."""
+        """Return the local optimizer's state, with the averager's `step` under the additional key "step"."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the local optimizer and the averager's step.
+        """Restore the state of the local optimizer, and the averager's `step`.
 
         Raises:
             MisuseError: the state has no "step". (torch gives a warning and starts the warm-up again.)

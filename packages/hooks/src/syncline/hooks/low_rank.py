@@ -1,4 +1,4 @@
-"""Decides from a gradient's shape whether a low-rank approximation is worthwhile."""
+"""Decide from a gradient's shape whether to send a low-rank approximation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How one gradient is sent: as two factors, of shapes [rows, rank] and [columns, rank], or as a whole if `rank` is 0."""
+    """How a gradient is sent: as two factors of shapes [rows, rank] and [columns, rank]. If `rank` is 0, as a whole."""
 
     rows: int
     columns: int
@@ -22,19 +22,19 @@ class MatrixPlan:
 
     @property
     def numel_sent(self) -> int:
-        """The number of elements that are sent: of both factors together, or of the whole gradient."""
+        """The number of elements that are sent, either of the two factors together or of the whole gradient."""
         return (self.rows + self.columns) * self.rank if self.is_compressed else self.rows * self.columns
 
 
 def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) -> MatrixPlan:
-    """Decide how one gradient is sent, by the rule in torch's documentation.
+    """Decide in which form one gradient is sent, by the rule in torch's documentation.
 
     Args:
         shape: the gradient's shape. The first dimension becomes the rows, and all other dimensions together become the columns.
-        rank: the largest number of columns of the factors.
+        rank: the largest allowed number of columns of the factors.
         min_compression_rate: the gradient is compressed if `(rows + columns) * r * min_compression_rate < rows * columns`. Here
-            r is the smallest of `rank`, rows and columns. With a rate below 1, a gradient may be compressed although its
-            factors have more elements than the gradient.
+            r is the smallest of `rank`, rows and columns. With a rate below 1, a gradient may be compressed even if its factors
+            have more elements than the gradient.
     """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
@@ -44,7 +44,7 @@ def plan_matrix(shape: Sequence[int], rank: int, min_compression_rate: float) ->
 
 
 def compression_ratio(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 1) -> float:
-    """The number of elements in gradients of these shapes, divided by the number of elements that are sent.
+    """Return the number of elements in gradients of these shapes, divided by the number of elements that are sent.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019,
     appendix F. The paper compresses every gradient that becomes smaller. A `min_compression_rate` of 1 has the same effect.

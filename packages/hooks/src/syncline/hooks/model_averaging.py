@@ -1,4 +1,4 @@
-"""Model averaging: averages the parameters of all replicas, so that the replicas are equal again."""
+"""Model averaging averages the parameters of all replicas, so that the replicas are equal again."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ModelAverager(ABC):
 
     Args:
         process_group: a group of Syncline or of torch; None means torch's default group.
-        warmup_steps: the number of steps without averaging at the start of a training, 0 or above.
+        warmup_steps: the number of steps without averaging at the start of the training, 0 or above.
 
     Attributes:
-        step: how often `average_parameters` was called. To resume a training, set this number.
+        step: the number of calls of `average_parameters` so far. To resume a training, set `step` to the saved number.
     """
 
     def __init__(self, process_group: Any, warmup_steps: int) -> None:
@@ -39,15 +39,15 @@ class ModelAverager(ABC):
         self.step = 0
 
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Average the parameters if an average is due after this step, and count the step.
+        """Average the parameters if an average is due after this step. In any case, count the step.
 
         Every rank must call this method after every step, with the same model.
 
         Args:
             params: parameters, or an optimizer's parameter groups. Parameters without a gradient stay unchanged, as in torch.
-                The same parameters must have gradients on all ranks.
+                All ranks must have gradients for the same parameters.
 
-        Cost of a step that averages: one all_reduce of the parameters' bytes for each dtype, and as much extra memory.
+        Cost of a step that averages: one all_reduce of the parameters for each dtype, and extra memory of the parameters' size.
         """
         group = self._group_of_step()
         if group is not None:
@@ -60,12 +60,12 @@ class ModelAverager(ABC):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages over the whole group every `period` steps, beginning at the end of the warm-up.
+    """Averages over the whole group every `period` steps. The first average is after the first step after the warm-up.
 
     Args:
-        period: the number of steps from one average to the next, 1 or above. (A period of 1 costs as much as averaging
-            gradients.)
-        warmup_steps: the number of steps without averaging at the start of a training.
+        period: the number of steps between two averages, 1 or above. (A period of 1 costs as much as averaging gradients in
+            each step.)
+        warmup_steps: the number of steps without averaging at the start of the training.
         process_group: a group of Syncline or of torch; None means torch's default group.
 
     Raises:
@@ -86,22 +86,22 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages often over small groups, less often over larger groups, and least often over the whole group.
 
-    After each step, the largest period that divides the step's number decides over which group to average. Steps are counted
-    from 0. So without a warm-up, step 0 averages over the whole group.
+    After each step, the averager takes the largest period that divides the step's number, and averages over the groups of this
+    period. Steps are counted from 0. So without a warm-up, step 0 averages over the whole group.
 
     Args:
         period_group_size_dict: for each period (a number of steps), the number of consecutive ranks that average together.
-            Periods rise, and sizes do not fall. The last size is the size of the whole group, and all other sizes divide the
-            last size.
-        warmup_steps: the number of steps without averaging at the start of a training.
+            Periods are in ascending order, and no size is below the previous size. The last size is the size of the whole
+            group, and all other sizes are divisors of the last size.
+        warmup_steps: the number of steps without averaging at the start of the training.
         process_group: a group of Syncline or of torch; None means torch's default group. The constructor splits the group, so
             all ranks of the group must call the constructor.
 
     Source: torch's class of the same name.
 
     Raises:
-        InvalidArgumentError: there is no period, a period is below 1, periods do not rise, sizes fall or do not fit the group,
-            or the warm-up is negative.
+        InvalidArgumentError: there is no period, a period is below 1, the periods or sizes have a wrong order, the sizes do not
+            fit the group, or the warm-up is negative.
         MisuseError: the group cannot be divided (for example, a `RoundRobinGroup` of torch's groups).
     """
 
@@ -154,7 +154,7 @@ def group_of_ranks(process_group: Any) -> ProcessGroup:
     """Return `process_group` as a group of Syncline. None means torch's default group.
 
     Raises:
-        MisuseError: the argument is neither a process group nor None, or this rank is not in the group.
+        MisuseError: the argument is not a process group and not None, or this rank is not in the group.
     """
     if isinstance(process_group, ProcessGroup):
         return process_group

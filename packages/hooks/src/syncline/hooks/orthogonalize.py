@@ -1,4 +1,4 @@
-"""Makes the columns of matrices orthonormal."""
+"""Make the columns of matrices orthonormal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _DEPENDENT = 32
 def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
     """Make the columns of each matrix orthonormal.
 
-    For matrices with one or two columns the function uses Gram-Schmidt, twice for each column ("twice is enough": Giraud,
-    Langou, Rozloznik, 2005). For other matrices the function uses Householder QR. Every matrix of a batch is treated
-    separately. A column that is zero or depends on earlier columns is replaced by an independent column, so that the result
-    always has full rank. A matrix with a NaN or an infinity yields NaN.
+    For matrices with one or two columns, the function uses Gram-Schmidt, twice for each column ("twice is enough": Giraud,
+    Langou, Rozloznik, 2005). For other matrices, the function uses Householder QR. Every matrix of a batch is processed
+    separately. If a column is zero or depends linearly on earlier columns, an independent column replaces this column, so that
+    the result always has full rank. For a matrix with NaN or infinity, the result is NaN.
 
     Args:
-        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. The function does not change them. For
-            16-bit matrices the function computes in float32.
+        matrices: [batch, rows, columns] with columns <= rows, of a floating-point dtype. The function does not change these
+            matrices. For 16-bit matrices, the function computes in float32.
         epsilon: 0 or above. Gram-Schmidt divides each column by its length plus epsilon. QR ignores epsilon, as in torch.
 
     Returns:

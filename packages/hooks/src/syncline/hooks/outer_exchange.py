@@ -1,4 +1,4 @@
-"""Averages some of the parameters over all replicas while training continues. The average is used some steps later."""
+"""Average some of the parameters over all replicas while training continues. The average is used some steps later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .statistics import HookStatistics
 
 
 class PendingAverage(ABC):
-    """An average that may still be under way. All ranks call `wait` in the order in which the averages were started."""
+    """An average that may still be in progress. All ranks call `wait` in the order in which the averages were started."""
 
     _averages: list[torch.Tensor] | None = None
 
@@ -37,7 +37,7 @@ class PendingAverage(ABC):
 
 
 class KnownAverage(PendingAverage):
-    """An average for which no wait is needed."""
+    """An average that is already complete."""
 
     def __init__(self, averages: Sequence[torch.Tensor]) -> None:
         self._averages = list(averages)
@@ -47,7 +47,7 @@ class KnownAverage(PendingAverage):
 
 
 class OuterExchange:
-    """Averages parameters over replicas, as whole tensors or as compressed differences from the anchors.
+    """Averages parameters over replicas. The ranks send whole parameters, or compressed differences from the anchors.
 
     The anchors are the parameters after the latest synchronisation.
 
@@ -56,7 +56,7 @@ class OuterExchange:
             each site, and `group` is None on all other ranks.
         inside: the group of all ranks of this rank's site. These ranks have the same parameters. The first rank of the site
             broadcasts the average in this group. None if there are no sites.
-        compressor: compresses the differences, with error feedback. If None, whole parameters are averaged.
+        compressor: the compressor of the differences, which uses error feedback. None: whole parameters are averaged.
         seed: the compressor's seed, the same on every rank.
     """
 
@@ -79,13 +79,13 @@ class OuterExchange:
     def start(
         self, names: Sequence[str], parameters: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
     ) -> PendingAverage:
-        """Start to average the parameters' present values. All ranks call `start` for the same parameters in the same order.
+        """Start to average the present values of parameters. All ranks call `start` for the same parameters in the same order.
 
         Args:
             names: the parameters' names.
-            parameters: the parameters, of a floating-point dtype. They are not changed, and not read after the call.
-            anchors: the parameters of all replicas after the latest synchronisation, in `math_dtype`. They are the same on
-                every rank.
+            parameters: the parameters, of a floating-point dtype. The exchange does not change the parameters, and does not
+                read them after this call.
+            anchors: the parameters after the latest synchronisation, in `math_dtype`. The anchors are the same on every rank.
         """
         # Every rank draws a seed, even a rank that does not communicate: so saved states hold the same seeds on all ranks.
         seed = self.seeds.next()

@@ -1,4 +1,4 @@
-"""Names for the parameters in buckets: given names, the model's own names, or numbers."""
+"""Find names for the parameters in buckets: given names, the model's own names, or numbers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ParameterNames:
     A parameter's name comes from the first of these sources that exists:
 
     1. `named_parameters`.
-    2. The bucket: the buckets of Syncline's DDP know the model's own names.
-    3. A number. The buckets of torch's DDP know no names, so the parameters are numbered in the order in which buckets first
-       contain them. See Note [Numbers and a resumed run].
+    2. The bucket. The buckets of Syncline's DDP have the model's own names.
+    3. A number. The buckets of torch's DDP have no names. So the parameters get numbers in the order in which they first appear
+       in buckets. See Note [Numbers and a resumed run].
 
     Args:
-        named_parameters: as from `model.named_parameters()`, or None.
+        named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`, or None.
 
     Attributes:
         are_given: whether the constructor got names.
@@ -58,7 +58,7 @@ class ParameterNames:
             self._note(name, parameter)
 
     def of(self, bucket: Bucket, numbers: ParameterNames | None = None) -> list[str]:
-        """The names of `bucket.parameters()`, in the same order.
+        """Return the names of `bucket.parameters()`, in the order of the parameters.
 
         Args:
             bucket: a bucket. Call `of` with every bucket of a step.
@@ -66,8 +66,8 @@ class ParameterNames:
                 takes the numbers of the other object.
 
         Raises:
-            MisuseError: a parameter is missing in the names that the constructor got, a parameter's shape has changed, the
-                loaded state belongs to other parameters, or two models have a parameter of the same name.
+            MisuseError: the names that the constructor got lack a parameter. Or a parameter's shape has changed. Or the loaded
+                state belongs to other parameters. Or two models have a parameter with the same name.
         """
         parameters = bucket.parameters()
         names = None if self.are_given else names_in(bucket)
@@ -86,11 +86,11 @@ class ParameterNames:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameters' shapes by name, and the number of steps in which parameters got numbers."""
+        """Return the parameters' shapes by name, and the number of steps in which parameters got numbers."""
         return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "numberings": self._numberings}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved state does not contradict the parameters that are known in this run so far. Changes nothing.
+        """Check that a saved state fits the parameters that are known in this run so far. This method changes nothing.
 
         Raises:
             MisuseError: the numbers in the saved state may mean other parameters in this run, or a parameter has another shape.
@@ -110,10 +110,10 @@ class ParameterNames:
             _check_shapes(_shapes_in(state), self.shapes)
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Keep a loaded state. Without given names, later calls of `of` check that the buckets fit this state.
+        """Store a loaded state. Without given names, later calls of `of` check that the buckets fit this state.
 
         Raises:
-            MisuseError: for the same reasons as `check`. Then nothing has changed.
+            MisuseError: `check` raises this error for the state. In this case the state is not stored.
         """
         self.check(state)
         if not self.are_given:

@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient is sent as the two factors of its low-rank approximation."""
+"""PowerSGD sends a gradient as the two factors of a low-rank approximation."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", 2019.
 
-    1. Each gradient becomes a matrix M [first dimension, all other dimensions]. The error of the previous step (see 5) is added
-       to M.
-    2. P = M Q. Here Q is the previous step's Q or a random Q, after its columns were made orthonormal.
-    3. One all_reduce averages the Ps together with the gradients that are not worth compressing.
-    4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages the Qs.
+    1. Each gradient is reshaped to a matrix M [first dimension, all other dimensions]. The error of the previous step (see 5)
+       is added to M.
+    2. P = M Q. Here Q is the previous step's Q or a random Q, with orthonormalised columns.
+    3. One all_reduce averages the matrices P of all gradients, together with the gradients that are not compressed.
+    4. The columns of P are made orthonormal. Then Q = M^T P, and a second all_reduce averages the matrices Q of all gradients.
     5. The gradient becomes P Q^T, with the same bits on all ranks. M - P Q^T is this rank's new error.
 
-    The first `start_powerSGD_iter` steps average without compression. A gradient with NaN or infinity becomes NaN on every
-    rank. Then the state drops the errors and factors of this gradient's bucket, so that NaN does not reach the next step.
+    The first `start_powerSGD_iter` steps average without compression. If a gradient contains NaN or infinity, it becomes NaN on
+    every rank. In this case the state drops the errors and factors of this gradient's bucket, so that NaN does not reach the
+    next step.
 
     With `find_unused_parameters`, if no rank uses a parameter in a step, a part of this parameter's error is lost. See
     `compression_hook`.
 
     Args:
         state: the settings, and the errors and factors of earlier steps.
-        bucket: the gradients, of a floating-point dtype. For 16-bit gradients the hook computes in float32, and sends numbers
-            of 16 bits.
+        bucket: the gradients, of a floating-point dtype. For 16-bit gradients, the hook computes in float32, and sends 16-bit
+            numbers.
 
     Returns:
         A future of the bucket's buffer.
@@ -62,10 +63,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> TensorFuture:  # noqa
 
 
 def run(state: PowerSGDState, bucket: Bucket, algorithm: Algorithm) -> TensorFuture:
-    """Run `powerSGD_hook` or `batched_powerSGD_hook`: the first steps average without compression, later steps compress.
+    """Run `powerSGD_hook` or `batched_powerSGD_hook`. The first steps average without compression, and later steps compress.
 
-    `algorithm` is the part in which the two hooks differ: a generator function that compresses a bucket. See Note [Stages] in
-    `stages`.
+    `algorithm` is the part that differs between the two hooks: a generator function that compresses a bucket. See Note [Stages]
+    in `stages`.
     """
     if not isinstance(state, PowerSGDState):
         raise MisuseError(f"expected a PowerSGDState as the hook's state, found {type(state).__name__}")

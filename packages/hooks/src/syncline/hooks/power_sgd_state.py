@@ -33,34 +33,35 @@ _logger = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """The settings of `powerSGD_hook` and `batched_powerSGD_hook`, and what they keep from step to step.
+    """The settings of `powerSGD_hook` and `batched_powerSGD_hook`, and the values that the hooks keep between steps.
 
-    The hooks keep the errors of error feedback (the parts of gradients that were not sent), and the factors.
+    The kept values are the errors of error feedback (the parts of gradients that were not sent), and the factors.
 
-    The arguments are those of torch's class, and `named_parameters`.
+    The arguments are the arguments of torch's class, and additionally `named_parameters`.
 
-    Every rank passes the same arguments. Ranks must train the same model, and one state serves one model.
+    Every rank passes the same arguments. All ranks must train the same model. Use one state for each model.
 
     Args:
         process_group: a group of Syncline or of torch; None means the group of the DDP that runs the hook.
         matrix_approximation_rank: the number of columns of the two factors (narrow matrices) whose product approximates a
-            gradient, 1 or above, usually 1 to 4. More columns take more bytes and time.
-        start_powerSGD_iter: the number of steps at the start that average without compression. With error feedback or warm
-            start, this number must be at least 2.
-        min_compression_rate: compress a gradient only if it becomes smaller by more than this factor. With a factor below 1, a
-            gradient may be compressed although it becomes larger.
+            gradient, 1 or above, usually 1 to 4. More columns cost more bytes and time, but approximate the gradient better.
+        start_powerSGD_iter: the number of steps at the start of the training that average without compression. With error
+            feedback or warm start, this number must be at least 2.
+        min_compression_rate: compress a gradient only if compression makes it smaller by more than this factor. With a factor
+            below 1, a gradient may be compressed even if compression makes it larger.
         use_error_feedback: keep the part of a gradient that was not sent, and add this part to the next step's gradient. The
-            kept parts take as much memory as the gradients that are compressed.
-        warm_start: begin each step with the latest factors instead of random factors.
-        orthogonalization_epsilon: each column of a factor is divided by its length plus this epsilon. For factors of more than
-            two columns the epsilon has no effect. You can leave it at 0, because a column of zeros is replaced.
+            kept parts need as much memory as the compressed gradients before compression.
+        warm_start: begin each step with the factors of the previous step instead of random factors.
+        orthogonalization_epsilon: each column of a factor is divided by its length plus this epsilon. The epsilon has no effect
+            on factors of more than two columns. You need not set the epsilon, because `orthogonalize` replaces columns of
+            zeros.
         random_seed: the seed of the random factors, 0 to 2**32 - 1.
         compression_stats_logging_frequency: the number of steps between two log lines with `compression_stats()`.
-        batch_tensors_with_same_shape: multiply all gradients of one shape in one batched call, which costs a copy. Each
-            gradient still has its own factors.
-        named_parameters: as from `model.named_parameters()`. `state_dict` saves errors and factors under these names. If None,
-            the state takes the names from the buckets of Syncline's DDP. torch's DDP knows no names, so there the state numbers
-            the parameters.
+        batch_tensors_with_same_shape: multiply all gradients of the same shape in one batched call, which needs a copy of these
+            gradients. Each gradient still has its own factors.
+        named_parameters: pairs of a name and a parameter, such as `model.named_parameters()`. `state_dict` saves errors and
+            factors under these names. Without this argument, the names come from Syncline's DDP. torch's DDP provides no names,
+            so the state then uses numbers in place of names.
 
     Raises:
         InvalidArgumentError: an argument is out of its range, or `start_powerSGD_iter` is below 2 with error feedback or warm
@@ -137,7 +138,7 @@ class PowerSGDState:
                 _logger.info("PowerSGD begins after %d steps of plain averaging", self.iter)
 
     def count(self, bucket: Bucket, numel_sent: int) -> None:
-        """Count the elements of a compressed bucket. From time to time, log `compression_stats()`."""
+        """Count the elements of a compressed bucket. Log `compression_stats()` if a log line is due."""
         buffer = bucket.buffer()
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += numel_sent
@@ -147,12 +148,12 @@ class PowerSGDState:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """The compression rate, and the numbers of elements before and after compression, since compression began."""
+        """Return the compression rate, and the total numbers of elements before and after compression."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0, before, after)
 
     def random_factors(self, shapes: Sequence[Sequence[int]], like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Factors of standard normal numbers, which are the same on every rank and different in every call.
+        """Return factors of standard normal numbers, which are the same on every rank and different in every call.
 
         Args:
             shapes: the factors' shapes.
@@ -165,10 +166,10 @@ class PowerSGDState:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state. It contains only numbers, texts and tensors, so `torch.load(..., weights_only=True)` loads it.
+        """Return this rank's state, which `torch.load(..., weights_only=True)` can load.
 
-        The state differs from rank to rank. If the number of ranks changes, see the module `saved_state`. The group is not
-        saved.
+        The state differs between ranks. To continue with another number of ranks, see the module `saved_state`. The state
+        contains no group.
         """
         return {
             "kind": _KIND,
@@ -185,7 +186,7 @@ class PowerSGDState:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """If `load_state_dict` would raise an error, raise this error. Change nothing."""
+        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing."""
         check_kind(state, _KIND)
         for name in _SHAPING:
             if state["settings"][name] != getattr(self, name):
@@ -199,7 +200,7 @@ class PowerSGDState:
         self.names.check(state["names"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. If the state is refused, nothing changes.
+        """Continue from a saved state. If this method raises an error, nothing changes.
 
         Raises:
             MisuseError: the state belongs to another kind of hook or another model, or differs in `matrix_approximation_rank`,
@@ -236,7 +237,7 @@ class PowerSGDState:
 
 
 def padding_of(names: Sequence[str]) -> str:
-    """The key under which `batched_powerSGD_hook` keeps the factor of a bucket, and the error of the bucket's padding."""
+    """Return the key for a bucket's factor and for the error of the bucket's padding, in `batched_powerSGD_hook`."""
     return f"[{', '.join(names)}]"
 
 

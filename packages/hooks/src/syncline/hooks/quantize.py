@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - every compressor gets a seed, even if it does not use one
-"""Quantization: compressors that send eight bits, four bits or one bit for each number."""
+"""Quantization: compressors that send 8 bits, 4 bits or 1 bit for each number."""
 
 from __future__ import annotations
 
@@ -57,34 +57,34 @@ class _Symmetric(Compressor):
 
 
 class Int8(_Symmetric):
-    """8-bit quantization: `round(x / scale)`. The scale is chosen so that the largest magnitude becomes 127.
+    """8-bit quantization: sends `round(x / scale)`, with a scale for which the largest magnitude becomes 127.
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2015 (linear variant).
 
-    One scale is sent for each tensor, or for each channel (each index of the first dimension). If a number is NaN or infinite,
-    all numbers with the same scale become NaN or infinite. The error of a number is at most half of its scale.
+    Each tensor, or each channel (each index of the first dimension), has one scale, which is also sent. If a number is NaN or
+    infinite, all numbers with the same scale become NaN or infinite. The error of a number is at most half of its scale.
 
     Args:
-        per_channel: send one scale for each channel, not for each tensor. This is more accurate if the channels' magnitudes
-            differ, but sends more scales.
+        per_channel: use one scale for each channel, not for each tensor. This option is more accurate if magnitudes differ
+            between channels, but sends more scales.
 
-    Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives as many bytes from every
-    other rank.
+    Bytes sent by each rank: 1 for each number, and 4 (8 for float64) for each scale. A rank receives the same number of bytes
+    from every other rank.
     """
 
     _bits, _largest = 8, 127
 
 
 class Int4(_Symmetric):
-    """4-bit quantization: like `Int8`, but the largest magnitude becomes 7, and a byte holds two numbers.
+    """4-bit quantization: like `Int8`, but the largest magnitude becomes 7, and one byte contains two numbers.
 
-    Four bits are coarse, so use error feedback.
+    Use error feedback, because the rounding errors of 4 bits are large.
 
     Args:
-        per_channel: as for `Int8`.
+        per_channel: see `Int8`.
 
     Bytes sent by each rank: 1 for 2 numbers, rounded up for each tensor, and 4 (8 for float64) for each scale. A rank receives
-    as many bytes from every other rank.
+    the same number of bytes from every other rank.
     """
 
     _bits, _largest = 4, 7
@@ -119,12 +119,12 @@ class OneBit(Compressor):
     Zero counts as positive. If a number is NaN or infinite, the whole tensor becomes NaN or infinite.
 
     Bytes sent by each rank: 1 for 8 numbers, rounded up for each tensor, and 4 (8 for float64) for each mean magnitude. A rank
-    receives as many bytes from every other rank.
+    receives the same number of bytes from every other rank.
     """
 
     @property
     def name(self) -> str:
-        """A fixed name: this compressor has no settings."""
+        """A fixed name, because this compressor has no settings."""
         return "one bit"
 
     def compress(self, gradients: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ class OneBit(Compressor):
         return packed([*scales, *(_bits(gradient.reshape(-1) >= 0) for gradient in gradients)])
 
     def decompress(self, message: torch.Tensor, like: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-        """Replace each number by the tensor's mean magnitude with the number's sign."""
+        """Make tensors in which each number is the tensor's mean magnitude with the sign from the message."""
         unpacker = Unpacker(message)
         scales = [unpacker.take(1, math_dtype(tensor.dtype)) for tensor in like]
         found = []

@@ -1,4 +1,4 @@
-"""A schedule: which hook runs from which step on."""
+"""A schedule of hooks: different hooks run in different parts of the training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KIND = "schedule"
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a training run: from `first_step` until the next phase, one hook runs.
+    """A part of a training run, in which one hook runs. The phase lasts from `first_step` until the next phase.
 
     Attributes:
         first_step: the first step that calls the hook, counted from 0.
-        hook: any hook, also a hook of torch.
+        hook: any hook, including a hook of torch.
         state: the hook's first argument.
     """
 
@@ -32,18 +32,18 @@ class Phase:
 
 
 class ScheduleState:
-    """The phases of a training run, and the present step. Both are the same on every rank.
+    """The phases of a training run, and the present step. The phases and the step are the same on every rank.
 
     This example averages without compression for 1,000 steps, then in bf16, then with PowerSGD: `ScheduleState([Phase(0,
     allreduce_hook), Phase(1000, bf16_compress_hook), Phase(5000, powerSGD_hook, PowerSGDState(...))])`. The state of a phase
-    counts only the steps of this phase. So in this example PowerSGD compresses from step 5,000 + `start_powerSGD_iter` on.
+    counts only the steps of this phase. So in this example, PowerSGD begins to compress in step 5,000 + `start_powerSGD_iter`.
 
     Args:
         phases: the phases. The first phase has `first_step` 0, and each later phase has a larger `first_step`.
 
     Raises:
-        InvalidArgumentError: there is no phase, the first phase does not begin at step 0, first steps do not rise, or a hook
-            cannot be called.
+        InvalidArgumentError: there is no phase, the first phase does not begin at step 0, the phases are not in ascending order
+            of `first_step`, or a hook is not callable.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -62,7 +62,7 @@ class ScheduleState:
 
     @property
     def current(self) -> Phase:
-        """The phase of the present step. Between two steps, the phase of the next step."""
+        """The phase of the present step. Between two steps, this is the phase of the next step."""
         return [phase for phase in self.phases if phase.first_step <= self.iter][-1]
 
     def enter(self, bucket: Bucket) -> Phase:
@@ -90,14 +90,14 @@ class ScheduleState:
         self._is_between_steps = True
 
     def switch(self, hook: Callable[[Any, Any], TensorFuture], state: Any = None) -> None:
-        """Use another hook from the next step on, and drop all later phases.
+        """From the next step on, use another hook. Drop all later phases.
 
-        Every rank must call `switch` between the same two steps. A step that failed before its last bucket is not counted. If a
-        backward fails outside of a hook, the schedule doesn't know that the step has ended. In this case, call
+        Every rank must call `switch` between the same two steps. A step that fails before its last bucket does not count as a
+        step. If a backward fails outside of a hook, the schedule does not notice the end of the step. In this case, call
         `load_state_dict(state_dict())` before `switch`.
 
         Raises:
-            MisuseError: a step is under way.
+            MisuseError: a step has begun and has not ended.
         """
         if not self._is_between_steps:
             raise MisuseError(
@@ -109,15 +109,15 @@ class ScheduleState:
         self.phases.append(Phase(self.iter, hook, state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps so far, and the states of all phases whose state can be saved. See the module `saved_state`."""
+        """Return the number of steps so far, and the states of all phases whose state can be saved. See `saved_state`."""
         saved = {str(number): phase.state.state_dict() for number, phase in enumerate(self.phases) if _can_be_saved(phase)}
         return {"kind": _KIND, "format": FORMAT, "iter": self.iter, "first_steps": self._first_steps(), "states": saved}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """If `load_state_dict` would raise an error, raise this error. Change nothing.
+        """Raise the error that `load_state_dict` would raise for this state. This method changes nothing.
 
-        For each phase, this method calls `phase.state.check_state_dict`, if there is such a method. All states of this package
-        that can be saved have a `check_state_dict`.
+        For each phase, this method calls `phase.state.check_state_dict`, if this method exists. All states of this package that
+        can be saved have this method.
         """
         check_kind(state, _KIND)
         if state["first_steps"] != self._first_steps():
@@ -133,10 +133,11 @@ class ScheduleState:
                 phase.state.check_state_dict(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. If the state is refused, nothing changes.
+        """Continue from a saved state. If the saved state does not fit, raise an error and change nothing.
 
-        If you write a class for the state of a phase, give the class a method `check_state_dict`. Without this method, the
-        object can refuse a saved state only when the states of earlier phases are already loaded.
+        If you write a class for the state of a phase, give the class a method `check_state_dict`, which refuses a wrong state
+        before any state is loaded. Without this method, a wrong state causes an error only after the states of earlier phases
+        are loaded.
 
         Raises:
             MisuseError: the saved phases have other first steps, or the state of a phase does not accept its saved state.
@@ -155,11 +156,11 @@ class ScheduleState:
 
 @communication_hook
 def schedule_hook(state: ScheduleState, bucket: Bucket) -> TensorFuture:
-    """Call the hook of the phase to which the present step belongs.
+    """Call the hook of the present phase.
 
     Args:
         state: the phases.
-        bucket: passed to the phase's hook.
+        bucket: the bucket for the phase's hook.
 
     Returns:
         The future of the phase's hook.

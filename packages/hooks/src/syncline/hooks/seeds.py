@@ -1,4 +1,4 @@
-"""Seeds that are the same on all ranks: the numbers that numpy's RandomState would draw, made without numpy."""
+"""Draw seeds that are the same on all ranks. The seeds are equal to the numbers of numpy's RandomState, but need no numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMIT = 1_000_000_000
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Check a seed. `name` is the name of the argument that holds the seed, for the error's text.
+    """Check a seed. `name` is the name of the seed's argument, for the error's text.
 
     Raises:
         InvalidArgumentError: the seed is out of range.
@@ -25,11 +25,11 @@ def check_seed(name: str, seed: int) -> None:
 class SharedSeeds:
     """Draws the numbers of `numpy.random.RandomState(seed).randint(1_000_000_000)`, which torch's PowerSGD uses as seeds.
 
-    Python's and numpy's generators are the same Mersenne Twister (Matsumoto and Nishimura, 1998), but Python's generator makes
-    the first state from the seed in another way. So this class makes the first state itself.
+    Python and numpy use the same generator, the Mersenne Twister (Matsumoto and Nishimura, 1998), but compute its first state
+    from the seed in different ways. So this class computes the first state itself, as numpy does.
 
     Args:
-        seed: the seed, 0 to 2**32 - 1. It is the same on every rank.
+        seed: the first seed, 0 to 2**32 - 1, the same on every rank.
     """
 
     def __init__(self, seed: int) -> None:
@@ -40,7 +40,7 @@ class SharedSeeds:
         self._random.setstate((3, (*words, _WORDS), None))
 
     def next(self) -> int:
-        """The next seed, 0 to 999,999,999."""
+        """Return the next seed, 0 to 999,999,999."""
         while True:
             # Like numpy, draw 30 bits, and draw again if the number is too large.
             value = self._random.getrandbits(32) & 0x3FFFFFFF
@@ -48,7 +48,7 @@ class SharedSeeds:
                 return value
 
     def state(self) -> torch.Tensor:
-        """The generator's state: 625 int64 numbers."""
+        """Return the generator's state: 625 int64 numbers."""
         return torch.tensor(self._random.getstate()[1], dtype=torch.int64)
 
     def restore(self, state: torch.Tensor) -> None:

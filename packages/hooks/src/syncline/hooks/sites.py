@@ -1,4 +1,4 @@
-"""Sites: sets of ranks with fast links inside a set, and slow links between the sets."""
+"""Sites are sets of ranks, with fast links inside each set and slow links between the sets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Sites:
 
     Attributes:
         inside: the group of all ranks of this rank's site, in the order of `group`.
-        between: the group of the first ranks of all sites; None on any other rank.
-        number: how many sites there are.
-        ranks: how many ranks all sites have together.
+        between: the group of the first ranks of all sites. None on all ranks that are not the first rank of their site.
+        number: the number of sites.
+        ranks: the number of ranks of all sites together.
 
     Args:
         group: the group to divide, which must be a group of Syncline. The constructor is a collective of the group.
         site: the name of this rank's site.
 
     Raises:
-        MisuseError: the group is a group of torch, which cannot be split here.
+        MisuseError: the group is a group of torch, which this class cannot split.
     """
 
     def __init__(self, group: ProcessGroup, site: str) -> None:

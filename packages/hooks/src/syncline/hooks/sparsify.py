@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - every compressor gets a seed, even if it does not use one
-"""Sparsification: compressors that send only a few numbers of each gradient, and do not change these numbers."""
+"""Sparsification: compressors that send only some numbers of each gradient, unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TopK(Compressor):
     memory", 2018. This compressor needs error feedback. A NaN counts as the largest number, so it is sent.
 
     Args:
-        fraction: the fraction of each tensor's numbers that is sent, above 0 and up to 1. At least one number of each tensor
+        fraction: the fraction of each tensor's numbers that is sent, above 0 and at most 1. At least one number of each tensor
             is sent.
 
     Bytes sent by each rank for each chosen number: 4 for the index (8 in a tensor of more than 2^31 numbers), and the size
@@ -62,7 +62,7 @@ class RandomK(LinearCompressor):
     Source: Stich et al., "Sparsified SGD with memory", 2018. This compressor needs error feedback.
 
     Args:
-        fraction: the fraction of each tensor's numbers that is sent, above 0 and up to 1. At least one number of each tensor
+        fraction: the fraction of each tensor's numbers that is sent, above 0 and at most 1. At least one number of each tensor
             is sent.
 
     Bytes: one all_reduce of the chosen numbers, in the gradients' dtype.

@@ -1,20 +1,21 @@
-"""Runs a hook that issues several collectives one after another. Such a hook is a generator; see Note [Stages].
+"""Run a hook that issues several collectives one after another. Such a hook is a generator; see Note [Stages].
 
 Note [Stages]
 ~~~~~~~~~~~~~
-A hook that needs the result of one collective to issue the next is a generator. It yields each `Work`, continues when this
-work has finished, and returns the reduced bucket at the end. A stage is the part of the generator up to the next `yield`, or to
-the end. Every rank must issue the same collectives in the same order, even if several buckets are in flight, and threads are
-scheduled differently on each rank. There are two ways to resume a generator:
+Some hooks need the result of one collective before they can issue the next collective. Such a hook is a generator, which yields
+each `Work`, continues when this work has finished, and returns the reduced bucket at the end. A stage is a part of the
+generator that ends at the next `yield` or at the generator's end. Every rank must issue the same collectives in the same order,
+although several buckets may be in reduction at the same time, and threads are scheduled differently on each rank. There are two
+ways to resume a generator:
 
-1. Most groups of Syncline bring all collectives into one order that is the same on every rank, also collectives that callbacks
-   issue (`has_total_order`; see Note [One total order] in `syncline.collectives.engine.queue`). In these groups a callback of
-   each work's future resumes the generator; see `_chained`.
-2. torch's groups order collectives by the moment of the call, so a collective that a callback issues would race with the
-   thread of backward. A `RoundRobinGroup` refuses calls from callbacks. In these groups only the thread of backward resumes
-   generators, at fixed moments; see `Pipeline`. When a bucket starts, every earlier bucket moves on by one stage. When the last
-   bucket of the backward starts, all buckets move on to their end. The first collective of a bucket still overlaps with
-   backward.
+1. Most groups of Syncline run all collectives in one order that is the same on every rank (`has_total_order`; see Note [One
+   total order] in `syncline.collectives.engine.queue`). This order includes collectives that callbacks issue. In these groups,
+   a callback of each work's future resumes the generator; see `_chained`.
+2. torch's groups order collectives by the time of the call, so a collective that a callback issues would race with the thread
+   of backward. A `RoundRobinGroup` refuses calls from callbacks. In these groups, only the thread of backward resumes
+   generators, at fixed points; see `Pipeline`. When a bucket starts, the generator of every earlier bucket runs one more stage.
+   When the last bucket of the backward starts, all generators run to their end. The first collective of a bucket still overlaps
+   with backward.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ else:
 
 
 def finished(tensor: torch.Tensor) -> TensorFuture:
-    """A future that already has the result `tensor`."""
+    """Return a future that already has the result `tensor`."""
     future = _future_on(tensor)
     future.set_result(tensor)
     return future
 
 
 class Pipeline:
-    """Runs a hook's generators, one for each bucket, several at a time. See Note [Stages].
+    """Runs a hook's generators, one for each bucket. Several generators may run at a time. See Note [Stages].
 
     The hook's state holds the pipeline.
     """
@@ -54,7 +55,7 @@ class Pipeline:
     def run(self, stages: Stages, group: ProcessGroup, bucket: Bucket) -> TensorFuture:
         """Start a bucket's generator. Call `run` in backward's thread, for the same buckets in the same order on every rank.
 
-        An error of the first stage is raised here. An error of a later stage is set on the future.
+        If the first stage fails, `run` raises its error. If a later stage fails, the future gets its error.
         """
         future = _future_on(bucket.buffer())
         if group.has_total_order:

@@ -1,4 +1,4 @@
-"""How many bytes a hook saves, and how much time its computation takes."""
+"""Count the bytes that a hook saves, and measure the time of its computation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HookStatistics:
-    """Totals of this rank, over all steps since the hook's state was made. PowerSGD's steps without compression do not count.
+    """This rank's totals over all steps of the hook's state. PowerSGD's steps without compression do not count.
 
     Attributes:
-        bytes_before: the bytes of the gradients (DiLoCo: the parameters) before compression.
-        bytes_sent: the bytes of the tensors that the hook gave to collectives.
-        seconds_by_stage: for each stage of the hook, such as "compress", its seconds of computation. Waits do not count.
+        bytes_before: the bytes of the gradients (in DiLoCo: of the parameters) before compression.
+        bytes_sent: the bytes of the tensors that the hook passed to collectives.
+        seconds_by_stage: the seconds of computation in each stage of the hook, such as "compress". The time of waits does not
+            count.
     """
 
     bytes_before: int = 0
@@ -24,7 +25,7 @@ class HookStatistics:
 
     @property
     def ratio(self) -> float:
-        """The bytes before compression divided by the bytes sent. It is 1 before anything is sent."""
+        """The bytes before compression, divided by the bytes sent. Before the first send, the ratio is 1."""
         return self.bytes_before / self.bytes_sent if self.bytes_sent else 1.0
 
     def sends(self, bytes_before: int, bytes_sent: int) -> None:

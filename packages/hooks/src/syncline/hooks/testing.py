@@ -10,13 +10,13 @@ from syncline.collectives import ProcessGroup
 
 
 class FakeBucket:
-    """A bucket that has all methods of the hook contract's `Bucket`. The test chooses the gradients.
+    """A bucket for tests, with gradients that the test chooses. This class has all methods of `contract.Bucket`.
 
     Args:
-        gradients: tensors of any shapes and one dtype. They are copied into a flat buffer in this order.
+        gradients: tensors of any shapes and one dtype. The constructor copies these tensors into a flat buffer, in this order.
         group: the result of `process_group()`.
         parameters: the result of `parameters()`. None: zeros with the gradients' shapes.
-        names: the result of `parameter_names()`. None: the bucket knows no names, like a bucket of torch.
+        names: the result of `parameter_names()`. None: the bucket has no names, like a bucket of torch.
         index: the bucket's number.
         is_last: whether this bucket is the last one of the backward.
     """
@@ -44,15 +44,15 @@ class FakeBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, flat."""
+        """All gradients, in one flat tensor."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Make `buffer()` and `gradients()` show another buffer."""
+        """Let `buffer()` and `gradients()` return another buffer, and its views."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of `buffer()`."""
+        """The gradients, as views of `buffer()`."""
         pieces = torch.split(self._buffer, [shape.numel() for shape in self._shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
@@ -65,7 +65,7 @@ class FakeBucket:
         return None if self._names is None else list(self._names)
 
     def is_last(self) -> bool:
-        """Whether no further bucket follows."""
+        """Whether this is the last bucket of the backward."""
         return self._is_last
 
     def process_group(self) -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""The base of optimizers that step another optimizer, and communicate after some of its steps."""
+"""The base class of optimizers that step another optimizer, and communicate after some of these steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from syncline.collectives import MisuseError
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """An optimizer without parameter groups and state of its own: it shows the groups, state and defaults of another optimizer.
+    """An optimizer that wraps another optimizer. Its parameter groups, state and defaults are those of the other optimizer.
 
-    Hooks of `register_step_pre_hook` and `register_step_post_hook` run before and after the whole step, communication included.
-    Hooks for `state_dict` and `load_state_dict` are registered with the other optimizer. So these hooks get the other optimizer
-    and its state.
+    Hooks of `register_step_pre_hook` and `register_step_post_hook` run before and after the whole step, including
+    communication. Hooks for `state_dict` and `load_state_dict` are registered with the other optimizer. So these hooks get the
+    other optimizer and its state.
 
     Args:
         optim: the other optimizer.
