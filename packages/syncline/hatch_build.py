@@ -1,8 +1,8 @@
-"""What the distribution `syncline` depends on: the four layers, at its own version.
+"""Compute the dependencies of the distribution `syncline`: its four layers, each with the version of `syncline`.
 
-The layers are not on an index, so `pip install ./packages/syncline` must find them in the checkout: there each requirement
-names the layer's folder. An index refuses such requirements. With SYNCLINE_RELEASE set, and in a source distribution, which
-has no layers beside it, each requirement names the version.
+The layers are not on a package index, so `pip install ./packages/syncline` must find them in the checkout. In a checkout, each
+requirement names the layer's folder. A package index refuses such requirements. So if SYNCLINE_RELEASE is set, each requirement
+names the version. In a source distribution, which does not contain the layers, each requirement also names the version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXTRAS = {
 
 
 class LayersAsDependencies(MetadataHookInterface):
-    """Fills in `dependencies` and `optional-dependencies`. Hatchling calls it whenever it needs the metadata."""
+    """Sets `dependencies` and `optional-dependencies`. Hatchling calls `update` each time Hatchling needs the metadata."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Add the requirements to the table `project`."""
@@ -39,7 +39,7 @@ class LayersAsDependencies(MetadataHookInterface):
 
 
 def requirement(layer: str, version: str, packages: Path | None, extra: str = "") -> str:
-    """The layer's folder below `packages`, where there is one; else its version."""
+    """Return the requirement for a layer: its folder in `packages` if this folder exists, otherwise its version."""
     home = packages and packages / layer
     if home and (home / "pyproject.toml").is_file():
         return f"syncline-{layer}{extra} @ {home.as_uri()}"
