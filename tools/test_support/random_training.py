@@ -641,7 +641,7 @@ class Alone(Player):
             present = [rank for rank, count in enumerate(counts) if count > number]
             self._iterate(number, self.program.uneven_ways[number], present, root=present[-1])
         self.stale = True
-        self.share_buffers(reduces=False, root=max(rank for rank, count in enumerate(counts) if count == max(counts)))
+        self.share_buffers(reduces=True, root=max(rank for rank, count in enumerate(counts) if count == max(counts)))
         self._iterate(len(self.program.uneven_ways), "only gradients", range(self.world_size), root=0)
 
     def _iterate(self, number: int, way: str, present: Sequence[int], *, root: int) -> None:

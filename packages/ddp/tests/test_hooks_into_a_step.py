@@ -270,6 +270,29 @@ def test_the_mode_of_a_forward_decides_whether_its_backward_reads_statistics(fir
             run_ranks(2, body)
 
 
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_forward_in_evaluation_is_forgotten_when_its_graph_is_gone(keeps_graph: bool) -> None:
+    """Validation without `no_grad`, then a step with two forwards in training mode and one backward."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Skipping(), process_group=group)
+        loss_of(model, batch(group.rank)).backward()  # the ranks' statistics differ now, so the next forward broadcasts
+        model.eval()
+        validation = {"loss": model(batch(group.rank, 1)).mean()}
+        if not keeps_graph:
+            validation["loss"] = validation["loss"].detach()
+        model.train()
+        (loss_of(model, batch(group.rank, 2)) + loss_of(model, batch(group.rank, 3))).backward()
+        if keeps_graph:
+            validation["loss"].backward()
+
+    if keeps_graph:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run_ranks(2, body)
+    else:
+        run_ranks(2, body)
+
+
 # ---- optimizers ----
 
 

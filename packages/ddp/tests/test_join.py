@@ -96,23 +96,39 @@ def test_ranks_without_inputs_take_part_in_no_backward_of_a_frozen_model() -> No
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_after_the_context_buffers_are_equal_so_a_rank_may_run_a_forward_alone() -> None:
+def test_the_forward_after_the_context_broadcasts_what_rank_0_has_changed() -> None:
+    """Between the context and the forward, rank 0 loads other statistics, as from a checkpoint."""
+
     def body(group: ProcessGroup) -> list[float]:
         norm = torch.nn.BatchNorm1d(2).double()
         model = DistributedDataParallel(torch.nn.Sequential(norm, linear()), process_group=group)
         with model.join():
             for step in range(1 + group.rank):
                 model(torch.arange(8.0).double().view(4, 2) * (group.rank + 1 + step)).sum().backward()
-        model.eval()
-        if group.rank == 0:
-            with torch.no_grad():
-                model(torch.ones(4, 2, dtype=torch.float64))
-        group.barrier()
         assert norm.running_mean is not None
+        if group.rank == 0:
+            norm.running_mean.fill_(5.0)
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(4, 2, dtype=torch.float64))
         return norm.running_mean.tolist()
 
-    first, *others = run_ranks(3, body)
-    assert others == [first, first]
+    assert run_ranks(3, body) == [[5.0, 5.0]] * 3
+
+
+def test_a_buffer_hook_runs_in_the_forward_after_the_context() -> None:
+    def body(group: ProcessGroup) -> list[int]:
+        calls: list[object] = []
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.BatchNorm1d(2), linear()).double(), process_group=group)
+        model._register_buffer_comm_hook(None, lambda state, buffers: calls.append(state))
+        inputs = torch.arange(8.0).double().view(4, 2)
+        with model.join(throw_on_early_termination=True):
+            model(inputs).sum().backward()
+        before = len(calls)
+        model(inputs).sum().backward()
+        return [before, len(calls)]
+
+    assert run_ranks(2, body) == [[1, 2]] * 2
 
 
 def test_early_termination_names_the_ranks_on_every_rank() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from syncline.collectives.internal import bytes_of, in_plain_order, mark_written
 
 from . import torch_internals
 from .module_state import ModuleState, writable
+from .outputs import tensors_in
 
 if TYPE_CHECKING:
     AnyFuture: TypeAlias = torch.futures.Future[Any]
@@ -58,8 +60,8 @@ class Buffers:
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
         self._state = state
-        # For each layer of batch normalisation: whether an open graph may read its statistics. See `note_modes`.
-        self._may_be_read: dict[torch.nn.Module, bool] = {}
+        # The forwards whose backward may still come. See `note_modes`.
+        self._open_forwards: list[_OpenForward] = []
         self._reductions = 0
         self.look_again()
         self.enabled = enabled
@@ -105,7 +107,7 @@ class Buffers:
             return []
         return self._run(self.hook)
 
-    def note_modes(self, reductions: int) -> None:
+    def note_modes(self, outputs: object, reductions: int) -> None:
         """Record which layers of batch normalisation were in training mode in the forward that has just ended.
 
         In evaluation mode, backward reads the running statistics, so they must not change before backward. In training mode,
@@ -113,13 +115,16 @@ class Buffers:
         gradients.
 
         Args:
-            reductions: the number of reduced backwards so far. After a reduced backward, modes of earlier forwards are
-                forgotten, because no backward of these forwards is expected.
+            outputs: what the forward has returned. When the graph of these outputs is gone, the forward is forgotten.
+            reductions: the number of reduced backwards so far. After a reduced backward, earlier forwards are forgotten,
+                because no backward of these forwards is expected.
         """
         if reductions != self._reductions:
-            self._may_be_read, self._reductions = {}, reductions
-        for layer in self._layers:
-            self._may_be_read[layer] = self._may_be_read.get(layer, False) or not layer.training
+            self._open_forwards, self._reductions = [], reductions
+        if self._layers:
+            self._open_forwards = self._still_open()
+            training = {layer: layer.training for layer in self._layers}
+            self._open_forwards.append(_OpenForward(training, _mark_graph(outputs)))
 
     def after_forward(self) -> list[AnyFuture]:
         """If the buffers are due, let the hook synchronise them, if the hook runs after the forward.
@@ -158,13 +163,13 @@ class Buffers:
         other writes, and raises an error in the backward of a graph that has saved the buffer. If autograd saw all writes, a
         second forward could not run before the backward of the first forward.
         """
-        unread = {
-            id(buffer)
-            for layer in self._state.normalization_layers()
-            # If no forward of the wrapper has noted the layer's mode, the present mode decides.
-            if not self._may_be_read.get(layer, not layer.training)
-            for buffer in layer.buffers(recurse=False)
-        }
+        forwards = self._still_open()
+        unread: set[int] = set()
+        for layer in self._state.normalization_layers():
+            # If no open forward has noted the layer's mode, the present mode decides.
+            modes = [forward.training[layer] for forward in forwards if layer in forward.training] or [layer.training]
+            if all(modes):
+                unread.update(id(buffer) for buffer in layer.buffers(recurse=False))
         others = [buffer for buffer in buffers if id(buffer) not in unread]
         before = [_bits(buffer).clone() for buffer in others]
         with torch_internals.preserve_versions(buffers):
@@ -172,6 +177,36 @@ class Buffers:
         for buffer, bits in zip(others, before, strict=True):
             if not torch.equal(_bits(buffer), bits):
                 mark_written(buffer)
+
+    def _still_open(self) -> list[_OpenForward]:
+        return [forward for forward in self._open_forwards if forward.graph is None or forward.graph() is not None]
+
+
+@dataclass(frozen=True)
+class _OpenForward:
+    """A forward whose backward may still come.
+
+    Attributes:
+        training: for each layer of batch normalisation, whether the layer was in training mode.
+        graph: a reference to an object that lives as long as the graph of the forward's outputs. None: the outputs show no
+            graph, so nothing tells when the graph is gone.
+    """
+
+    training: dict[torch.nn.Module, bool]
+    graph: weakref.ref[_Mark] | None
+
+
+class _Mark:
+    """An object that the nodes of a graph hold."""
+
+
+def _mark_graph(outputs: object) -> weakref.ref[_Mark] | None:
+    mark = _Mark()
+    nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    for node in nodes:
+        # A weak reference to the node itself would die at once: torch makes the Python object of a node anew at each access.
+        node.metadata[mark] = None
+    return weakref.ref(mark) if nodes else None
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:

@@ -276,7 +276,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         except BaseException:
             self._cancel_forward(trains, will_reduce)
             raise
-        self._after_forward(pending, trains, will_reduce)
+        self._after_forward(outputs, pending, trains, will_reduce)
         return outputs
 
     @disable_dynamo
@@ -407,10 +407,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self._buffer_sync.forward_failed(will_reduce)
 
     @disable_dynamo
-    def _after_forward(self, pending: list[torch.futures.Future[Any]], trains: bool, will_reduce: bool) -> None:
+    def _after_forward(self, outputs: Any, pending: list[torch.futures.Future[Any]], trains: bool, will_reduce: bool) -> None:
         # Do this after the forward, which may have set layers to evaluation mode.
         if torch.is_grad_enabled():
-            self._buffer_sync.note_modes(self._reducer.reductions)
+            self._buffer_sync.note_modes(outputs, self._reducer.reductions)
         pending += self._buffer_sync.after_forward()
         self._buffer_sync.forward_ended(will_reduce)
         if trains and will_reduce:

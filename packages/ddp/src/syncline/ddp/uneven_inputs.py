@@ -107,8 +107,9 @@ class UnevenInputs(JoinHook):
         """Give all ranks the parameters of `last_rank`. If forwards broadcast buffers, give the buffers of `last_rank`, too."""
         buffers = self._replica.buffers
         self._replica.state.broadcast(self._replica.process_group, last_rank, buffers=buffers.enabled)
-        # Ranks without inputs have run no forward, so set the flag here, on all ranks alike.
-        buffers.are_stale = not buffers.enabled
+        # The next forward must synchronise buffers on all ranks or on none. Ranks without inputs have run fewer forwards, so
+        # their flags may differ.
+        buffers.are_stale = True
 
     def leave(self) -> None:
         """From now on, divide gradients by the number of all ranks again."""
