@@ -832,6 +832,53 @@ class Halved(torch.nn.Module):
         return x if self.training else x / 2
 
 
+class Averaging(torch.nn.Module):
+    """Subtracts a moving average, which is None until the first forward, and drops what only the first forwards need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", None)
+        self.register_buffer("warm_up", torch.ones(1))
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average = x.mean() if self.average is None else 0.5 * (self.average + x.mean())
+        self.warm_up = None
+        return (x - self.average) * self.scale
+
+
+def test_buffers_that_a_forward_fills_or_drops_survive_a_loss_and_reach_a_newcomer() -> None:
+    """Rank 2 is lost in the first step. Rank 3 joins later."""
+    groups = create_groups(3, timeout_s=60)
+    present = [*groups, groups[0].newcomer()]
+
+    def train(rank: int, group: ProcessGroup, loses: bool = True) -> tuple[object, ...]:
+        module = Averaging()
+        model = DistributedDataParallel(module, process_group=group, forward_sync_buffers=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        sampler = ElasticSampler(24, 4)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=2)
+        for _ in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+            if rank == 0 and loses and elastic.applied_steps == 1:
+                until(lambda: groups[0].newcomers() == 1)
+            with elastic.step():
+                optimizer.zero_grad()
+                loss = model(torch.full((4, 1), float(sampler.applied))).mean() / model.join_process_group.size
+                if rank == 2:
+                    groups[2].lose()
+                    raise Lost
+                loss.backward()
+                optimizer.step()
+        return float(module.average), module.warm_up, float(module.scale.detach())
+
+    expected = train(0, create_groups(1)[0], loses=False)
+    first, second, lost, newcomer = on_ranks(4, lambda rank: train(rank, present[rank]))
+    assert first is not None
+    assert first[:2] == expected[:2]
+    assert (second, lost, newcomer) == (first, None, first)
+
+
 @pytest.mark.parametrize("thaws", [True, False])
 def test_a_newcomer_has_the_modes_that_the_others_have_set_during_the_training(thaws: bool) -> None:
     groups = create_groups(2, timeout_s=60)
@@ -841,7 +888,9 @@ def test_a_newcomer_has_the_modes_that_the_others_have_set_during_the_training(t
         module = torch.nn.Linear(1, 1)
         module.bias.requires_grad_(not thaws)
         halved = Halved()
-        model = DistributedDataParallel(torch.nn.Sequential(module, halved), process_group=present[number])
+        # A module of TorchScript that was frozen has no mode.
+        teacher = torch.jit.freeze(torch.jit.script(torch.nn.Identity().eval()))
+        model = DistributedDataParallel(torch.nn.Sequential(module, halved, teacher), process_group=present[number])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sampler = ElasticSampler(24, 4)
         elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=2)
@@ -850,6 +899,7 @@ def test_a_newcomer_has_the_modes_that_the_others_have_set_during_the_training(t
             if step == 1:  # the newcomer begins with a later step
                 module.bias.requires_grad_(thaws)
                 halved.eval()
+                model.training = False
                 if number == 0:
                     until(lambda: groups[0].newcomers() == 1)
             with elastic.step():
@@ -858,6 +908,8 @@ def test_a_newcomer_has_the_modes_that_the_others_have_set_during_the_training(t
                 optimizer.step()
         assert model.join_process_group.size == 3
         assert not halved.training
+        assert not model.training
+        assert model.module.training
         return module.bias.requires_grad, module.weight.tolist(), module.bias.tolist()
 
     with ThreadPoolExecutor(3) as threads:
@@ -955,9 +1007,48 @@ def test_a_limit_that_is_exceeded_while_a_newcomer_comes_ends_with_the_ranks_tha
         assert "1 rank(s) were lost in all" in str(ended)
 
 
-def test_too_little_time_to_recover_is_an_error() -> None:
-    ends, _ = train_and_lose({1: ("backward", 2)}, give_up_s=1e-9)
+@pytest.mark.parametrize("moment", ["backward", "agreement"])
+def test_too_little_time_to_recover_is_an_error(moment: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "syncline.ddp"):
+        ends, _ = train_and_lose({1: (moment, 2)}, size=2, give_up_s=1e-9)
     assert "did not come together again within" in str(ends[0])
+    assert caplog.text.count("rank lost or out of reach") == 1  # no second recovery
+
+
+@pytest.mark.parametrize("moment", ["in the body", "in the agreement"])
+@pytest.mark.parametrize("limits", [{"give_up_s": 1e-9}, {"min_ranks": 2}])
+def test_after_a_recovery_that_fails_the_model_is_as_before_the_step(moment: str, limits: dict[str, float]) -> None:
+    groups = create_groups(2, timeout_s=60)
+
+    def rank_body(rank: int) -> tuple[int, int, bool]:
+        norm, linear = torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)
+        model = DistributedDataParallel(torch.nn.Sequential(norm, linear), process_group=groups[rank])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = ElasticSampler(24, 4)
+        elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, **limits)  # type: ignore[arg-type]
+
+        def train() -> None:
+            for batch in elastic.batches(DataLoader(torch.arange(24.0).view(-1, 1), batch_sampler=sampler)):
+                with elastic.step():
+                    optimizer.zero_grad()
+                    loss = model(batch).mean() * sampler.weight
+                    if moment == "in the agreement":
+                        loss.backward()
+                    linear.requires_grad_(False)
+                    if rank == 1 and elastic.applied_steps == 2:
+                        groups[1].lose()
+                        raise Lost
+                    if moment == "in the body":
+                        loss.backward()
+                    optimizer.step()
+                    linear.requires_grad_(True)
+
+        with pytest.raises(TransportError):
+            train()
+        assert norm.num_batches_tracked is not None
+        return elastic.applied_steps, int(norm.num_batches_tracked), linear.weight.requires_grad
+
+    assert on_ranks(2, rank_body) == [(2, 2, True), None]
 
 
 def test_misuse_is_named() -> None:

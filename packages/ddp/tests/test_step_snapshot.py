@@ -104,6 +104,18 @@ def test_a_buffer_that_was_replaced_is_the_one_before() -> None:
     assert module.count == 0
 
 
+def test_buffers_that_a_step_has_filled_or_made_are_as_before() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("average", None)
+    snapshot = StepSnapshot(torch.nn.Sequential(module))
+    for _ in range(2):  # the repeated step may fail, too
+        module.average = torch.ones(1)
+        module.register_buffer("cache", torch.ones(1))
+        snapshot.restore()
+        assert module.average is None
+        assert not hasattr(module, "cache")
+
+
 def test_a_buffer_whose_elements_are_repeated_is_put_back() -> None:
     module = torch.nn.Module()
     row = torch.arange(3.0)

@@ -205,7 +205,8 @@ def _mark_graph(outputs: object) -> weakref.ref[_Mark] | None:
     nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     for node in nodes:
         # A weak reference to the node itself would die at once: torch makes the Python object of a node anew at each access.
-        node.metadata[mark] = None
+        metadata: Any = node.metadata  # a dict, but torch's types say a method
+        metadata[mark] = None
     return weakref.ref(mark) if nodes else None
 
 

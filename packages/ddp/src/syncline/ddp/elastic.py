@@ -298,6 +298,9 @@ class Elastic:
         except _NotAppliedError:
             pass
         except TransportError as error:
+            # The recovery in an agreement has failed with this error.
+            if self._phase is _Phase.BETWEEN_STEPS:
+                raise
             self._recover(error)
         finally:
             self._phase = _Phase.BETWEEN_STEPS
@@ -410,14 +413,20 @@ class Elastic:
         began_s = time.perf_counter()
         logger.info("rank lost or out of reach: %s", error)
         present: dict[int, int] = {}
-        # If another rank is lost during the recovery, the recovery begins again.
-        while not present:
-            self._check_hope(began_s, error)
-            try:
-                present = self._meet(lambda: self._group.shrink(silence_timeout_s=self._silence_timeout_s))
-            except TransportError as again:
-                error = again
-        self._divide_or_end()
+        try:
+            # If another rank is lost during the recovery, the recovery begins again.
+            while not present:
+                self._check_hope(began_s, error)
+                try:
+                    present = self._meet(lambda: self._group.shrink(silence_timeout_s=self._silence_timeout_s))
+                except TransportError as again:
+                    error = again
+            self._divide_or_end()
+        except BaseException:
+            # This rank does not apply the step. The script may catch the error and save the model.
+            self._undo_step()
+            self._phase = _Phase.BETWEEN_STEPS
+            raise
         holds = self._settle(max(present.values()))
         self.recovery_s.append(time.perf_counter() - began_s)
         logger.info("went on with %d rank(s) at step %d", len(present), self.applied_steps)

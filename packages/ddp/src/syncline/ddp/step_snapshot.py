@@ -49,10 +49,11 @@ class StepSnapshot:
             ]
         # Walk over the modules in each step (0.5 us for each module), because the script may have added some.
         modules = list(module.modules())
+        # A buffer may be None until a forward fills it.
         self._buffers = [
-            (holder, name, buffer, buffer.detach().clone())
+            (holder, {name: (buffer, None if buffer is None else buffer.detach().clone()) for name, buffer in its.items()})
             for holder in modules
-            for name, buffer in holder.named_buffers(recurse=False)
+            for its in [holder._buffers]
         ]
         # A module of TorchScript that was frozen has no mode.
         self._training = [(each, each.training) for each in modules if hasattr(each, "training")]
@@ -74,10 +75,14 @@ class StepSnapshot:
             writable([parameter])[0].copy_(value[first_of_each(parameter)])
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
-        for holder, name, buffer, value in self._buffers:
-            # Put the old buffer back, too, because the step may have put another tensor in the buffer's place.
-            writable([buffer])[0].copy_(value[first_of_each(buffer)])
-            setattr(holder, name, buffer)
+        for holder, saved in self._buffers:
+            for name in holder._buffers.keys() - saved.keys():
+                delattr(holder, name)
+            for name, (buffer, copied) in saved.items():
+                if buffer is not None and copied is not None:
+                    writable([buffer])[0].copy_(copied[first_of_each(buffer)])
+                # Put the old buffer back, too, because the step may have put another tensor in the buffer's place.
+                setattr(holder, name, buffer)
         for part, is_training in self._training:
             part.training = is_training
         torch.set_rng_state(self._random_state)

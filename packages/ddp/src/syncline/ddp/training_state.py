@@ -118,7 +118,7 @@ class TrainingState:
         names = {id(parameter): name for name, parameter in parameters.items()}
         return {
             "model": self._model.module.state_dict(),
-            "buffers": dict(self._model.module.named_buffers()),  # the state_dict lacks buffers that are not persistent
+            "buffers": self._buffers(),  # the state_dict lacks buffers that are not persistent
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
@@ -140,7 +140,8 @@ class TrainingState:
             self._make_buffer_like(name, value, is_persistent=name in state["model"])
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
-            writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
+            if name in state["buffers"]:
+                writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
         for optimizer, its in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer_state(optimizer, its)
         for each, its in zip(self._stateful, state["stateful"], strict=True):
@@ -161,12 +162,21 @@ class TrainingState:
                 parameter.grad = torch.zeros_like(parameter, layout=state["layouts"][name])
         return [each for name, each in self._model.module.named_parameters() if name in state["gradients"]]
 
-    def _make_buffer_like(self, name: str, value: torch.Tensor, *, is_persistent: bool) -> None:
-        # A forward may have made a buffer, or made it larger, such as a cache for the longest sequence so far.
+    def _buffers(self) -> dict[str, torch.Tensor | None]:
+        """Return all buffers with their names, also buffers that are None."""
+        parts = self._model.module.named_modules()
+        return {f"{path}.{key}".lstrip("."): buffer for path, part in parts for key, buffer in part._buffers.items()}
+
+    def _make_buffer_like(self, name: str, value: torch.Tensor | None, *, is_persistent: bool) -> None:
+        # A forward may have made a buffer, or made it larger, such as a cache for the longest sequence so far. Or it has set a
+        # buffer to None.
         path, _, key = name.rpartition(".")
         part = self._model.module.get_submodule(path)
         mine = part._buffers.get(key)
-        if mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
+        if value is None:
+            if mine is not None:
+                setattr(part, key, None)
+        elif mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
             part.register_buffer(key, value.clone(), persistent=is_persistent)
 
 
