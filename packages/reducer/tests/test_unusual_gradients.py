@@ -193,6 +193,52 @@ def test_a_gradient_that_a_users_hook_drops_in_a_checkpoint_is_named(cap: int, i
     run_ranks(2, body)
 
 
+def test_a_gradient_that_only_autograd_grad_computes_may_be_unused_in_spite_of_a_users_hook() -> None:
+    """As in GradNorm: between forward and backward, `torch.autograd.grad` reaches a part that the backward leaves out."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        for _, parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+        reducer = Reducer(parameters, group, find_unused_parameters=True)
+        for step in range(3):
+            set_to_none(parameters)
+            reducer.prepare_for_backward()
+            torch.autograd.grad(loss(parameters, group.rank, step, REVERSED), parameters[0][1])
+            loss(parameters, group.rank, step, REVERSED[:-1]).backward()
+            assert parameters[0][1].grad is None
+            assert parameters[1][1].grad is not None
+            assert parameters[1][1].grad.tolist() == average(2, 1, step)
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_that_a_users_hook_drops_is_named_after_a_conversion() -> None:
+    """The parameter has another node in autograd's graph then."""
+
+    def body(group: ProcessGroup) -> None:
+        parameters = make_parameters()
+        drops: list[bool] = []
+
+        def drop(parameter: torch.Tensor) -> None:
+            if drops:
+                parameter.grad = None
+
+        parameters[1][1].register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        reducer = Reducer(parameters, group)
+        for step in range(3):
+            train(reducer, parameters, group, [REVERSED], first_step=step)
+        parameter = parameters[1][1]
+        parameter.data = parameter.data.float()
+        parameter.data = parameter.data.double()
+        reducer.find_nodes_again()
+        drops.append(True)
+        with pytest.raises(MisuseError, match=r"gradient of parameter 'p1' was gone"):
+            train(reducer, parameters, group, [REVERSED], first_step=3)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_parameter_that_a_users_hook_steps_is_named(before: bool, graph: dict[str, bool]) -> None:
     """The step was made with this rank's own gradient, which stays."""

@@ -471,6 +471,7 @@ class Reducer(Inherited):
         self._check_idle("find_nodes_again")
         self._count_unsynchronized()
         self._usage.find_nodes_again()
+        self._users_hooks.find_nodes_again()
         # If another reducer averages these parameters now, the hooks are off, and `_take_over` registers them later.
         if not self._hooks.are_off:
             self._hooks.register(self._pending)

@@ -91,6 +91,20 @@ def hook_undefined_gradients(parameter: torch.nn.Parameter, note: Callable[[], o
     return _HeldHook(node, node.register_hook(look))
 
 
+def hook_defined_gradients(parameter: torch.nn.Parameter, note: Callable[[], object]) -> Any:
+    """Call `note` before backward adds a gradient to `parameter.grad`. `torch.autograd.grad` adds none, so it is no call.
+
+    The caller must keep a reference to the returned handle.
+    """
+    node = accumulation_node(parameter)
+
+    def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if gradients[0] is not None:
+            note()
+
+    return _HeldHook(node, node.register_prehook(look))
+
+
 class _HeldHook:
     """The handle of a hook on a node. It also keeps the node alive."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from . import error_messages
-from .torch_internals import hookable, hooks_after_accumulation, version_of
+from .torch_internals import hook_defined_gradients, hooks_after_accumulation, version_of
 
 _LOOK_EVERY = 32
 
@@ -62,11 +62,19 @@ class UsersHooks:
             for index, parameter in enumerate(self._parameters)
             if any(getattr(hook, "__module__", None) != ours for hook in hooks_after_accumulation(parameter))
         ]
-        for index in self.indices:
+        self._hook(self.indices)
+
+    def find_nodes_again(self) -> None:
+        """Hook the parameters' nodes again. Call this method if parameters have other nodes in autograd's graph now."""
+        hooked = list(self._handles)
+        self.close()
+        self._hook(hooked)
+
+    def _hook(self, indices: Iterable[int]) -> None:
+        for index in indices:
             if index not in self._handles:
-                with hookable(self._parameters[index]):
-                    hook = partial(_note, self._came, index)
-                    self._handles[index] = self._parameters[index].register_hook(hook)  # type: ignore[no-untyped-call]
+                note = partial(self._came.add, index)
+                self._handles[index] = hook_defined_gradients(self._parameters[index], note)
 
     def begin(self) -> None:
         """Record the parameters' versions at the beginning of a reduced backward.
@@ -100,9 +108,3 @@ class UsersHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-
-
-def _note(came: set[int], index: int, gradient: torch.Tensor | None) -> None:
-    # torch calls the hook with None for an undefined gradient, which has not come.
-    if gradient is not None:
-        came.add(index)
