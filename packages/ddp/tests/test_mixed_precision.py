@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -579,3 +580,58 @@ def test_parameters_that_the_script_has_converted_stay_parameters() -> None:
         assert {p.dtype for p in ddp.parameters()} == {BF16}
 
     with_ddp(body, Plain())
+
+
+class Pausing(torch.nn.Module):
+    """In a forward it first calls what is in `pauses`, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.pauses: list[Callable[[], None]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.pauses:
+            self.pauses.pop()()
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("pauses_in", "second"), [("forward", "forward"), ("forward", "backward"), ("backward", "forward")])
+def test_a_second_thread_is_refused_and_leaves_no_cast_in_the_module(pauses_in: str, second: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        module = Pausing()
+        model = DistributedDataParallel(
+            module, process_group=group, forward_sync_buffers=False, mixed_precision=MixedPrecision(param_dtype=BF16)
+        )
+        x = torch.ones(3, 2, requires_grad=True)
+        refused: list[str] = []
+        with model.no_sync():
+            earlier = model(x).sum()
+
+        def run() -> None:
+            with pytest.raises(MisuseError, match="two threads run a module with mixed_precision at once") as raised:
+                if second == "backward":
+                    earlier.backward()
+                else:
+                    with torch.no_grad():
+                        model(x)
+            refused.append(str(raised.value))
+
+        def pause() -> None:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+        if pauses_in == "forward":
+            module.pauses.append(pause)
+        outputs = model(x)
+        if pauses_in == "backward":
+            # The output's own hook of the wrapper runs first, because it was registered first.
+            outputs.register_hook(lambda _: pause())  # type: ignore[no-untyped-call]
+        outputs.sum().backward()
+        assert refused
+        assert f"this one a {second}" in refused[0]
+        assert [type(parameter) for parameter in module.linear._parameters.values()] == [torch.nn.Parameter] * 2
+        model(x).sum().backward()  # nothing remains of the refused thread
+
+    run_ranks(1, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -91,6 +92,7 @@ class LowPrecision:
         self._dtype = dtype
         self._has_warned = False
         self._is_in_backward = False
+        self._threads: list[int] = []  # a thread for each forward or backward that runs now
 
     # A compiler gets only the module, as in DistributedDataParallel.forward.
     @disable_dynamo_here
@@ -98,23 +100,42 @@ class LowPrecision:
         """Run the module in the lower dtype and return its outputs.
 
         Raises:
-            MisuseError: the forward has replaced a parameter by another tensor.
+            MisuseError: the forward has replaced a parameter by another tensor. Or another thread runs the module now.
         """
         inputs, kwargs = cast_inputs(self._dtype, inputs, kwargs)
-        found = self._look()
-        casts = self._cast_all(found.parameters)
-        in_place = [casts[index] for _, _, index in found.places]
-        before = found.put(in_place)
-        left = before
+        thread = self._begin("forward")
         try:
-            outputs = self._state.module(*inputs, **kwargs)
+            found = self._look()
+            casts = self._cast_all(found.parameters)
+            in_place = [casts[index] for _, _, index in found.places]
+            left = before = found.put(in_place)
+            try:
+                outputs = self._state.module(*inputs, **kwargs)
+            finally:
+                left = found.put(before)
         finally:
-            left = found.put(before)
+            self._threads.remove(thread)
         self._keep_what_was_written(found, casts, left)
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(lambda _: self._enter_backward(found, in_place))  # type: ignore[no-untyped-call]
         return outputs
+
+    @disable_dynamo
+    def _begin(self, what: str) -> int:
+        """Record that this thread uses the module's attributes, and return the thread's number.
+
+        If two threads put casts and parameters into the attributes by turns, casts would stay there.
+        """
+        thread = threading.get_ident()
+        self._threads.append(thread)
+        if any(other != thread for other in list(self._threads)):
+            self._threads.remove(thread)
+            raise MisuseError(
+                f"two threads run a module with mixed_precision at once (this one a {what}): let one thread run it at a time, "
+                "or use torch.autocast, which changes nothing in the module"
+            )
+        return thread
 
     @disable_dynamo
     def _look(self) -> _Found:
@@ -175,12 +196,14 @@ class LowPrecision:
         # Another output of the same backward has put the casts in place already.
         if self._is_in_backward:
             return
+        thread = self._begin("backward")
         self._is_in_backward = True
         before = found.put(casts)
 
         def leave() -> None:
             found.put(before)
             self._is_in_backward = False
+            self._threads.remove(thread)
 
         call_at_end_of_backward(_Once(leave))
 
