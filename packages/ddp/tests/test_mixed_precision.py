@@ -610,11 +610,7 @@ def test_a_second_thread_is_refused_and_leaves_no_cast_in_the_module(pauses_in: 
 
         def run() -> None:
             with pytest.raises(MisuseError, match="two threads run a module with mixed_precision at once") as raised:
-                if second == "backward":
-                    earlier.backward()
-                else:
-                    with torch.no_grad():
-                        model(x)
+                earlier.backward() if second == "backward" else torch.no_grad()(model)(x)
             refused.append(str(raised.value))
 
         def pause() -> None:
