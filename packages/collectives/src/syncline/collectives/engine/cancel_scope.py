@@ -58,12 +58,12 @@ class CancelScope:
 
     Args:
         timeout_s: the time limit of the wait, in seconds from now.
-        ask: returns an exception if the wait can never succeed, or None. The waiting thread calls `ask` now and then. The scope
-            then ends with this exception.
+        ask: returns an exception if the wait can never succeed, or None. The waiting thread calls `ask` now and then. If
+            `ask` returns an exception, the scope ends with this exception.
 
     Attributes:
-        ask: the argument `ask`. The function refers to the group, so set this attribute to None if you keep the scope.
-        reason: the exception that `check` raises. None if no thread has cancelled the scope.
+        ask: the argument `ask`. The function keeps the group alive, so set this attribute to None if you keep the scope.
+        reason: the exception with which `cancel` was called, or that `ask` has returned. None if there is none.
         was_noticed: whether `check` has raised an error. The monitor (`health.monitor`) then gives the call more time to end.
     """
 

@@ -42,7 +42,8 @@ class Met:
 def meet(store: Store, rank: int, size: int, scope: CancelScope) -> Met:
     """Wait in the store until all ranks have called this function. Compare `size` and the version of Syncline on all ranks.
 
-    A rank learns only the processes of its own node, because it cannot watch processes of other nodes.
+    A rank also gets the identities of the processes of its own node, to watch these processes. It cannot watch processes of
+    other nodes.
 
     Cost: with L ranks on this node, each rank sends L + 8 requests of fixed size to the store, for any number of ranks. A rank
     that waits sends more requests. Each rank that does not come costs a few more requests: see `_absent`.

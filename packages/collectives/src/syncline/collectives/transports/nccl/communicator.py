@@ -237,8 +237,8 @@ class Communicator:
         usual reason to abort is a thread that is stuck inside NCCL. Normally the abort ends the kernels, and the call of the
         stuck thread returns an error. Two other outcomes are possible:
 
-        1. The abort or the stuck call does not return. Each abort has its own thread, so only the end of the process waits for
-           it, for a few seconds.
+        1. The abort or the stuck call does not return. Each abort runs on its own thread, so no caller waits for the abort.
+           Only the end of the process waits for this thread, for a few seconds.
         2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
         We accept both outcomes, because they happen only in a group that has failed. At this time the report is written, the
