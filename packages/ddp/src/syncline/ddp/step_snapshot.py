@@ -70,7 +70,10 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore all saved values. All gradients that are not saved become zeros, or None if they were None before."""
+        """Restore all saved values.
+
+        A gradient that is not saved becomes None if it was None when the snapshot was made, and zeros otherwise.
+        """
         for parameter, value, requires_grad in self._parameters:
             writable([parameter])[0].copy_(value[first_of_each(parameter)])
             parameter.requires_grad_(requires_grad)

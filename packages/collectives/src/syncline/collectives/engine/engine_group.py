@@ -236,7 +236,7 @@ class EngineGroup(ProcessGroup, Inherited):
         of another group, this method does not wait.)
 
         Raises:
-            DisagreementError: the ranks have made different calls, or another rank still uses the group.
+            DisagreementError: the ranks have made different calls, or another rank makes a further call while this rank closes.
             SynclineError: a call that was in flight has failed.
             MisuseError: the method was called in a callback of this group, so it would wait for this callback for ever.
         """

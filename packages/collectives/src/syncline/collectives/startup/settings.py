@@ -40,7 +40,7 @@ class AlgorithmThresholds:
         staged_bytes: the smallest tensor outside of windows that a reduction copies into shared memory and out again. A smaller
             value means fewer reductions by MPI. But each reduction through shared memory copies its tensor twice, and waits
             for the other ranks at least twice.
-        ring_bytes: a reduction uses Syncline's ring between nodes if a part (the tensor's size divided by the number of ranks)
+        ring_bytes: a reduction uses Syncline's ring between nodes if a part (the tensor's size divided by the number of nodes)
             has at least this size. A smaller value means that more reductions use the whole bandwidth of a TCP network. But a
             ring takes as many steps as there are nodes. Switch the ring off if the network itself reduces, or if the MPI
             library is tuned for the network.

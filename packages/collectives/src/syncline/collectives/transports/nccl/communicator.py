@@ -136,7 +136,8 @@ class Communicator:
 
         Args:
             members: the members; None on a rank that is in no new communicator.
-            color: a number that all members pass, and no other rank. None on a rank that is in no new communicator.
+            color: a number that is the same on all members, and different for each new communicator. None on a rank that is in
+                no new communicator.
             stream: the handle of the new communicator's CUDA stream.
         """
         with mapped(self._nccl, "ncclCommSplit"):

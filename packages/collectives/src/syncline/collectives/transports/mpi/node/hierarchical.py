@@ -125,7 +125,7 @@ class Hierarchical(Algorithm):
         self._reduction = reduction
 
     def is_ready(self, call: Call) -> bool:
-        """Whether the group has a stage. The first call makes the stage."""
+        """Whether the ranks could make a stage (shared memory through which tensors pass). The first call makes the stage."""
         return self._reduction.stage(call) is not None
 
     def run(self, part: torch.Tensor, whole: torch.Tensor, call: Call) -> None:
