@@ -293,6 +293,119 @@ def test_a_forward_in_evaluation_is_forgotten_when_its_graph_is_gone(keeps_graph
         run_ranks(2, body)
 
 
+class Hidden:
+    """An output in which nobody looks for tensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Wrapped(Skipping):
+    """Returns its output in the way that `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, normalizes: bool = True, delta: float = 0.0) -> Any:
+        output = super().forward(x, normalizes, delta)
+        if self.kind == "hidden":
+            return Hidden(output)
+        if self.kind == "broken view":
+            base = output * 1
+            views = base.unbind(0)
+            base.mul_(2)  # autograd refuses to tell the nodes of these views
+            return [Hidden(output), views]
+        return output.argmax() if self.kind == "predictions" else [output]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduces_between"), [("hidden", False), ("broken view", False), ("list", False), ("list", True)]
+)
+def test_a_living_graph_of_a_forward_in_evaluation_is_remembered(kind: str, reduces_between: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Wrapped(kind), process_group=group, find_unused_parameters=True)
+        model.eval()
+        first = model(batch(group.rank), delta=1.0 + group.rank)  # the statistics differ now
+        model.train()
+        if reduces_between:
+            model(batch(group.rank), normalizes=False)[0].sum().backward()
+        with torch.no_grad():
+            model(batch(group.rank, 1), normalizes=False)
+        output = first if kind == "hidden" else first[0]
+        (output if kind == "list" else output.tensor).square().sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_ranks(2, body)
+
+
+def test_the_present_mode_decides_if_only_the_bare_module_has_run() -> None:
+    def body(group: ProcessGroup) -> None:
+        module = Skipping()
+        model = DistributedDataParallel(module, process_group=group)
+        module.eval()
+        first = module(batch(group.rank), delta=1.0 + group.rank).square().sum()
+        with torch.no_grad():
+            model(batch(group.rank, 1), normalizes=False)
+        first.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_ranks(2, body)
+
+
+def test_forwards_that_are_over_need_no_memory() -> None:
+    def body(group: ProcessGroup) -> None:
+        for kind in ("list", "predictions", "hidden"):
+            model = DistributedDataParallel(Wrapped(kind), process_group=group)
+            for _ in range(3):
+                model(batch(0))
+            assert len(model._buffer_sync._open_forwards) <= 1
+        model = DistributedDataParallel(Wrapped("list"), process_group=group)
+        losses = []  # a script may keep the losses of its steps, with their graphs
+        for _ in range(3):
+            losses.append(model(batch(0))[0].sum())
+            losses[-1].backward()
+        assert len(model._buffer_sync._open_forwards) == 1
+
+    run_ranks(1, body)
+
+
+def test_a_buffer_hook_is_not_called_for_buffers_that_are_none() -> None:
+    def body(group: ProcessGroup) -> None:
+        module = torch.nn.InstanceNorm1d(3, affine=True)
+        assert module._buffers
+        model = DistributedDataParallel(module, process_group=group)
+        calls: list[object] = []
+        model._register_buffer_comm_hook(None, lambda _, buffers: calls.append(buffers))
+        model(torch.ones(2, 3, 4)).sum().backward()
+        assert not calls
+
+    run_ranks(1, body)
+
+
+def test_a_buffer_that_only_a_forward_fills_is_broadcast() -> None:
+    class Averaging(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", None)
+            self.scale = torch.nn.Parameter(torch.ones(1).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = x.mean() if self.average is None else self.average + x.mean()
+            return self.scale * x
+
+    def body(group: ProcessGroup) -> float:
+        module = Averaging()
+        model = DistributedDataParallel(module, process_group=group)
+        model(batch(group.rank)).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(batch(0))
+        return float(module.average)
+
+    assert run_ranks(2, body) == [pytest.approx(2 * float(batch(0).mean()))] * 2
+
+
 # ---- optimizers ----
 
 

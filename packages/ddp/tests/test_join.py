@@ -116,6 +116,28 @@ def test_the_forward_after_the_context_broadcasts_what_rank_0_has_changed() -> N
     assert run_ranks(3, body) == [[5.0, 5.0]] * 3
 
 
+def test_after_the_context_buffers_are_due_on_all_ranks_alike() -> None:
+    """Rank 1 has one more forward than rank 0, inside `no_sync`. So its latest forward does not make buffers due."""
+
+    def body(group: ProcessGroup) -> list[float]:
+        norm = torch.nn.BatchNorm1d(2).double()
+        model = DistributedDataParallel(torch.nn.Sequential(norm, linear()), process_group=group)
+        inputs = torch.arange(8.0).double().view(4, 2) * (1 + group.rank)
+        with model.join():
+            model(inputs).sum().backward()
+            if group.rank == 1:
+                with model.no_sync():
+                    model(inputs).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(inputs)
+        assert norm.running_mean is not None
+        return norm.running_mean.tolist()
+
+    first, second = run_ranks(2, body, timeout_s=20)
+    assert first == second
+
+
 def test_a_buffer_hook_runs_in_the_forward_after_the_context() -> None:
     def body(group: ProcessGroup) -> list[int]:
         calls: list[object] = []

@@ -206,6 +206,7 @@ def test_what_a_copy_takes_along() -> None:
     try:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(4).double(), forward_sync_buffers=False, static_graph=True)
         model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+        output = model(batch(0))  # its graph is open while the model is copied
         with model.join():
             twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         for twin in twins:
@@ -215,6 +216,7 @@ def test_what_a_copy_takes_along() -> None:
                 twin(batch(0)).sum().backward()
             assert twin.module.bias.grad.tolist() == [3.0] * 4
             assert model.module.bias.grad is None  # type: ignore[union-attr]
+        assert output.requires_grad
     finally:
         destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from syncline.ddp.step_snapshot import StepSnapshot
@@ -114,6 +115,22 @@ def test_buffers_that_a_step_has_filled_or_made_are_as_before() -> None:
         snapshot.restore()
         assert module.average is None
         assert not hasattr(module, "cache")
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_a_step_has_deleted_is_a_buffer_again(persistent: bool) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("table", torch.ones(1), persistent=persistent)
+    module.register_buffer("average", None, persistent=persistent)
+    snapshot = StepSnapshot(module)
+    del module.table
+    del module.average
+    module.average = 3.0
+    snapshot.restore()
+    assert dict(module.named_buffers()) == {"table": torch.ones(1)}
+    assert list(module.state_dict()) == ["table"] * persistent
+    module.average = torch.ones(1)
+    assert "average" in dict(module.named_buffers())
 
 
 def test_a_buffer_whose_elements_are_repeated_is_put_back() -> None:

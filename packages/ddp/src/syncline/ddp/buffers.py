@@ -60,8 +60,9 @@ class Buffers:
 
     def __init__(self, state: ModuleState, *, enabled: bool) -> None:
         self._state = state
-        # The forwards whose backward may still come. See `note_modes`.
+        # See `note_modes`.
         self._open_forwards: list[_OpenForward] = []
+        self._modes_without_graph: dict[torch.nn.Module, bool] = {}
         self._reductions = 0
         self.look_again()
         self.enabled = enabled
@@ -69,19 +70,19 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Check again whether the module has buffers. Call this method if the module may have new buffers."""
-        self._exist = bool(self._state.buffers())
+        """Check again whether the module can have buffers. Call this method if the module may have new buffers."""
+        self._may_exist = self._state.may_have_buffers()
         self._layers = self._state.normalization_layers()
 
     @property
     def are_due(self) -> bool:
         """Whether the next forward synchronises the buffers."""
-        return self.are_stale and self.enabled and self._exist and not self.are_out_of_reach
+        return self.are_stale and self.enabled and self._may_exist and self._state.has_buffers() and not self.are_out_of_reach
 
     @property
     def are_out_of_reach(self) -> bool:
         """Whether the module runs in a `torch.func.functional_call` that replaces buffers by the caller's tensors."""
-        if not self._exist:
+        if not self._may_exist:
             return False
         given = torch_internals.given_to_functional_call()
         return bool(given) and any(id(buffer) in given for _, buffer in self._state.buffers())
@@ -114,17 +115,34 @@ class Buffers:
         autograd also saves the running statistics, but backward does not read them. Call this method only after a forward with
         gradients.
 
+        A forward is forgotten when the graph of its outputs is gone. A part of the graph that hangs on no output, such as a
+        loss that the module keeps as an attribute, is not seen.
+
         Args:
-            outputs: what the forward has returned. When the graph of these outputs is gone, the forward is forgotten.
-            reductions: the number of reduced backwards so far. After a reduced backward, earlier forwards are forgotten,
-                because no backward of these forwards is expected.
+            outputs: what the forward has returned.
+            reductions: the number of reduced backwards so far. After a reduced backward, most scripts run no backward of an
+                earlier forward, even if they keep its loss. So only forwards with a layer in evaluation mode are remembered.
         """
         if reductions != self._reductions:
-            self._open_forwards, self._reductions = [], reductions
-        if self._layers:
-            self._open_forwards = self._still_open()
-            training = {layer: layer.training for layer in self._layers}
-            self._open_forwards.append(_OpenForward(training, _mark_graph(outputs)))
+            self._reductions = reductions
+            self._open_forwards = [forward for forward in self._open_forwards if not all(forward.modes.values())]
+            self._modes_without_graph = {}
+        # Without batch normalisation there are no modes to record.
+        if not self._layers:
+            return
+        modes = {layer: layer.training for layer in self._layers}
+        marks = _mark_graph(outputs)
+        # Nothing tells when the graph is gone. One record of all such forwards is enough.
+        if marks is None:
+            earlier = self._modes_without_graph
+            self._modes_without_graph = {layer: earlier.get(layer, True) and mode for layer, mode in modes.items()}
+        else:
+            self._open_forwards = [forward for forward in self._open_forwards if forward.is_open()]
+            self._open_forwards.append(_OpenForward(modes, marks))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that a copy keeps. No graph reads the buffers of a copy."""
+        return {**self.__dict__, "_open_forwards": [], "_modes_without_graph": {}}
 
     def after_forward(self) -> list[AnyFuture]:
         """If the buffers are due, let the hook synchronise them, if the hook runs after the forward.
@@ -163,12 +181,11 @@ class Buffers:
         other writes, and raises an error in the backward of a graph that has saved the buffer. If autograd saw all writes, a
         second forward could not run before the backward of the first forward.
         """
-        forwards = self._still_open()
+        noted = [forward.modes for forward in self._open_forwards if forward.is_open()] + [self._modes_without_graph]
         unread: set[int] = set()
         for layer in self._state.normalization_layers():
             # If no open forward has noted the layer's mode, the present mode decides.
-            modes = [forward.training[layer] for forward in forwards if layer in forward.training] or [layer.training]
-            if all(modes):
+            if all([modes[layer] for modes in noted if layer in modes] or [layer.training]):
                 unread.update(id(buffer) for buffer in layer.buffers(recurse=False))
         others = [buffer for buffer in buffers if id(buffer) not in unread]
         before = [_bits(buffer).clone() for buffer in others]
@@ -178,8 +195,12 @@ class Buffers:
             if not torch.equal(_bits(buffer), bits):
                 mark_written(buffer)
 
-    def _still_open(self) -> list[_OpenForward]:
-        return [forward for forward in self._open_forwards if forward.graph is None or forward.graph() is not None]
+
+class _Mark:
+    """An object that a node of a graph holds. A weak reference to the mark tells whether the node is still there.
+
+    A weak reference to the node itself would die at once, because torch makes a node's Python object anew at each access.
+    """
 
 
 @dataclass(frozen=True)
@@ -187,27 +208,33 @@ class _OpenForward:
     """A forward whose backward may still come.
 
     Attributes:
-        training: for each layer of batch normalisation, whether the layer was in training mode.
-        graph: a reference to an object that lives as long as the graph of the forward's outputs. None: the outputs show no
-            graph, so nothing tells when the graph is gone.
+        modes: for each layer of batch normalisation, whether the layer was in training mode.
+        marks: the marks of the outputs' nodes.
     """
 
-    training: dict[torch.nn.Module, bool]
-    graph: weakref.ref[_Mark] | None
+    modes: dict[torch.nn.Module, bool]
+    marks: list[weakref.ref[_Mark]]
+
+    def is_open(self) -> bool:
+        return any(mark() is not None for mark in self.marks)
 
 
-class _Mark:
-    """An object that the nodes of a graph hold."""
-
-
-def _mark_graph(outputs: object) -> weakref.ref[_Mark] | None:
-    mark = _Mark()
-    nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-    for node in nodes:
-        # A weak reference to the node itself would die at once: torch makes the Python object of a node anew at each access.
-        metadata: Any = node.metadata  # a dict, but torch's types say a method
-        metadata[mark] = None
-    return weakref.ref(mark) if nodes else None
+def _mark_graph(outputs: object) -> list[weakref.ref[_Mark]] | None:
+    """Mark the nodes of the outputs. Return the marks, or None if it is not known which graph the outputs have."""
+    tensors = tensors_in(outputs)
+    # The outputs are in an object into which `tensors_in` does not look.
+    if not tensors:
+        return None
+    marks = []
+    for tensor in tensors:
+        try:
+            node = tensor.grad_fn
+        except RuntimeError:  # the tensor is a view, and its base was changed in a way that autograd does not allow
+            return None
+        if node is not None:
+            metadata: Any = node.metadata  # a dict, but torch's types say a method
+            marks.append(weakref.ref(metadata.setdefault(_Mark, _Mark())))
+    return marks
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -49,12 +50,7 @@ class StepSnapshot:
             ]
         # Walk over the modules in each step (0.5 us for each module), because the script may have added some.
         modules = list(module.modules())
-        # A buffer may be None until a forward fills it.
-        self._buffers = [
-            (holder, {name: (buffer, None if buffer is None else buffer.detach().clone()) for name, buffer in its.items()})
-            for holder in modules
-            for its in [holder._buffers]
-        ]
+        self._buffers = [(each, _buffers_of(each)) for each in modules]
         # A module of TorchScript that was frozen has no mode.
         self._training = [(each, each.training) for each in modules if hasattr(each, "training")]
         self._random_state = torch.get_rng_state()
@@ -78,14 +74,12 @@ class StepSnapshot:
             writable([parameter])[0].copy_(value[first_of_each(parameter)])
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
-        for holder, saved in self._buffers:
-            for name in holder._buffers.keys() - saved.keys():
+        for holder, buffers in self._buffers:
+            # `keys`, because a module of TorchScript has no plain dict here.
+            for name in set(holder._buffers.keys()) - {buffer.name for buffer in buffers}:
                 delattr(holder, name)
-            for name, (buffer, copied) in saved.items():
-                if buffer is not None and copied is not None:
-                    writable([buffer])[0].copy_(copied[first_of_each(buffer)])
-                # Put the old buffer back, too, because the step may have put another tensor in the buffer's place.
-                setattr(holder, name, buffer)
+            for buffer in buffers:
+                buffer.restore(holder)
         for part, is_training in self._training:
             part.training = is_training
         torch.set_rng_state(self._random_state)
@@ -113,3 +107,37 @@ def _copied(parameter: torch.nn.Parameter, memory: torch.Tensor | None) -> torch
     if memory is None or memory.shape != parameter.shape or memory.dtype != parameter.dtype:
         return parameter.detach().clone()
     return memory.copy_(parameter)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer of a module, and a copy of its values. Both are None if no forward has filled the buffer yet."""
+
+    name: str
+    is_persistent: bool
+    tensor: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def restore(self, holder: torch.nn.Module) -> None:
+        if self.tensor is not None and self.values is not None:
+            writable([self.tensor])[0].copy_(self.values[first_of_each(self.tensor)])
+        # The step has deleted the buffer, or replaced it by an attribute that is no buffer.
+        if self.name not in holder._buffers:
+            if hasattr(holder, self.name):
+                delattr(holder, self.name)
+            holder.register_buffer(self.name, self.tensor, self.is_persistent)
+        # The step may have put another tensor in the buffer's place.
+        else:
+            setattr(holder, self.name, self.tensor)
+
+
+def _buffers_of(holder: torch.nn.Module) -> list[_Buffer]:
+    return [
+        _Buffer(
+            name,
+            name not in holder._non_persistent_buffers_set,
+            tensor,
+            None if tensor is None else tensor.detach().clone(),
+        )
+        for name, tensor in holder._buffers.items()
+    ]

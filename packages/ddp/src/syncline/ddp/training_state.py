@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -136,12 +136,10 @@ class TrainingState:
         Returns:
             The parameters whose gradients are in the state, without the parameters whose gradients are set to zeros.
         """
-        for name, value in state["buffers"].items():
-            self._make_buffer_like(name, value, is_persistent=name in state["model"])
+        self._make_buffers_like(state["buffers"], persistent=state["model"].keys())
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
-            if name in state["buffers"]:
-                writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
+            writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
         for optimizer, its in zip(self._optimizers, state["optimizers"], strict=True):
             load_optimizer_state(optimizer, its)
         for each, its in zip(self._stateful, state["stateful"], strict=True):
@@ -167,17 +165,36 @@ class TrainingState:
         parts = self._model.module.named_modules()
         return {f"{path}.{key}".lstrip("."): buffer for path, part in parts for key, buffer in part._buffers.items()}
 
-    def _make_buffer_like(self, name: str, value: torch.Tensor | None, *, is_persistent: bool) -> None:
-        # A forward may have made a buffer, or made it larger, such as a cache for the longest sequence so far. Or it has set a
-        # buffer to None.
+    def _make_buffers_like(self, buffers: dict[str, torch.Tensor | None], persistent: Collection[str]) -> None:
+        """Give this rank's module the buffers that another rank's module has, but not yet their values.
+
+        A forward may have made a buffer, made it larger (a cache for the longest sequence so far), set it to None, deleted it,
+        or put one tensor into several buffers.
+        """
+        mine = self._buffers()
+        for name in mine.keys() - buffers.keys():
+            delattr(*self._holder(name))
+        used: dict[int, torch.Tensor] = {}  # for each of the other rank's tensors, the tensor of this rank
+        for name, value in buffers.items():
+            own = mine.get(name)
+            if value is None:
+                buffer = None
+            elif id(value) in used:
+                buffer = used[id(value)]
+            else:
+                fits = own is not None and own.shape == value.shape and own.dtype == value.dtype
+                buffer = own if fits and not any(own is other for other in used.values()) else value.clone()
+                assert buffer is not None
+                used[id(value)] = buffer
+            holder, key = self._holder(name)
+            if name not in mine:
+                holder.register_buffer(key, buffer, persistent=name in persistent)
+            elif buffer is not own:
+                setattr(holder, key, buffer)
+
+    def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
         path, _, key = name.rpartition(".")
-        part = self._model.module.get_submodule(path)
-        mine = part._buffers.get(key)
-        if value is None:
-            if mine is not None:
-                setattr(part, key, None)
-        elif mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
-            part.register_buffer(key, value.clone(), persistent=is_persistent)
+        return self._model.module.get_submodule(path), key
 
 
 class HookState:
