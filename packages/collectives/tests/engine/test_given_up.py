@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from syncline.collectives import CollectiveTimeout
 from syncline.collectives.engine import host_group
 from syncline.collectives.engine.host_group import HostGroup
-from syncline.collectives.transports.threads import InProcessTransport, SharedState
+from syncline.collectives.transports.threads import InProcessTransport, SharedState, create_groups
 
 
 def fail_once() -> None:
@@ -34,3 +36,17 @@ def test_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         fail_once()
     assert "all_reduce on rank 0 of 2 in group 'default' failed" in caplog.text
     assert "runs no other call" in caplog.text
+
+
+def test_the_words_at_the_end_of_a_process_name_the_call() -> None:
+    first, second = create_groups(2, timeout_s=30)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(first.all_reduce, torch.ones(3))
+        end_s = time.monotonic() + 20
+        while first.running is None and time.monotonic() < end_s:
+            time.sleep(0.005)
+        words = first.missing_in_words()
+        second.all_reduce(torch.ones(3))
+        running.result()
+    assert words.startswith("all_reduce(float32[3], op=SUM), number 0 on rank 0 of 2 in group 'default' did not end: ")
+    assert first.missing_in_words().startswith("a collective on rank 0")

@@ -122,7 +122,7 @@ def different_requests(requests: Sequence[str], place: str) -> str:
         place: this rank and the group, in words.
     """
     said = Statements.of(requests).in_words()
-    return f"{place}: the ranks ask for different groups ({said}); let every rank name the same members, in the same order"
+    return f"{place}: the ranks ask for different groups ({said}); let every rank make the same calls with the same arguments"
 
 
 def _sorted(ranks: Iterable[int]) -> list[int]:

@@ -73,12 +73,15 @@ class FailureWords:
         """Return the error of all calls that wait when the group is aborted."""
         return TransportError(f"the group was aborted on {self._place}")
 
-    def missing(self) -> str:
-        """Return a sentence about a collective that did not end. The sentence names the lost and stopped ranks, if known."""
+    def missing(self, call: Call | None) -> str:
+        """Return a sentence about a call that did not end. The sentence names the lost and stopped ranks, if known.
+
+        `call` is None if the call has ended in the meantime.
+        """
         liveness = self._liveness
         ranks = () if liveness is None else (*liveness.lost(), *liveness.stopped())
         who = "it is not known which rank it waits for" if not ranks else f"it waits for {self._named(ranks)}"
-        return f"a collective on {self._place} did not end: {who}"
+        return f"{call or 'a collective'} on {self._place} did not end: {who}"
 
     def _timed_out(self, error: TimeoutError, call: Call, timeout_s: float) -> CollectiveTimeout:
         stopped = () if self._liveness is None else self._liveness.stopped()

@@ -612,7 +612,7 @@ class HostGroup(EngineGroup):
 
     def missing_in_words(self) -> str:
         """As `FailureWords.missing`."""
-        return self._words.missing()
+        return self._words.missing(self._running)
 
     def report(self, reason: str) -> None:
         """Write a report, if the group has a reporter. Wait at most 2 seconds for the report."""

@@ -115,8 +115,8 @@ class MembershipVote:
             self._store.delete_key(f"here/{self._me}")
             raise RankGivenUpError(
                 f"only the members {list(present)} came within {silence_timeout_s:g} s, while {silent} run and said nothing: "
-                f"so few do not go on without so many. Let member {self._me} end; the others go on when they notice. If they "
-                "may compute for longer than that, pass a larger silence_timeout_s"
+                f"a few ranks do not go on without more ranks. Let member {self._me} end; the others go on when they notice. "
+                "If they may compute for longer than that, pass a larger silence_timeout_s"
             )
 
     def _is_settled(self) -> bool:

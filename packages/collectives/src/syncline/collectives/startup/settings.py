@@ -29,7 +29,9 @@ DEFAULT_SITE_FILE = Path("/etc/syncline/site.toml")
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmThresholds:
-    """Sizes in bytes that decide which algorithm a collective uses. A size such as 2**62 switches an algorithm off.
+    """Sizes in bytes that decide which algorithm a collective uses.
+
+    To switch an algorithm off, set its size to 2**62, but `eager_bytes` to 1.
 
     Attributes:
         eager_bytes: a collective uses the eager algorithm if a rank reads at most this many bytes from its peers. A larger
@@ -42,7 +44,7 @@ class AlgorithmThresholds:
             for the other ranks at least twice.
         ring_bytes: a reduction uses Syncline's ring between nodes if a part (the tensor's size divided by the number of nodes)
             has at least this size. A smaller value means that more reductions use the whole bandwidth of a TCP network. But a
-            ring takes as many steps as there are nodes. Switch the ring off if the network itself reduces, or if the MPI
+            ring of p nodes takes 2 (p - 1) steps. Switch the ring off if the network itself reduces, or if the MPI
             library is tuned for the network.
     """
 
