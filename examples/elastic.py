@@ -1,6 +1,6 @@
 """Learn handwritten digits, and go on when a rank is killed.
 
-    export WORLD_SIZE=3 MASTER_ADDR=none
+    export WORLD_SIZE=3
     for rank in 0 1 2; do RANK=$rank python elastic.py --meet here --kill 1 & done; wait
 
 Most launchers end a job that has lost a rank, so the shell starts the ranks here. They
