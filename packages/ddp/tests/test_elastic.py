@@ -839,6 +839,9 @@ class Averaging(torch.nn.Module):
         super().__init__()
         self.register_buffer("average", None)
         self.register_buffer("same_average", None)
+        self.made = torch.ones(1)  # becomes a buffer in the first forward
+        self.register_buffer("left", torch.ones(1))
+        self.register_buffer("right", self.left)  # another tensor from the first forward on
         self.register_buffer("warm_up", torch.ones(1))
         self.register_buffer("seed", torch.ones(1))
         self.scale = torch.nn.Parameter(torch.ones(1))
@@ -847,8 +850,13 @@ class Averaging(torch.nn.Module):
         with torch.no_grad():
             self.average = x.mean() if self.average is None else 0.5 * (self.average + x.mean())
         self.same_average, self.warm_up = self.average, None
+        if self.right is self.left:
+            self.right = torch.zeros(1)
         if hasattr(self, "seed"):
             del self.seed
+        if "made" not in self._buffers:
+            vars(self).pop("made", None)
+            self.register_buffer("made", None)
         return (x - self.average) * self.scale
 
 
@@ -875,6 +883,9 @@ def test_buffers_that_a_forward_fills_or_drops_survive_a_loss_and_reach_a_newcom
                 loss.backward()
                 optimizer.step()
         assert module.same_average is module.average
+        assert (module.left.tolist(), module.right.tolist()) == ([1], [0])
+        module.made = torch.ones(1)
+        assert "made" in module.state_dict()
         return float(module.average), module.warm_up, hasattr(module, "seed"), float(module.scale.detach())
 
     expected = train(0, create_groups(1)[0], loses=False)

@@ -23,7 +23,7 @@ from syncline.collectives import (
 )
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.transports.threads import create_groups
-from syncline.ddp import DistributedDataParallel
+from syncline.ddp import DistributedDataParallel, torch_internals
 from syncline.reducer import GradBucket
 
 pytestmark = pytest.mark.ranks
@@ -311,6 +311,8 @@ class Wrapped(Skipping):
         output = super().forward(x, normalizes, delta)
         if self.kind == "hidden":
             return Hidden(output)
+        if self.kind == "partly hidden":
+            return [Hidden(output), output.argmax(), None, "text"]
         if self.kind == "broken view":
             base = output * 1
             views = base.unbind(0)
@@ -320,7 +322,8 @@ class Wrapped(Skipping):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reduces_between"), [("hidden", False), ("broken view", False), ("list", False), ("list", True)]
+    ("kind", "reduces_between"),
+    [("hidden", False), ("partly hidden", False), ("broken view", False), ("list", False), ("list", True)],
 )
 def test_a_living_graph_of_a_forward_in_evaluation_is_remembered(kind: str, reduces_between: bool) -> None:
     def body(group: ProcessGroup) -> None:
@@ -330,6 +333,9 @@ def test_a_living_graph_of_a_forward_in_evaluation_is_remembered(kind: str, redu
         model.train()
         if reduces_between:
             model(batch(group.rank), normalizes=False)[0].sum().backward()
+            with model.no_sync():
+                model(batch(group.rank), normalizes=False)
+            model._buffer_sync.are_stale = True
         with torch.no_grad():
             model(batch(group.rank, 1), normalizes=False)
         output = first if kind == "hidden" else first[0]
@@ -337,6 +343,72 @@ def test_a_living_graph_of_a_forward_in_evaluation_is_remembered(kind: str, redu
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run_ranks(2, body)
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+def test_forwards_whose_graph_nobody_sees_are_open_until_a_reduced_backward(reduces: bool) -> None:
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Wrapped("hidden"), process_group=group, find_unused_parameters=True)
+        model.eval()
+        with model.no_sync():
+            first = model(batch(group.rank), delta=1.0 + group.rank)
+            model.train()
+            later = model(batch(group.rank), normalizes=False)  # in the other mode, which does not close the first
+        if reduces:
+            model(batch(group.rank), normalizes=False).tensor.sum().backward()
+            model._buffer_sync.are_stale = False
+            with model.no_sync():
+                later = model(batch(group.rank), normalizes=False)
+        model._buffer_sync.are_stale = True
+        with torch.no_grad():
+            model(batch(group.rank, 1), normalizes=False)
+        first.tensor.square().sum().backward()
+        del later
+
+    with nullcontext() if reduces else pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_ranks(2, body)
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_forward_is_over_when_a_backward_has_freed_its_graph(keeps_graph: bool) -> None:
+    """Even if the script keeps the loss, such as a generator's loss through a discriminator in evaluation mode."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Skipping(), process_group=group)
+        model.eval()
+        kept = loss_of(model, batch(group.rank))
+        kept.backward(retain_graph=keeps_graph)
+        model.module.norm.running_var.fill_(1.0 + group.rank)  # type: ignore[union-attr,operator]
+        model.train()
+        (loss_of(model, batch(group.rank, 2)) + loss_of(model, batch(group.rank, 3))).backward()
+        assert kept.grad_fn is not None
+
+    with pytest.raises(RuntimeError, match="modified by") if keeps_graph else nullcontext():
+        run_ranks(2, body)
+
+
+def test_a_node_in_which_several_forwards_end_has_one_mark_and_one_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    class First(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(4).double()
+
+        def forward(self, x: torch.Tensor, passed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.norm(x), passed
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(First(), process_group=group)
+        passed = torch.ones(1, requires_grad=True) + 1  # its node saves nothing, so it may run in many backwards
+        sizes, asked = [], []
+        monkeypatch.setattr(torch_internals, "backward_keeps_graph", lambda: asked.append(1))
+        for _ in range(3):
+            output, same = model(batch(0), passed)
+            (output.sum() + same.sum()).backward()
+            sizes.append((len(passed.grad_fn.metadata), len(asked)))  # type: ignore[union-attr,arg-type]
+            asked.clear()
+        assert sizes == sizes[:1] * 3
+
+    run_ranks(1, body)
 
 
 def test_the_present_mode_decides_if_only_the_bare_module_has_run() -> None:
@@ -370,40 +442,28 @@ def test_forwards_that_are_over_need_no_memory() -> None:
     run_ranks(1, body)
 
 
-def test_a_buffer_hook_is_not_called_for_buffers_that_are_none() -> None:
-    def body(group: ProcessGroup) -> None:
-        module = torch.nn.InstanceNorm1d(3, affine=True)
-        assert module._buffers
-        model = DistributedDataParallel(module, process_group=group)
-        calls: list[object] = []
-        model._register_buffer_comm_hook(None, lambda _, buffers: calls.append(buffers))
-        model(torch.ones(2, 3, 4)).sum().backward()
-        assert not calls
+def test_a_buffer_that_only_forwards_fill_is_each_ranks_own() -> None:
+    """As in torch, if the module has no other buffer: some ranks may not fill it, or with another shape."""
 
-    run_ranks(1, body)
-
-
-def test_a_buffer_that_only_a_forward_fills_is_broadcast() -> None:
-    class Averaging(torch.nn.Module):
+    class Caching(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("average", None)
+            self.register_buffer("cache", None)
             self.scale = torch.nn.Parameter(torch.ones(1).double())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.average = x.mean() if self.average is None else self.average + x.mean()
+            if len(x) > 3:
+                self.cache = x.detach().sum(1)
             return self.scale * x
 
-    def body(group: ProcessGroup) -> float:
-        module = Averaging()
+    def body(group: ProcessGroup) -> int:
+        module = Caching()
         model = DistributedDataParallel(module, process_group=group)
-        model(batch(group.rank)).sum().backward()
-        model.eval()
-        with torch.no_grad():
-            model(batch(0))
-        return float(module.average)
+        for _ in range(2):
+            model(torch.ones(2 + group.rank, 2, dtype=torch.float64)).sum().backward()
+        return 0 if module.cache is None else len(module.cache)
 
-    assert run_ranks(2, body) == [pytest.approx(2 * float(batch(0).mean()))] * 2
+    assert run_ranks(4, body) == [0, 0, 4, 5]
 
 
 # ---- optimizers ----

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from syncline.collectives import InvalidArgumentError, MisuseError, ProcessGroup, destroy_process_group, init_process_group
 from syncline.collectives.testing import run_ranks
 from syncline.collectives.testing.processes import run_processes
-from syncline.ddp import DistributedDataParallel, MixedPrecision
+from syncline.ddp import DistributedDataParallel, MixedPrecision, low_precision
 from syncline.reducer import GradBucket
 from test_support.full_run import cases
 from test_support.preloaded import OPTIMIZERS
@@ -596,7 +597,8 @@ class Pausing(torch.nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("pauses_in", "second"), [("forward", "forward"), ("forward", "backward"), ("backward", "forward")])
+@pytest.mark.parametrize("pauses_in", ["forward", "backward"])
+@pytest.mark.parametrize("second", ["forward", "backward"])
 def test_a_second_thread_is_refused_and_leaves_no_cast_in_the_module(pauses_in: str, second: str) -> None:
     def body(group: ProcessGroup) -> None:
         module = Pausing()
@@ -628,6 +630,60 @@ def test_a_second_thread_is_refused_and_leaves_no_cast_in_the_module(pauses_in: 
         assert refused
         assert f"this one a {second}" in refused[0]
         assert [type(parameter) for parameter in module.linear._parameters.values()] == [torch.nn.Parameter] * 2
-        model(x).sum().backward()  # nothing remains of the refused thread
+        # Nothing remains of either thread, so another thread may run the module now.
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(lambda: model(x).sum().backward()).result()
+
+    run_ranks(1, body)
+
+
+class Doubled(torch.nn.Linear):
+    """Returns two outputs."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), super().forward(2 * x)
+
+
+def test_a_hook_of_a_backward_may_run_the_module_on_the_same_thread() -> None:
+    """Between the two outputs of the outer backward."""
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Doubled(2, 2), process_group=group, mixed_precision=MixedPrecision(param_dtype=BF16))
+        x, weight = torch.ones(3, 2), model.module.weight
+        found: list[torch.Tensor] = []
+
+        def hook(_: torch.Tensor) -> None:
+            found.extend(torch.autograd.grad(earlier, [weight]))
+            with torch.no_grad():
+                found.append(model(x)[0])
+
+        with model.no_sync():
+            earlier = model(x)[0].sum()
+            first, second = model(x)
+            second.register_hook(hook)  # type: ignore[no-untyped-call]  # autograd comes to the latest output first
+            (first.sum() + second.sum()).backward()
+        assert [each.dtype for each in found] == [FP32, BF16]
+        assert model.module.weight is weight
+
+    run_ranks(1, body)
+
+
+def test_threads_that_run_parts_of_one_backward_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for outputs on several devices. Here the second thread claims to run the first thread's backward."""
+    monkeypatch.setattr(low_precision, "current_backward", lambda: 1)
+
+    def body(group: ProcessGroup) -> None:
+        model = DistributedDataParallel(
+            torch.nn.Linear(2, 2), process_group=group, mixed_precision=MixedPrecision(param_dtype=BF16)
+        )
+        x, weight = torch.ones(3, 2), model.module.weight
+        with model.no_sync():
+            earlier, outputs = model(x).sum(), model(x)
+            with ThreadPoolExecutor(1) as threads:
+                outputs.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _: threads.submit(torch.autograd.grad, earlier, [weight]).result() and None
+                )
+                outputs.sum().backward()
+        assert model.module.weight is weight
 
     run_ranks(1, body)

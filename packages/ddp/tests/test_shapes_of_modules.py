@@ -207,9 +207,12 @@ def test_what_a_copy_takes_along() -> None:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(4).double(), forward_sync_buffers=False, static_graph=True)
         model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
         output = model(batch(0))  # its graph is open while the model is copied
+        model._buffer_sync.note_modes(object(), 0)  # nor does a copy remember a forward with unknown outputs
         with model.join():
             twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         for twin in twins:
+            assert not twin._buffer_sync._open_forwards
+            assert not twin._buffer_sync._modes_without_graph
             assert (twin.forward_sync_buffers, twin.static_graph) == (False, True)
             twin.require_backward_grad_sync = True
             with twin.join():

@@ -15,7 +15,7 @@ from syncline.collectives.internal import bytes_of, in_plain_order, mark_written
 
 from . import torch_internals
 from .module_state import ModuleState, writable
-from .outputs import tensors_in
+from .outputs import has_opaque, tensors_in
 
 if TYPE_CHECKING:
     AnyFuture: TypeAlias = torch.futures.Future[Any]
@@ -70,19 +70,22 @@ class Buffers:
         self.hook: BufferHook | None = None
 
     def look_again(self) -> None:
-        """Check again whether the module can have buffers. Call this method if the module may have new buffers."""
-        self._may_exist = self._state.may_have_buffers()
+        """Check again whether the module has buffers. Call this method if the module may have new buffers.
+
+        As in torch, a buffer that only a forward fills does not count: it may be filled on some ranks only.
+        """
+        self._exist = bool(self._state.buffers())
         self._layers = self._state.normalization_layers()
 
     @property
     def are_due(self) -> bool:
         """Whether the next forward synchronises the buffers."""
-        return self.are_stale and self.enabled and self._may_exist and self._state.has_buffers() and not self.are_out_of_reach
+        return self.are_stale and self.enabled and self._exist and not self.are_out_of_reach
 
     @property
     def are_out_of_reach(self) -> bool:
         """Whether the module runs in a `torch.func.functional_call` that replaces buffers by the caller's tensors."""
-        if not self._may_exist:
+        if not self._exist:
             return False
         given = torch_internals.given_to_functional_call()
         return bool(given) and any(id(buffer) in given for _, buffer in self._state.buffers())
@@ -131,14 +134,14 @@ class Buffers:
         if not self._layers:
             return
         modes = {layer: layer.training for layer in self._layers}
-        marks = _mark_graph(outputs)
-        # Nothing tells when the graph is gone. One record of all such forwards is enough.
-        if marks is None:
+        marks, are_complete = _mark_graph(outputs)
+        self._open_forwards = [forward for forward in self._open_forwards if forward.is_open()]
+        if marks:
+            self._open_forwards.append(_OpenForward(modes, marks))
+        # Nothing tells when the rest of the graph is gone. One record of all such forwards is enough.
+        if not are_complete:
             earlier = self._modes_without_graph
             self._modes_without_graph = {layer: earlier.get(layer, True) and mode for layer, mode in modes.items()}
-        else:
-            self._open_forwards = [forward for forward in self._open_forwards if forward.is_open()]
-            self._open_forwards.append(_OpenForward(modes, marks))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy keeps. No graph reads the buffers of a copy."""
@@ -197,7 +200,7 @@ class Buffers:
 
 
 class _Mark:
-    """An object that a node of a graph holds. A weak reference to the mark tells whether the node is still there.
+    """An object that a node of a graph holds, until the node is gone or a backward has freed what the node has saved.
 
     A weak reference to the node itself would die at once, because torch makes a node's Python object anew at each access.
     """
@@ -219,22 +222,33 @@ class _OpenForward:
         return any(mark() is not None for mark in self.marks)
 
 
-def _mark_graph(outputs: object) -> list[weakref.ref[_Mark]] | None:
-    """Mark the nodes of the outputs. Return the marks, or None if it is not known which graph the outputs have."""
-    tensors = tensors_in(outputs)
-    # The outputs are in an object into which `tensors_in` does not look.
-    if not tensors:
-        return None
+def _mark_graph(outputs: object) -> tuple[list[weakref.ref[_Mark]], bool]:
+    """Mark the nodes of the outputs. Return the marks, and whether every output has been seen and has told its node."""
+    tensors, are_complete = tensors_in(outputs), not has_opaque(outputs)
     marks = []
     for tensor in tensors:
         try:
             node = tensor.grad_fn
         except RuntimeError:  # the tensor is a view, and its base was changed in a way that autograd does not allow
-            return None
+            are_complete = False
+            continue
         if node is not None:
-            metadata: Any = node.metadata  # a dict, but torch's types say a method
-            marks.append(weakref.ref(metadata.setdefault(_Mark, _Mark())))
-    return marks
+            marks.append(weakref.ref(_mark(node)))
+    return marks, are_complete
+
+
+def _mark(node: torch.autograd.graph.Node) -> _Mark:
+    metadata: Any = node.metadata  # a dict, but torch's types say a method
+    mark: _Mark = metadata.setdefault(_Mark, _Mark())
+
+    def forget(_: object) -> None:  # does not refer to the node, which would keep itself alive
+        if not torch_internals.backward_keeps_graph():
+            metadata.pop(_Mark, None)
+
+    # Several forwards may end in one node, which gets only one hook.
+    if forget.__qualname__ not in metadata:
+        metadata[forget.__qualname__] = node.register_prehook(forget)
+    return mark
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,15 @@ from .torch_internals import (
     call_at_end_of_backward,
     cast_inputs,
     check_low_precision,
+    current_backward,
     own_parameters,
     refresh_flat_weights,
     was_written,
 )
 
 Tensors = Sequence["torch.Tensor | None"]
+
+_entering = threading.Lock()  # two threads may run parts of one backward
 
 
 class _Found(NamedTuple):
@@ -91,8 +94,8 @@ class LowPrecision:
         self._state = state
         self._dtype = dtype
         self._has_warned = False
-        self._is_in_backward = False
-        self._threads: list[int] = []  # a thread for each forward or backward that runs now
+        self._backward: tuple[int, int] | None = None  # the backward that has put casts in place, and its thread
+        self._threads_inside: list[int] = []  # the thread of each forward or backward that runs now
 
     # A compiler gets only the module, as in DistributedDataParallel.forward.
     @disable_dynamo_here
@@ -114,7 +117,7 @@ class LowPrecision:
             finally:
                 left = found.put(before)
         finally:
-            self._threads.remove(thread)
+            self._threads_inside.remove(thread)
         self._keep_what_was_written(found, casts, left)
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
@@ -128,9 +131,9 @@ class LowPrecision:
         If two threads put casts and parameters into the attributes by turns, casts would stay there.
         """
         thread = threading.get_ident()
-        self._threads.append(thread)
-        if any(other != thread for other in list(self._threads)):
-            self._threads.remove(thread)
+        self._threads_inside.append(thread)
+        if any(other != thread for other in list(self._threads_inside)):
+            self._threads_inside.remove(thread)
             raise MisuseError(
                 f"two threads run a module with mixed_precision at once (this one a {what}): let one thread run it at a time, "
                 "or use torch.autocast, which changes nothing in the module"
@@ -193,17 +196,23 @@ class LowPrecision:
 
     def _enter_backward(self, found: _Found, casts: Tensors) -> None:
         """Autograd calls this before it uses the gradient of an output."""
-        # Another output of the same backward has put the casts in place already.
-        if self._is_in_backward:
-            return
-        thread = self._begin("backward")
-        self._is_in_backward = True
-        before = found.put(casts)
+        thread, backward = threading.get_ident(), current_backward()
+        with _entering:
+            # Another output of this backward, or a backward around this one, has put the casts in place already.
+            if self._backward is not None and (backward == self._backward[0] or thread == self._backward[1]):
+                return
+            self._begin("backward")
+            try:
+                before = found.put(casts)
+            except BaseException:
+                self._threads_inside.remove(thread)
+                raise
+            self._backward = backward, thread
 
         def leave() -> None:
             found.put(before)
-            self._is_in_backward = False
-            self._threads.remove(thread)
+            self._backward = None
+            self._threads_inside.remove(thread)
 
         call_at_end_of_backward(_Once(leave))
 

@@ -64,14 +64,6 @@ class ModuleState:
         """Return all shared buffers with their names, each buffer once."""
         return [(name, b) for name, b in self.module.named_buffers() if name not in self._ignored]
 
-    def has_buffers(self) -> bool:
-        """Whether there is a shared buffer now."""
-        return any(name not in self._ignored for name, _ in self.module.named_buffers())
-
-    def may_have_buffers(self) -> bool:
-        """Whether a layer has registered a buffer, which may be None until a forward fills it."""
-        return any(part._buffers for part in self.module.modules())
-
     def normalization_layers(self) -> list[torch.nn.Module]:
         """Return the layers of batch and instance normalisation."""
         return [layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION)]

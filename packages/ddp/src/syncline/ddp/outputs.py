@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from syncline.collectives.internal import disable_dynamo
 
+# Values in which there can be no tensor.
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@disable_dynamo
+def has_opaque(outputs: object) -> bool:
+    """Whether the outputs have an object into which `tensors_in` does not look, so that it may hold tensors."""
+    return any(not isinstance(value, (torch.Tensor, *_PLAIN)) for value in _leaves(outputs))
+
 
 @disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
     """Return all tensors in nested lists, tuples, sets, mappings and dataclasses, and in the attributes of these objects."""
-    tensors: list[torch.Tensor] = []
+    return [value for value in _leaves(outputs) if isinstance(value, torch.Tensor)]
+
+
+def _leaves(outputs: object) -> Iterator[object]:
+    """Yield every object that is no container, once."""
     seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed object
     waiting = [outputs]
     while waiting:
@@ -21,23 +34,21 @@ def tensors_in(outputs: object) -> list[torch.Tensor]:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            waiting += _attributes(value)
-        else:
-            waiting += _members(value)
-    return tensors
+        members = _members(value)
+        if members is None:
+            yield value
+        waiting += members or ()
+        # A tensor may have attributes, too.
+        if members is not None or isinstance(value, torch.Tensor):
+            waiting += getattr(value, "__dict__", {}).values()
 
 
-def _members(value: object) -> Iterable[object]:
+def _members(value: object) -> Iterable[object] | None:
+    """Return the members of a container, or None if the object is no container."""
     if isinstance(value, Mapping):
-        return [*value.values(), *_attributes(value)]
+        return value.values()
     if isinstance(value, list | tuple | set | frozenset):
-        return [*value, *_attributes(value)]
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [*(getattr(value, field.name, None) for field in dataclasses.fields(value)), *_attributes(value)]
-    return ()
-
-
-def _attributes(value: object) -> Iterable[object]:
-    return getattr(value, "__dict__", {}).values()
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return None

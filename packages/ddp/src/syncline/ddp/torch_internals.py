@@ -5,6 +5,8 @@ private to torch                        without it
 ======================================  ==============================================================================
 ``_execution_engine.queue_callback``    ``mixed_precision`` is an error
 ``_cast_forward_inputs``                ``mixed_precision`` is an error
+``_current_graph_task_id``              ``mixed_precision`` does not notice backwards on two threads
+``_get_current_graph_task_keep_graph``  a forward in evaluation whose loss is kept counts as open after its backward
 ``Module._parameters``                  ``mixed_precision`` is an error; ``ModelWatch`` notices some new parameters late
 ``RNNBase._flat_weights``               ``mixed_precision`` of a module with a recurrent layer is an error
 ``Tensor._version``                     ``mixed_precision`` compares all low-precision copies after each forward
@@ -51,6 +53,10 @@ _queue_callback: Callable[[Callable[[], None]], None] | None = getattr(
     getattr(Variable, "_execution_engine", None), "queue_callback", None
 )
 _cast_forward_inputs: Callable[..., tuple[Any, Any]] | None = getattr(torch.distributed.utils, "_cast_forward_inputs", None)
+_current_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
+_keeps_graph: Callable[[], bool] = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True
+)
 _to_kwargs: Callable[..., tuple[Any, Any]] | None = getattr(torch.distributed.utils, "_to_kwargs", None)
 _preserve: Any = getattr(torch.autograd.grad_mode, "_unsafe_preserve_version_counter", None)
 _functional_call: Any = getattr(torch.nn.utils.stateless, "_functional_call", None)
@@ -93,6 +99,16 @@ def gloo_threads(group: object) -> int | None:
     except (AttributeError, RuntimeError):
         return None
     return threads
+
+
+def current_backward() -> int:
+    """Return the number of the backward that runs on this thread. A nested backward has its own number."""
+    return _current_graph_task_id()
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward that runs on this thread keeps what its graph has saved (`retain_graph`)."""
+    return _keeps_graph()
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -119,6 +119,7 @@ class TrainingState:
         return {
             "model": self._model.module.state_dict(),
             "buffers": self._buffers(),  # the state_dict lacks buffers that are not persistent
+            "temporary": {name for name in self._buffers() if self._is_temporary(name)},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
@@ -136,7 +137,7 @@ class TrainingState:
         Returns:
             The parameters whose gradients are in the state, without the parameters whose gradients are set to zeros.
         """
-        self._make_buffers_like(state["buffers"], persistent=state["model"].keys())
+        self._make_buffers_like(state["buffers"], state["temporary"])
         self._model.module.load_state_dict(state["model"])
         for name, buffer in self._model.module.named_buffers():
             writable([buffer])[0].copy_(state["buffers"][name][first_of_each(buffer)])
@@ -165,7 +166,12 @@ class TrainingState:
         parts = self._model.module.named_modules()
         return {f"{path}.{key}".lstrip("."): buffer for path, part in parts for key, buffer in part._buffers.items()}
 
-    def _make_buffers_like(self, buffers: dict[str, torch.Tensor | None], persistent: Collection[str]) -> None:
+    def _is_temporary(self, name: str) -> bool:
+        """Whether a buffer is not persistent, so that the module's `state_dict` leaves it out."""
+        holder, key = self._holder(name)
+        return key in holder._non_persistent_buffers_set
+
+    def _make_buffers_like(self, buffers: dict[str, torch.Tensor | None], temporary: Collection[str]) -> None:
         """Give this rank's module the buffers that another rank's module has, but not yet their values.
 
         A forward may have made a buffer, made it larger (a cache for the longest sequence so far), set it to None, deleted it,
@@ -188,7 +194,9 @@ class TrainingState:
                 used[id(value)] = buffer
             holder, key = self._holder(name)
             if name not in mine:
-                holder.register_buffer(key, buffer, persistent=name in persistent)
+                if hasattr(holder, key):  # an attribute that is no buffer yet
+                    delattr(holder, key)
+                holder.register_buffer(key, buffer, persistent=name not in temporary)
             elif buffer is not own:
                 setattr(holder, key, buffer)
 
