@@ -69,7 +69,7 @@ class ModuleState:
         return [layer for layer in self.module.modules() if isinstance(layer, _NORMALIZATION)]
 
     def check(self, group: ProcessGroup, *, buffers: bool) -> None:
-        """Check that the group can share all tensors. This method does not communicate.
+        """Check that the group can send all tensors from one rank to the others. This method does not communicate.
 
         Args:
             group: the group whose ranks share the tensors.

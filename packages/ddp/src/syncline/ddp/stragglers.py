@@ -87,7 +87,8 @@ class StragglerWatch:
         """Store the time of a step's last gradient, measured from the end of the previous step.
 
         Call this method after each step's backward. The first call stores no time, because the end of the previous step is not
-        known. A call that stores the last of N times is a collective.
+        known. The ranks compare their times after every N stored times, so each Nth such call is a
+        collective. N is the argument `every` of the constructor.
         """
         # No step ends before the first step, so the ranks have no common moment from which to measure.
         if self._common is not None:

@@ -141,8 +141,8 @@ def allreduce(
         name: ignored.
         compression: the compressor for the tensors that are sent.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. `Average` and `Sum` are differentiable.
-        prescale_factor: each rank's tensor is multiplied by this factor before the reduction. Products of integers are rounded
-            towards zero.
+        prescale_factor: each rank's tensor is multiplied by this factor before the reduction. If the tensor has integers, the
+            result of this multiplication is rounded towards zero.
         postscale_factor: the result is multiplied by this factor.
         process_set: the ranks that take part.
     """

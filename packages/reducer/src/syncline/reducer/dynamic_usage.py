@@ -172,7 +172,7 @@ class DynamicUsage(UsageModel):
         return without(indices, self._used, len(self._nodes))
 
     def globally_unused(self, indices: Collection[int]) -> frozenset[int]:
-        """Return the given parameters that no rank uses. Wait for other ranks only if this rank does not use all of them."""
+        """Return the given parameters that no rank uses. Wait for other ranks only if this rank leaves some of them unused."""
         doubtful = self.locally_unused(indices)
         return self._map.unused(doubtful) if doubtful else frozenset()
 

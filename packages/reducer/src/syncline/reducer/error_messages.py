@@ -47,7 +47,7 @@ def compiled_autograd(place: str) -> MisuseError:
 
 
 def no_buckets(place: str) -> MisuseError:
-    """Make the error for a backward after a forward that failed while it rebuilt the buckets."""
+    """Make the error for a backward that has no buckets: the forward before it failed while it rebuilt the buckets."""
     return MisuseError(
         f"a backward began on {place}, but the latest forward could not allocate the buckets: see its error, and run forward "
         "again"

@@ -495,7 +495,7 @@ class Reducer(Inherited):
 
     @property
     def needs_everyone(self) -> bool:
-        """Whether every rank must have gradients in the next backward, so that no rank may call `shadow_backward`."""
+        """Whether every rank must have gradients in the next backward. If True, no rank may call `shadow_backward`."""
         return self._usage.needs_everyone
 
     def shadow_backward(self, *, has_forward: bool = True) -> None:

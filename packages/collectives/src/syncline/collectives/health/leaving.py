@@ -73,8 +73,8 @@ class Leavers:
     def group(self, name: str, ranks: Sequence[int], *, is_part: bool = False) -> GroupLeavers:
         """Return an object that counts the calls of a new group.
 
-        The group gets a key, by which the notice of a rank that leaves identifies its groups. All members compute the same key,
-        even if they have made different other groups. But if several groups have the same name, all members must make these
+        The group gets a key. When a rank leaves, its notice lists its groups' keys. All members compute the same key, even
+        if some members have made more groups than others. But if several groups have the same name, all members must make these
         groups in the same order.
 
         After the group is closed, this rank's notice still contains the key. The reason: another member may still be in the

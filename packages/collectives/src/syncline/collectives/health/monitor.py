@@ -123,7 +123,7 @@ class Step(Enum):
 
 
 class Escalation:
-    """A state machine for one group. It counts looks at a running call, and decides what the monitor does about the call."""
+    """A state machine for one group. It counts how often the monitor has looked at a running call, and decides what to do."""
 
     def __init__(self) -> None:
         self._call: Running | None = None

@@ -19,7 +19,7 @@ _SIGNATURE_BYTES = 512
 
 
 class Gatherer(Protocol):
-    """The part of a process group that this module uses."""
+    """The methods of a process group that this module calls."""
 
     @property
     def size(self) -> int:

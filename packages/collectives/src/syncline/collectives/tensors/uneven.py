@@ -14,7 +14,7 @@ from .layout import untracked
 
 
 class Reducing(Protocol):
-    """The part of a process group that this module uses."""
+    """The methods of a process group that this module calls."""
 
     @property
     def rank(self) -> int:

@@ -19,7 +19,7 @@ class Model:
     """A model, and the options for its training.
 
     Attributes:
-        build: a function that makes the model. The training overwrites the model's parameters.
+        build: a function that makes the model. The training replaces the initial values of the parameters.
         options: the options for `DistributedDataParallel`.
         momentum: the momentum of SGD. The momentum must be 0 if gradients are sparse.
         prediction: a function that takes the model's outputs and the step's number, and returns the logits for the loss, with

@@ -242,7 +242,7 @@ class Communicator:
            Only the end of the process waits for this thread, for a few seconds.
         2. NCCL frees the communicator while the stuck thread still uses it, and a signal kills the process.
 
-        We accept both outcomes, because they happen only in a group that has failed. At this time the report is written, the
+        We accept both outcomes, because they happen only in a group that has failed. By then the report has been written, the
         works have their error, and no code uses the group any more.
         """
         self._raw.abort()

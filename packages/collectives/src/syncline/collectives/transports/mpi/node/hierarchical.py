@@ -115,7 +115,7 @@ class Hierarchical(Algorithm):
 
     Args:
         node: the group's ranks on this node, with their shared memory.
-        reduction: reduces the slice that this rank leads, and makes the stage.
+        reduction: reduces the slice for which this rank is responsible, and allocates the stage.
     """
 
     name = "hierarchical"

@@ -114,9 +114,9 @@ class ShmBarrier:
         self._has_given_up = False
 
     def slots(self, turn: int, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> list[torch.Tensor]:
-        """Return, for each rank, a flat tensor in the rank's eager slot of this turn. `numel` is at least 1.
+        """Return, for each rank, a flat tensor of `numel` elements in its slot number `turn`. `numel` is at least 1.
 
-        Each rank has two eager slots. Arrival k uses slot k mod 2. `turn` is the number of the slot.
+        Each rank has two eager slots, 0 and 1. Arrival k uses slot k mod 2.
 
         Write this rank's slot before `arrive`, and read the slots of the other ranks after `arrive`.
         """
