@@ -899,14 +899,14 @@ def test_buffers_that_a_forward_fills_or_drops_survive_a_loss_and_reach_a_newcom
 def test_a_newcomer_has_the_modes_that_the_others_have_set_during_the_training(thaws: bool) -> None:
     groups = create_groups(2, timeout_s=60)
     present = [*groups, groups[0].newcomer()]
+    # A module of TorchScript that was frozen has no mode. Make all here, because threads cannot make them at once.
+    teachers = [torch.jit.freeze(torch.jit.script(torch.nn.Identity().eval())) for _ in present]
 
     def rank_body(number: int) -> tuple[bool, object, object]:
         module = torch.nn.Linear(1, 1)
         module.bias.requires_grad_(not thaws)
         halved = Halved()
-        # A module of TorchScript that was frozen has no mode.
-        teacher = torch.jit.freeze(torch.jit.script(torch.nn.Identity().eval()))
-        model = DistributedDataParallel(torch.nn.Sequential(module, halved, teacher), process_group=present[number])
+        model = DistributedDataParallel(torch.nn.Sequential(module, halved, teachers[number]), process_group=present[number])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sampler = ElasticSampler(24, 4)
         elastic = Elastic(model, optimizer, sampler, silence_timeout_s=20, give_up_s=60, admit_every=2)
