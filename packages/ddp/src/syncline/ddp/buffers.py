@@ -15,7 +15,7 @@ from syncline.collectives.internal import bytes_of, in_plain_order, mark_written
 
 from . import torch_internals
 from .module_state import ModuleState, writable
-from .outputs import has_opaque, tensors_in
+from .outputs import PLAIN, leaves
 
 if TYPE_CHECKING:
     AnyFuture: TypeAlias = torch.futures.Future[Any]
@@ -222,13 +222,18 @@ class _OpenForward:
         return any(mark() is not None for mark in self.marks)
 
 
+_HOOK = "syncline.ddp: forgets the mark"  # a key in the metadata of a node
+
+
 def _mark_graph(outputs: object) -> tuple[list[weakref.ref[_Mark]], bool]:
     """Mark the nodes of the outputs. Return the marks, and whether every output has been seen and has told its node."""
-    tensors, are_complete = tensors_in(outputs), not has_opaque(outputs)
-    marks = []
-    for tensor in tensors:
+    marks, are_complete = [], True
+    for value in leaves(outputs):
+        if not isinstance(value, torch.Tensor):
+            are_complete &= isinstance(value, PLAIN)
+            continue
         try:
-            node = tensor.grad_fn
+            node = value.grad_fn
         except RuntimeError:  # the tensor is a view, and its base was changed in a way that autograd does not allow
             are_complete = False
             continue
@@ -246,8 +251,8 @@ def _mark(node: torch.autograd.graph.Node) -> _Mark:
             metadata.pop(_Mark, None)
 
     # Several forwards may end in one node, which gets only one hook.
-    if forget.__qualname__ not in metadata:
-        metadata[forget.__qualname__] = node.register_prehook(forget)
+    if _HOOK not in metadata:
+        metadata[_HOOK] = node.register_prehook(forget)
     return mark
 
 

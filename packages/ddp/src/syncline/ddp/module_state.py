@@ -145,6 +145,16 @@ def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach() if 0 not in tensor.stride() else tensor.detach()[first_of_each(tensor)] for tensor in tensors]
 
 
+def put_buffer(holder: torch.nn.Module, name: str, tensor: torch.Tensor | None, *, persistent: bool) -> None:
+    """Make a tensor, or None, the buffer of this name. If there is such a buffer already, it stays persistent or not."""
+    if name in holder._buffers:
+        setattr(holder, name, tensor)
+        return
+    if hasattr(holder, name):  # an attribute that is no buffer
+        delattr(holder, name)
+    holder.register_buffer(name, tensor, persistent)
+
+
 def first_of_each(tensor: torch.Tensor) -> tuple[slice, ...]:
     """Return an index `index` for an expanded tensor, so that the view `tensor[index]` contains each element only once."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())

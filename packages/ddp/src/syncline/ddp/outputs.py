@@ -10,23 +10,20 @@ import torch
 from syncline.collectives.internal import disable_dynamo
 
 # Values in which there can be no tensor.
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
-
-
-@disable_dynamo
-def has_opaque(outputs: object) -> bool:
-    """Whether the outputs have an object into which `tensors_in` does not look, so that it may hold tensors."""
-    return any(not isinstance(value, (torch.Tensor, *_PLAIN)) for value in _leaves(outputs))
+PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @disable_dynamo
 def tensors_in(outputs: object) -> list[torch.Tensor]:
     """Return all tensors in nested lists, tuples, sets, mappings and dataclasses, and in the attributes of these objects."""
-    return [value for value in _leaves(outputs) if isinstance(value, torch.Tensor)]
+    return [value for value in leaves(outputs) if isinstance(value, torch.Tensor)]
 
 
-def _leaves(outputs: object) -> Iterator[object]:
-    """Yield every object that is no container, once."""
+def leaves(outputs: object) -> Iterator[object]:
+    """Yield every object that is no container, once.
+
+    An object that is neither a tensor nor `PLAIN` may hold tensors, but nobody looks into it.
+    """
     seen: dict[int, object] = {}  # holds the objects, because a new object may get the id of a freed object
     waiting = [outputs]
     while waiting:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .module_state import first_of_each, writable
+from .module_state import first_of_each, put_buffer, writable
 from .training_state import Stateful
 
 
@@ -121,14 +121,8 @@ class _Buffer:
     def restore(self, holder: torch.nn.Module) -> None:
         if self.tensor is not None and self.values is not None:
             writable([self.tensor])[0].copy_(self.values[first_of_each(self.tensor)])
-        # The step has deleted the buffer, or replaced it by an attribute that is no buffer.
-        if self.name not in holder._buffers:
-            if hasattr(holder, self.name):
-                delattr(holder, self.name)
-            holder.register_buffer(self.name, self.tensor, self.is_persistent)
-        # The step may have put another tensor in the buffer's place.
-        else:
-            setattr(holder, self.name, self.tensor)
+        # The step may have put another tensor in the buffer's place, or deleted the buffer.
+        put_buffer(holder, self.name, self.tensor, persistent=self.is_persistent)
 
 
 def _buffers_of(holder: torch.nn.Module) -> list[_Buffer]:

@@ -11,7 +11,7 @@ from syncline.collectives import RankGivenUpError, RankLostError, StoreError
 
 from .distributed_data_parallel import DistributedDataParallel
 from .elastic_sampler import ElasticSampler
-from .module_state import first_of_each, writable
+from .module_state import first_of_each, put_buffer, writable
 
 
 class Stateful(Protocol):
@@ -116,10 +116,11 @@ class TrainingState:
         """
         parameters = dict(self._model.module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
+        buffers = self._buffers()
         return {
             "model": self._model.module.state_dict(),
-            "buffers": self._buffers(),  # the state_dict lacks buffers that are not persistent
-            "temporary": {name for name in self._buffers() if self._is_temporary(name)},
+            "buffers": buffers,  # the state_dict lacks buffers that are not persistent
+            "temporary": {name for name in buffers if self._is_temporary(name)},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "sampler": self._sampler.state_dict(),
             "random": torch.get_rng_state(),
@@ -193,12 +194,7 @@ class TrainingState:
                 assert buffer is not None
                 used[id(value)] = buffer
             holder, key = self._holder(name)
-            if name not in mine:
-                if hasattr(holder, key):  # an attribute that is no buffer yet
-                    delattr(holder, key)
-                holder.register_buffer(key, buffer, persistent=name not in temporary)
-            elif buffer is not own:
-                setattr(holder, key, buffer)
+            put_buffer(holder, key, buffer, persistent=name not in temporary)
 
     def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
         path, _, key = name.rpartition(".")
