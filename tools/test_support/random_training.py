@@ -321,7 +321,8 @@ def draw(seed: int, world_size: int) -> Program:
                 fails=pick.random() < 0.1,
                 fails_in_backward=pick.random() < 0.1,
                 is_looked_at=pick.random() < 0.1 and not changes,  # the bare module does not follow a change
-                runs_frozen=pick.random() < 0.1,
+                # A frozen forward does not follow a change, so what it writes to new buffers is overwritten from rank 0 later.
+                runs_frozen=pick.random() < 0.1 and (options["forward_sync_buffers"] or not any("add" in c for c in changes)),
                 validates=pick.random() < 0.3,
                 clips=pick.random() < 0.2 and "sparse words" not in present.values(),
             )
