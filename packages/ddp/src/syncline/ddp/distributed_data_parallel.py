@@ -67,67 +67,58 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     Every rank builds the same module and wraps it. The constructor gives all ranks the parameters and buffers of rank 0. Each
     rank computes with its own part of the batch. After `loss.backward()` all ranks have the same gradients, bit for bit: the
-    gradients of the mean of the ranks' losses. If all ranks use the same optimizer with the same options, their replicas stay
-    equal.
+    gradients of the mean of the ranks' losses. If all ranks use the same optimizer and options, their replicas stay equal.
 
     The arguments have the names and the order of torch's DDP. The page "Differences from torch" lists the arguments whose
     meaning differs.
 
     Args:
-        module: the module. Every backward must compute a gradient for every parameter that requires a gradient, unless
+        module: the module. Every backward must compute a gradient for every trainable parameter, unless
             `find_unused_parameters` or `static_graph` is True.
-        device_ids: a list with one device, the device of the module. A forward moves its inputs to this device. None: inputs
-            stay on their devices. For a module on the CPU, pass None.
+        device_ids: a list with the module's device. A forward moves its inputs to this device. None: inputs stay on their
+            devices. For a module on the CPU, pass None.
         output_device: deprecated; None, or the device in `device_ids`.
         dim: deprecated; must be 0.
-        broadcast_buffers: deprecated; whether all ranks get the buffers of rank 0 (such as running statistics) at construction
-            and at the start of each forward. None means True. This argument has no effect if `forward_sync_buffers` is given.
-        init_sync: whether the constructor compares the modules of all ranks, and then gives all ranks the state of rank 0. Pass
-            False only if you know that the modules are equal.
-        process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or torch's default group if
-            Syncline has none. If there is no default group at all, the constructor calls Syncline's `init_process_group()`.
-        bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. With "auto",
-            DDP measures about ten steps. Then DDP chooses the sizes for which it predicts the shortest step; see
-            `tuned_bucket_cap_mb`.
+        broadcast_buffers: deprecated; whether all ranks get the buffers of rank 0 at construction and at the start of each
+            forward. None means True. Has no effect if `forward_sync_buffers` is given.
+        init_sync: whether the constructor compares the modules of all ranks and copies rank 0's state to all ranks. Pass False
+            only if you know that the modules are equal.
+        process_group: a group of Syncline or of torch.distributed. None: Syncline's default group, or else torch's. If there is
+            no default group, the constructor calls Syncline's `init_process_group()`.
+        bucket_cap_mb: the approximate size of a bucket of gradients in MiB. None: 25, but 1 for the first bucket. "auto": DDP
+            measures about ten steps, then chooses sizes; see `tuned_bucket_cap_mb`.
         find_unused_parameters: True: a backward need not reach all parameters, and different ranks may reach different
-            parameters. If no rank reaches a parameter, the parameter keeps its previous `grad`.
-        check_reduction: deprecated; has no effect, because every reduction is checked.
-        gradient_as_bucket_view: True makes each `parameter.grad` a view of the memory of its bucket. This saves one copy of all
-            gradients, in time and in memory. Do not call `detach_()` on these gradients.
-        static_graph: True promises that every backward uses the same graph as the first backward. With this promise, re-entrant
-            checkpoints and unused parameters are allowed.
-        delay_all_reduce_named_params: pairs of a name and a parameter. In a backward, these parameters may get any number of
-            gradients, or no gradient. DDP averages the gradients of these parameters last, after the gradient of
-            `param_to_hook_all_reduce` is ready.
-        param_to_hook_all_reduce: a parameter. When the gradient of this parameter is ready, DDP averages the gradients of the
-            parameters in `delay_all_reduce_named_params`.
-        mixed_precision: a `MixedPrecision` of Syncline or of torch. It sets the dtypes of computation, of reduction, and of
-            buffers.
+            parameters. A parameter that no rank reaches keeps its previous `grad`.
+        check_reduction: deprecated; has no effect.
+        gradient_as_bucket_view: True makes each `parameter.grad` a view of its bucket. This saves one copy of all gradients, in
+            time and in memory. Do not call `detach_()` on these gradients.
+        static_graph: True promises that every backward uses the same graph as the first backward. Re-entrant checkpoints and
+            unused parameters are then allowed.
+        delay_all_reduce_named_params: pairs of a name and a parameter. A backward may compute any number of gradients for these
+            parameters. DDP averages these parameters last, after the gradient of `param_to_hook_all_reduce` is ready.
+        param_to_hook_all_reduce: the parameter whose gradient starts the averages of `delay_all_reduce_named_params`.
+        mixed_precision: a `MixedPrecision` of Syncline or of torch: the dtypes of computation, of reduction, and of buffers.
         device_mesh: a one-dimensional mesh, in place of `process_group`.
         skip_all_reduce_unused_params: do not reduce a bucket if no rank uses a parameter of this bucket. Requires
             `find_unused_parameters`.
-        bucket_cap_mb_list: the sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`. The last size is the
-            size of all further buckets.
-        batched_grad_copy: has no effect, because Syncline always copies several gradients into a bucket in one operation.
+        bucket_cap_mb_list: the sizes in MiB of the first, second, ... bucket, in place of `bucket_cap_mb`. All further buckets
+            have the last size.
+        batched_grad_copy: has no effect.
         forward_sync_buffers: whether to broadcast buffers at the start of each forward. If you pass True or False, buffers are
             also broadcast at construction (unless `init_sync` is False).
-        lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning, because Syncline always keeps its buckets
-            between backwards.
+        lazy_bucket_allocation: an argument of torch 2.15. True only causes a warning.
 
-    The constructor is a collective if `init_sync` is True: two all_reduces of 16 bytes, and broadcasts of the module's state in
-    buffers of at most 250 MiB. (A tensor of more than 250 MiB has a buffer of its own.) The first forward whose backward
-    averages gradients is also a collective, because this forward allocates the buckets. A copy with `copy.deepcopy` or `pickle`
-    is not a collective.
+    If `init_sync` is True, the constructor is a collective: two all_reduces of 16 bytes, and broadcasts of the module's state
+    in buffers of at most 250 MiB. (A larger tensor has a buffer of its own.) The first forward whose backward averages
+    gradients is also a collective. A copy with `copy.deepcopy` or `pickle` is not a collective.
 
     Raises:
         MisuseError: a parameter or buffer is uninitialised, is sparse, is on a device that the group's backend cannot use, or
-            has elements that share memory. Or no parameter requires a gradient. Or the module has a SyncBatchNorm of torch that
-            would normalise with only this rank's batch.
-        DisagreementError: on all ranks, if modules or arguments differ between ranks. The error's text names the first
-            parameter, buffer or argument that differs, and shows the difference between two ranks. If a rank raises a
-            `MisuseError`, the other ranks raise a `DisagreementError` that names this rank and its error.
-        InvalidArgumentError: Syncline does not accept an argument, or two arguments contradict each other. The error's text
-            says what to pass instead.
+            has elements that share memory. Or no parameter requires a gradient. Or a SyncBatchNorm of torch in the module would
+            use only this rank's batch.
+        DisagreementError: on all ranks, if modules or arguments differ between ranks. The text names the first difference. If
+            one rank raises a `MisuseError`, the other ranks raise a `DisagreementError` that names this rank and its error.
+        InvalidArgumentError: an argument is wrong, or two arguments contradict each other. The text says what to pass instead.
     """
 
     _uneven_inputs: UnevenInputs | None = None
@@ -248,7 +239,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backwards of later forwards average gradients over the ranks. `no_sync` sets this to False."""
+        """Whether the backwards of later forwards average gradients. `no_sync` sets this to False."""
         return self._requires_grad_sync
 
     @require_backward_grad_sync.setter
@@ -259,13 +250,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # In torch.compile(ddp) the compiler gets only the module: the code around the module communicates and cannot be traced.
     @disable_dynamo_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module.
+        """Run the module. All ranks must run the same number of forwards, except within `join`.
 
-        A forward may be a collective, so all ranks must run the same number of forwards, except within `join`.
+        The backward averages gradients over the ranks, unless the forward runs inside `no_sync`.
 
-        The backward of a forward averages gradients over the ranks. If the forward runs inside `no_sync`, its backward does not
-        average, even if this backward runs after `no_sync`. As in torch, a forward broadcasts buffers only in two cases: if it
-        is the first forward, or if the backward of the previous forward averages gradients.
+        With `forward_sync_buffers`, the first forward broadcasts buffers. As in torch, a later forward does so only if the
+        backward of the previous forward averages gradients.
         """
         has_backward = torch.is_grad_enabled()
         will_reduce = has_backward and self.require_backward_grad_sync
@@ -285,8 +275,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.futures.Future[Any]], bool]:
         """Prepare a forward, and move its inputs to the module's device.
 
-        Return the inputs, the futures for which the end of backward waits, and whether a backward can follow. No backward can
-        follow if gradients are disabled, or if the whole model is frozen.
+        Return the inputs, the futures for which the end of backward waits, and whether a backward can follow.
         """
         # The script may have assigned another module to `self.module`.
         self._state.module = self.module
@@ -370,7 +359,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return True
 
     def _share_new(self, new: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """A collective. All ranks get rank 0's values of the new parameters and buffers."""
+        """A collective. Give all ranks rank 0's values of the new parameters and buffers."""
         syncs_buffers = self._sync_buffers_at_first
         with self._group.marked("the module has changed"):
             self._state.verify(self._group, buffers=syncs_buffers)
@@ -425,10 +414,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context for gradient accumulation: the backwards of its forwards only add to this rank's gradients.
 
         These backwards do not communicate. The backward of the first forward after the context averages the accumulated
-        gradients. As in torch, if a forward runs inside the context, its backward does not average, even if this backward runs
-        after the context. There is one exception: after a new forward outside of the context, the first backward averages, even
-        if this backward belongs to a forward inside the context. A backward of the bare module (for example for a saliency map)
-        does not average inside the context. Contexts may be nested.
+        gradients.
+
+        As in torch, the place of the forward decides: if a forward runs inside the context, its backward does not average, even
+        after the context. There is one exception: the first backward after a new forward outside of the context averages, even
+        if this backward belongs to a forward inside the context. A backward of the bare module does not average inside the
+        context. Contexts may be nested.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -439,7 +430,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether a backward without averaging has added to gradients after the latest backward with averaging."""
+        """Whether a backward without averaging has added to gradients since the latest backward with averaging."""
         return self._reducer.has_local_gradients
 
     def join(
@@ -448,8 +439,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context around a training loop whose ranks may have different numbers of inputs. See `Join`.
 
         Args:
-            divide_by_initial_world_size: True: divide gradients by the number of all ranks, even if some ranks have no inputs
-                left. False: divide by the number of ranks that still have inputs.
+            divide_by_initial_world_size: True: divide gradients by the number of all ranks. False: divide by the number of
+                ranks that still have inputs.
             enable: False makes the context do nothing.
             throw_on_early_termination: raise an error on all ranks when one rank has no inputs left.
         """
@@ -497,19 +488,18 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def update_process_group(self, process_group: ProcessGroup | dist.ProcessGroup | None) -> None:
         """From now on, average gradients over the ranks of another group. The new group may have more, fewer or other ranks.
 
-        Every rank of the new group must call this method.
+        Every rank of the new group must call this method. The ranks compare their parameters and buffers, but do not change
+        them. So first give each new rank the parameters and buffers of the other ranks.
 
-        The ranks compare their parameters and buffers, but do not change these tensors. So before this call, give each new rank
-        the parameters and buffers of the other ranks. The communication hook stays registered. If the hook's state holds the
-        old group, register the hook with a new state. After the next backward, DDP builds new buckets. With `static_graph`, DDP
-        learns the graph again from this backward.
+        The communication hook stays registered. If the hook's state holds the old group, register the hook with a new state.
+        With `static_graph`, DDP learns the graph again from the next backward.
 
         Args:
             process_group: the new group; see the class.
 
         Raises:
             DisagreementError: on all ranks, if parameters or buffers differ between ranks; see the class.
-            MisuseError: the call is within `join()`, which needs the ranks of the old group.
+            MisuseError: the call is within `join()`.
         """
         if self._join is not None:
             raise MisuseError(
@@ -539,7 +529,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def communication_hook(self) -> tuple[Any, Any]:
-        """The communication hook that reduces the buckets, and its state. Both are None if there is no hook."""
+        """The communication hook and its state. Both are None if there is no hook."""
         return self._reducer.hook
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
@@ -567,10 +557,9 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def register_post_average_grad_hook(self, hook: AverageHook) -> RemovableHandle:
         """Call `hook(parameter)` in backward, as soon as `parameter.grad` is the average over the ranks.
 
-        Use this hook in place of a post-accumulate-grad hook, which would run before the average. For example, the hook may
-        step an optimizer, or clip or log the gradient. The hook runs on the thread of backward, while later buckets are still
-        being reduced. The hook does not run in `no_sync`, and does not run for parameters that no rank used. The hook may set
-        `parameter.grad` to None. The hook must not communicate.
+        For example, the hook may step an optimizer, or clip or log the gradient. (A post-accumulate-grad hook of torch would
+        run before the average.) The hook may set `parameter.grad` to None. The hook must not communicate. It runs on the thread
+        of backward. It does not run in `no_sync`, or for parameters that no rank used.
 
         Returns:
             A handle. Call `remove()` of this handle to unregister the hook.
@@ -587,17 +576,17 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """A context that records the times of this model's steps. Entering and leaving the context are collectives.
 
         Each rank writes a file in the folder. After the last step, rank 0 merges the files into `trace.json`. Open this file in
-        ui.perfetto.dev, or show tables of the steps with `syncline report`. To trace without a change to the script, set the
-        environment variable `SYNCLINE_TRACE`.
+        ui.perfetto.dev, or show tables of the steps with `syncline report`. The environment variable `SYNCLINE_TRACE` starts a
+        trace without a change to the script.
 
         Args:
             folder: the folder for the files. It is created if it is missing.
-            first: the first traced step. A step is a backward whose gradients are averaged. Steps are counted from 1 inside
-                the context.
+            first: the first traced step. A step is a backward whose gradients are averaged. Steps count from 1 inside the
+                context.
             last: the last traced step. None: trace all steps from `first` on.
 
         Raises:
-            MisuseError: the script enters the context within `join()`, where ranks may have different numbers of steps.
+            MisuseError: the script enters the context within `join()`.
             InvalidArgumentError: `first` is below 1 or above `last`.
         """
         if self._join is not None:
@@ -619,9 +608,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def watch_stragglers(self, every: int) -> None:
         """Let rank 0 log, after every `every` steps, for which rank the other ranks waited most often, and for how long.
 
-        Every rank must call this method with the same number. To start the watch without a change to the script, set the
-        environment variable `SYNCLINE_STRAGGLERS` to the number. The watch ends in a join context, and when the group changes,
-        because then ranks may have different numbers of steps.
+        Every rank must call this method with the same number. The environment variable `SYNCLINE_STRAGGLERS` starts the watch
+        without a change to the script. The watch ends in a join context, and when the group changes.
 
         Args:
             every: the number of steps between two lines of the log. A step is a backward whose gradients are averaged.
@@ -641,15 +629,15 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def check_replicas(self, every: int) -> None:
         """Let the ranks compare their parameters every `every` steps. A step is a backward whose gradients are averaged.
 
-        The ranks compare hashes of 16 bytes, one for each parameter.
+        If replicas differ, backward raises a `DisagreementError` on all ranks. The error names the first parameter that
+        differs.
 
-        Every rank must call this method with the same number. To start the checks without a change to the script, set the
-        environment variable `SYNCLINE_CHECK_REPLICAS` to the number. If replicas differ, the backward that finds the difference
-        raises a `DisagreementError` on all ranks. The error names the first parameter that differs. The checks end in a join
-        context, and when the group changes, because then ranks may have different numbers of steps.
+        Every rank must call this method with the same number. The environment variable `SYNCLINE_CHECK_REPLICAS` starts the
+        checks without a change to the script. The checks end in a join context, and when the group changes.
 
         Args:
-            every: the number of steps between two checks. A check reads all parameters once.
+            every: the number of steps between two checks. A check reads all parameters once, and sends a hash of 16 bytes for
+                each parameter.
 
         Raises:
             InvalidArgumentError: `every` is below 1.
@@ -665,12 +653,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
 
     @property
     def tuned_bucket_cap_mb(self) -> list[float] | None:
-        """The two sizes in MiB that `bucket_cap_mb="auto"` has chosen: one for the first bucket, and one for all other buckets.
+        """The sizes in MiB that `bucket_cap_mb="auto"` has chosen: of the first bucket, and of all other buckets.
 
-        The sizes are the same on all ranks.
-
-        Without "auto", or before the sizes are chosen, the value is None. To use the same sizes in a later run, pass this value
-        as `bucket_cap_mb_list`.
+        The sizes are the same on all ranks. To use them in a later run, pass this value as `bucket_cap_mb_list`. The value is
+        None without "auto", and before the sizes are chosen.
         """
         caps = None if self._bucket_tuning is None else self._bucket_tuning.caps_bytes
         return None if caps is None else [cap / 2**20 for cap in caps]
@@ -715,9 +701,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     def logging_data(self) -> dict[str, int | str]:
         """Return the constructor's arguments, sizes in bytes, and times in nanoseconds. The keys are those of torch's DDP.
 
-        The times are from the latest iteration. The values whose keys begin with "avg" are means over the iterations that torch
-        would sample: the first ten iterations, then one iteration in a hundred. `_set_ddp_runtime_logging_sample_rate` changes
-        this rate.
+        The times are from the latest iteration. Values whose keys begin with "avg" are means over sampled iterations: the first
+        ten, then one in a hundred. `_set_ddp_runtime_logging_sample_rate` changes this rate.
         """
         parameters = [parameter for _, parameter in self._state.parameters() if parameter.requires_grad]
         return {
@@ -773,7 +758,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         stragglers_every: int | None,
         check_every: int | None,
     ) -> None:
-        """A collective. Check that all ranks have equal options, because these decide which collectives are issued."""
+        """A collective. Check that all ranks have the same options, because these decide which collectives are issued."""
         sparse = self._state.sparse_parameters()
         options = {
             "bucket_cap_mb, bucket_cap_mb_list (in bytes)": "auto" if self._tunes_buckets else self._bucket_caps_bytes,
@@ -809,10 +794,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy keeps.
-
-        As in torch, a copy keeps no hooks. It also keeps no group, reducer or other object of this process.
-        """
+        """Return the attributes that a copy keeps. As in torch, a copy keeps no hooks."""
         if not self._is_default_group:
             raise MisuseError(
                 f"a DistributedDataParallel on {self._group.place()} cannot be copied or pickled: only the default "
@@ -821,10 +803,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, on the default group of this process.
-
-        This is no collective: the first forward whose backward averages gradients allocates the buckets.
-        """
+        """Restore a copy, on the default group of this process. This is not a collective."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = choose_default_group()
         self._group = as_ours(self.process_group)

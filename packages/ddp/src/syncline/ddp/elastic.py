@@ -61,40 +61,36 @@ class Elastic:
                     loss.backward()
                     optimizer.step()
 
-    A `TransportError` inside `with elastic.step():` ends the body at the line that raised the error. Then the remaining ranks
-    form a new group (a *recovery*), and `batches` yields the failed batch again, divided among these ranks. Before the first
-    `optimizer.step()` the ranks agree that all ranks apply the step. After this agreement the body must not communicate. If a
-    collective failed after the agreement, the code after this collective would run on some ranks only. So a collective that
-    fails after the agreement raises a `MisuseError`.
+    A `TransportError` ends the body of `with elastic.step():`. Then the remaining ranks form a new group (a *recovery*).
+    `batches` yields the failed batch again, divided among these ranks.
 
-    If a rank is lost outside of `with elastic.step():`, for example in an evaluation, the other ranks raise an error as usual,
-    and write a report. If a step recovers from a lost rank, the ranks write no report. After a recovery,
-    `model.join_process_group` is the new group. If the old group was the default group, the new group becomes the default
-    group.
+    At the first `optimizer.step()` of a step, the ranks agree that all ranks apply the step. After this agreement the body must
+    not communicate. A collective that fails after the agreement raises a `MisuseError`.
+
+    If a rank is lost outside of `with elastic.step():`, for example in an evaluation, the other ranks raise an error as usual.
+
+    After a recovery, `model.join_process_group` is the new group. If the old group was the default group, the new group becomes
+    the default group.
 
     **Gradient accumulation.** Several `with elastic.step():` blocks may accumulate gradients for one `optimizer.step()`, if
     each block averages its gradients. If a block has backwards within `model.no_sync()`, the same block must also have the
     backward that averages their sum.
 
-    **Communication hooks.** If the hook's state has `state_dict` and `load_state_dict` (the states of `syncline.hooks` have
-    these methods), a recovery gives all ranks the hook state of one rank. If a step is repeated, the hook's state counts this
-    step twice. A recovery does not copy the error feedback: each rank keeps its own error feedback, and a newcomer begins with
-    zero. If a hook's state holds a group, register the hook again after a recovery. Register a hook before you make `Elastic`.
+    **Communication hooks.** Register a hook before you make `Elastic`. If the hook's state holds a group, register the hook
+    again after a recovery. If the hook's state has `state_dict` and `load_state_dict`, a recovery copies the state of one rank
+    to all ranks. (The states of `syncline.hooks` have these methods.) The copy leaves out the error feedback: each rank keeps
+    its own, and a newcomer begins with zero. If a step is repeated, the hook's state counts this step twice.
 
-    **Changes of the model.** Add layers outside of `with elastic.step():`. If the body of a step adds a layer and the step is
-    repeated, the layer is not removed before the repetition. A newcomer's script must make the model with all layers that the
-    other ranks have added.
+    **Changes of the model.** Add layers outside of `with elastic.step():`. If a step is repeated, layers that its body has
+    added are not removed. A newcomer's script must make the model with all layers that the other ranks have added.
 
     **Newcomers.** A newcomer is a process that you start later, with the same script and with SYNCLINE_JOIN=1. In a newcomer,
-    the constructor of `Elastic` waits until the other ranks let the newcomer in. The other ranks look for newcomers after every
-    `admit_every` applied steps. A newcomer gets the state of the rank that has taken part in the most agreements. If several
-    ranks have the same number of agreements, the newcomer gets the state of the lowest of these ranks. The state is the
+    the constructor of `Elastic` waits until the other ranks let the newcomer in. The newcomer gets the state of the training:
     parameters, buffers, optimizers, sampler, random state of the CPU, the objects in `stateful`, gradients that no optimizer
-    has used yet, and the state of the communication hook. The newcomer continues at the step of the other ranks. From this step
-    on, the newcomer's script must issue exactly the same collectives as the other ranks. So the script must loop over `epochs`,
-    which begins at the present epoch. A newcomer must have the same communication hook, the same parameters (names, shapes,
-    dtypes), and the same types of optimizers and of objects in `stateful` as the other ranks. Otherwise the newcomer raises an
-    error, and the other ranks go on without this newcomer.
+    has used yet, and the state of the communication hook. Then the newcomer continues at the step of the other ranks. From this
+    step on, all scripts must issue the same collectives. So the script must loop over `epochs`, which begins at the present
+    epoch. If the newcomer's hook, parameters, or types of optimizers or of objects in `stateful` differ, the newcomer raises an
+    error. The other ranks then go on without this newcomer.
 
     Args:
         model: the model, on a group that can shrink.
@@ -102,16 +98,15 @@ class Elastic:
             (`model.fused_optimizer`).
         sampler: the sampler that divides each batch among the ranks.
         stateful: other objects that change with the steps, such as learning rate schedulers or a GradScaler. Newcomers get the
-            state of these objects. Before a step is repeated, these objects get back the state that they had before the step.
-            All ranks pass the objects in the same order.
+            state of these objects. A repeated step starts with their state from before the step. All ranks pass the objects in
+            the same order.
         min_ranks: the training ends if fewer ranks are left.
         max_failures: the largest number of ranks that may be lost in the whole training. None: any number.
         silence_timeout_s: the number of seconds that a recovery waits for a silent rank, if this rank is not known to have
             ended; see [`ProcessGroup.shrink`][syncline.collectives.ProcessGroup.shrink].
-        give_up_s: the largest number of seconds that one recovery may take. A newcomer also waits at most this number of
-            seconds until the other ranks let it in.
-        admit_every: the ranks look for newcomers after every `admit_every` applied steps. If the group cannot let ranks in
-            (`ProcessGroup.missing_for_admit`), the ranks do not look for newcomers.
+        give_up_s: the largest number of seconds that one recovery may take, and that a newcomer waits to be let in.
+        admit_every: the ranks look for newcomers after every `admit_every` applied steps. This number has no effect if the
+            group cannot let ranks in (`ProcessGroup.missing_for_admit`).
 
     Attributes:
         applied_steps: the number of applied steps.
@@ -119,16 +114,14 @@ class Elastic:
         recovery_s: the duration of each recovery in seconds, from the error to the end of the recovery.
 
     Cost: for each step, one `all_reduce` of 8 bytes, and copies of the model's parameters and buffers, of the random state (5
-    KB), and of the states of the objects in `stateful`. Every `admit_every` steps rank 0 reads the store. While the ranks let
-    newcomers in, each rank holds a second copy of the state that the newcomers get.
+    KB), and of the states of the objects in `stateful`. Every `admit_every` steps rank 0 reads the store.
 
     Raises:
-        BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU. The text says why.
+        BackendUnavailableError: the model's group cannot shrink, or the model is not on the CPU.
         InvalidArgumentError: a numeric argument is out of range. Or a batch has fewer samples than there are ranks. Or an
             object in `stateful` lacks `state_dict` or `load_state_dict`.
-        MisuseError: an optimizer steps within backward, before the ranks can agree. Or this process is a newcomer, and its
-            communication hook, model, types of optimizers, or types of objects in `stateful` differ from those of the other
-            ranks. Or an optimizer of this newcomer has parameters that are not in the model.
+        MisuseError: an optimizer steps within backward. Or this process is a newcomer that differs from the other ranks (see
+            above). Or an optimizer of this newcomer has parameters that are not in the model.
     """
 
     # Note [Applied on all or on none]
@@ -225,7 +218,7 @@ class Elastic:
         self._handles = [each.register_step_pre_hook(self._before_optimizer) for each in self._optimizers]
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the epochs from the present epoch to epoch `number` - 1, and call the sampler's `set_epoch` for each epoch."""
+        """Yield the epochs from the present epoch to `number` - 1, and call the sampler's `set_epoch` for each epoch."""
         for epoch in range(self._sampler.epoch, number):
             self._sampler.set_epoch(epoch)
             yield epoch
@@ -235,7 +228,7 @@ class Elastic:
 
         Args:
             loader: an iterable over this rank's share of each batch, in the order of the sampler. If the group changes,
-                `batches` begins a new iteration over the loader.
+                `batches` iterates over the loader again.
 
         Raises:
             MisuseError: the body of the loop did not use a batch in `with elastic.step():`.
@@ -264,7 +257,7 @@ class Elastic:
     def step(self) -> Iterator[None]:
         """A context for one step, from the forward to `optimizer.step()`.
 
-        In this context, code after `optimizer.step()` runs only if all ranks apply the step.
+        Code after `optimizer.step()` in this context runs only if all ranks apply the step.
 
         Raises:
             RankLostError: on all remaining ranks, if fewer than `min_ranks` ranks are left, or more than `max_failures` ranks
@@ -322,7 +315,7 @@ class Elastic:
             ) from error
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers. From now on, the optimizers step without an agreement of the ranks."""
+        """Remove the hooks from the optimizers, which then step without an agreement of the ranks."""
         for handle in self._handles:
             handle.remove()
 
@@ -433,11 +426,10 @@ class Elastic:
         return holds
 
     def _meet(self, meet: Callable[[], ProcessGroup]) -> dict[int, int]:
-        """Make a new group by calling `meet`, give newcomers the state of the training, and let the model use the new group.
+        """Call `meet` to make a new group, and let the model use it. Give newcomers the state of the training.
 
-        If no rank has applied the present step, undo it.
-
-        If a rank is lost during the call, the call raises an error. Then call this method again.
+        If no rank has applied the present step, undo it. If a rank is lost during the call, the call raises an error. Then call
+        this method again.
 
         Returns:
             For each member that had a state, the number of agreements in which it took part.
@@ -538,8 +530,8 @@ class Elastic:
     def _let_newcomers_in(self) -> None:
         """Let newcomers in, if the ranks have agreed in the latest step that some wait. If so, this is a collective.
 
-        A newcomer begins with a batch. So the other ranks let the newcomer in when they ask for the next batch, and not
-        earlier: the code after the step in the loop may communicate.
+        A newcomer begins with a batch, so call this method before each batch. Code after the step in the loop may still
+        communicate.
         """
         if not self._waiting:
             return
@@ -563,8 +555,7 @@ class Elastic:
     def _refuse_other_scripts(self, root: int) -> None:
         """A collective. Raise an error if a newcomer's hook, model, optimizers or `stateful` differ from those of `root`.
 
-        Otherwise the newcomer could not load the state of `root`, or would issue other collectives. So the newcomer ends, and
-        the other ranks meet again without it.
+        The newcomer that differs ends, and the other ranks meet again without it.
 
         Raises:
             MisuseError: on a newcomer that differs.
@@ -590,7 +581,7 @@ class Elastic:
         )
 
     def _share_state(self, root: int) -> None:
-        """Give newcomers the state of `root`. Other ranks keep theirs: some may still have to apply the step. A collective."""
+        """A collective. Give newcomers the state of `root`. Other ranks keep theirs: some may still have to apply the step."""
         mine = (
             (self._state.collect(self._accumulated), self._agreements, self.applied_steps) if self._group.rank == root else None
         )
