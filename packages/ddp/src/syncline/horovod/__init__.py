@@ -1,12 +1,8 @@
 """Horovod's functions, built on Syncline. Write `import syncline.horovod as hvd` in place of `import horovod.torch as hvd`.
 
-Most scripts run unchanged. The page "Moving from Horovod" of the documentation lists the differences. The main difference:
-Syncline ignores the names of tensors, so all ranks must issue their collectives in the same order. `init` makes a group that
-compares the calls of all ranks (`check_calls=True`). If the order differs between ranks, the ranks raise an error.
-
-The package has five modules. `world` has `init`, ranks and process sets. `collectives` has all operations on tensors.
-`optimizer` has `DistributedOptimizer`. `state` broadcasts models, optimizers and objects. `elastic` lets training continue when
-ranks die or join.
+Most scripts run unchanged. The page "Moving from Horovod" lists the differences. The main difference: Syncline ignores the
+names of tensors, so all ranks must issue their collectives in the same order. The group that `init` makes raises an error if
+the order differs between ranks.
 """
 
 from syncline.ddp import SyncBatchNorm

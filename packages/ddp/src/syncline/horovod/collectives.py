@@ -1,12 +1,12 @@
 """Horovod's operations on tensors: blocking, asynchronous, in place, and grouped.
 
-Every function has Horovod's arguments. The argument `name` has no effect. `root_rank` is a rank among all ranks, even in a
-collective of a process set. An asynchronous function returns a handle for `poll` and `synchronize`.
+Every function has Horovod's arguments. The argument `name` has no effect. `root_rank` is a rank among all ranks, also in a
+process set. An asynchronous function returns a handle for `poll` and `synchronize`.
 
-Blocking functions that return a new tensor are differentiable. Backward computes the same gradients as in Horovod, which are
-not the true derivatives. The gradients of `allgather` and `broadcast` are averages over the ranks; the true derivatives are
-sums. The gradient of `reducescatter` is the true derivative times the number of ranks. If you need the true derivatives, use
-the functions of `syncline.collectives` that return tensors.
+Blocking functions that return a new tensor are differentiable. As in Horovod, some gradients are not the true derivatives. The
+gradients of `allgather` and `broadcast` are averages over the ranks; the true derivatives are sums. The gradient of
+`reducescatter` is the true derivative times the number of ranks. For true derivatives, use the functions of
+`syncline.collectives` that return tensors.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class NoCompressor(Compressor):
 
 
 class HalfCompressor(Compressor):
-    """Sends floating point tensors as float16. `syncline.collectives.ReduceOp` describes how sums of float16 are rounded."""
+    """Sends floating point tensors as float16. `syncline.collectives.ReduceOp` says how sums of float16 are rounded."""
 
     is_elementwise = True
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor, and its original dtype. A floating point tensor is converted to float16."""
+        """Return the tensor, as float16 if it is floating point, and its original dtype."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
@@ -141,9 +141,9 @@ def allreduce(
         name: ignored.
         compression: the compressor for the tensors that are sent.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. `Average` and `Sum` are differentiable.
-        prescale_factor: each rank's tensor is multiplied by this factor before the reduction. If the tensor has integers, the
-            result of this multiplication is rounded towards zero.
-        postscale_factor: the result is multiplied by this factor.
+        prescale_factor: multiply each rank's tensor by this factor before the reduction. Products of integers are rounded
+            towards zero.
+        postscale_factor: multiply the result by this factor.
         process_set: the ranks that take part.
     """
     return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[0]
@@ -287,7 +287,7 @@ def sparse_allreduce_async(
     op: Op | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to average a sparse tensor over the ranks. `op=Sum` computes the sum. The indices may differ between ranks.
+    """Begin to average (or with `op=Sum` to sum) a sparse tensor over the ranks. The indices may differ between ranks.
 
     Returns:
         A function that waits for the collective and returns the new sparse tensor, coalesced. `synchronize` also accepts this
@@ -355,7 +355,7 @@ def _chosen_op(op: Op | None, average: bool | None) -> Op:
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Concatenate the tensors of all ranks along the first dimension. The size of this dimension may differ between ranks."""
+    """Concatenate the tensors of all ranks along the first dimension, whose size may differ between ranks."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -424,7 +424,7 @@ def broadcast_async(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Give every rank the root's tensor, in place. Returns the tensor."""
+    """Copy the root's tensor into the tensor of every rank. Returns the tensor."""
     result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
     return result
 
@@ -477,8 +477,8 @@ def alltoall(
         process_set: the ranks that take part.
 
     Returns:
-        The received rows, in the order of the ranks that sent them. If `splits` is given, also a tensor of integers: the number
-        of rows that came from each rank.
+        The received rows, in the order of the sending ranks. If `splits` is given, also a tensor of integers: the number of
+            rows from each rank.
     """
     counts = _counts_of(splits)
     _check("alltoall", [tensor])
@@ -493,7 +493,7 @@ def alltoall_async(
     name: str | None = None,  # noqa: ARG001 - matching is by order
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `alltoall`. `synchronize(handle)` returns the rows, and the number of rows that came from each rank."""
+    """Begin an `alltoall`. `synchronize(handle)` returns the rows, and the number of rows from each rank."""
     counts = _counts_of(splits)
     _check("alltoall", [tensor])
     _announce_complete(process_set, "alltoall")
@@ -611,9 +611,9 @@ def synchronize(handle: Handle | Callable[[], torch.Tensor]) -> Any:
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where the others' tensors are
     """Take part in the `allreduce`s and optimizer steps of the other ranks with zeros, until all ranks have called `join`.
 
-    Call `join` on a rank that has no data left. As long as only some ranks have joined, the other ranks may compute only sums
-    and averages over all ranks. All other collectives over all ranks raise an error. A joined rank does not take part in
-    collectives of process sets. So do not call a collective of a process set that contains a joined rank.
+    Call `join` on a rank that has no data left. While only some ranks have joined, the other ranks may only compute sums and
+    averages over all ranks. All other collectives over all ranks raise an error. Do not call a collective of a process set that
+    contains a joined rank.
 
     Returns:
         The rank that joined last. If several ranks joined last, this is one of these ranks, the same on every rank.
@@ -628,7 +628,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _check(call: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse arguments that are no tensors. Call this before `_announce`, which makes joined ranks take part."""
+    """Raise an error if an argument is not a tensor. Call this before `_announce`, after which joined ranks take part."""
     if not is_list(tensors):
         raise InvalidArgumentError(f"hvd.{call}: expected a list of tensors, found {type(tensors).__name__}")
     for tensor in tensors:
@@ -687,7 +687,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _with_gradients_times(factor: float, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the same tensors. Backward multiplies their gradients by `factor`; see the module's docstring."""
+    """Return the same tensors. Backward multiplies their gradients by `factor`."""
     return [
         _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
         for tensor in tensors

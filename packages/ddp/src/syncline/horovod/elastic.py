@@ -7,11 +7,10 @@
     a process waits      commit raises HostsUpdatedInterrupt on all ──► admit ──► reset callbacks ──► sync ──► train(state)
 
 `sync`, `restore` and `commit` are methods of `State`. `shrink` and `admit` are methods of `ProcessGroup`. After a loss, the
-remaining ranks make a new group, and their processes run on. To add a rank, start the same script in a new process with
-SYNCLINE_JOIN=1. The new process has the state of the training only after its first `sync`.
+processes of the remaining ranks run on, in a new group. To add a rank, start the same script in a new process with
+SYNCLINE_JOIN=1.
 
-As in Horovod, steps after the last commit are lost. In contrast, `syncline.ddp.Elastic` loses no step: it applies each step on
-all ranks or on no rank, and never repeats a batch that was applied.
+As in Horovod, steps after the last commit are lost. `syncline.ddp.Elastic` loses no step.
 """
 
 from __future__ import annotations
@@ -43,20 +42,19 @@ _GIVE_UP_S = 300.0
 
 
 class HostsUpdatedInterrupt(Exception):
-    """`commit` raises this exception if new processes wait to join the training. `run` then lets these processes in."""
+    """Raised by `commit` if new processes wait to join the training. `run` then lets these processes in."""
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """A decorator for a training function `func(state, ...)`. When a rank is lost or joins, all ranks call `func` again.
 
-    Before each call of `func`, all ranks get the state of rank 0. If rank 0 is a new process that does not have the state yet,
-    all ranks get the state of the lowest rank that has the state.
+    Before each call of `func`, all ranks get the state of rank 0. If rank 0 is a new process without the state, all ranks get
+    the state of the lowest rank that has it.
 
     Raises:
         RankLostError: only new processes are left, which do not have the state of the training yet.
         TransportError: a rank is lost, and the group cannot go on without this rank (`ProcessGroup.missing_for_shrink`). Or the
-            remaining ranks do not form a new group in time. Or this process is new, and the other ranks do not let this process
-            in.
+            remaining ranks do not form a new group in time. Or this process is new, and the other ranks do not let it in.
     """
 
     @functools.wraps(func)
@@ -129,9 +127,8 @@ class State:
     """The state of a training. Derived classes define how to save, restore and synchronise the state.
 
     Attributes:
-        root_rank: the rank whose state `sync` gives to all ranks. `run` sets `root_rank` before each `sync`. Usually
-            `root_rank` is 0. If rank 0 is a new process that does not have the state yet, `root_rank` is the lowest rank that
-            has the state.
+        root_rank: the rank whose state `sync` gives to all ranks: the lowest rank that has the state of the training. `run`
+            sets it before each `sync`.
     """
 
     root_rank = 0
@@ -147,15 +144,13 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call `reset`, then the callbacks. `run` calls `on_reset` after a change of ranks."""
+        """Call `reset`, then the callbacks. `run` calls this method after a change of ranks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save the state. If new processes wait to join, raise HostsUpdatedInterrupt.
-
-        Every rank calls `commit` at the same point of the training.
+        """Save the state. If new processes wait to join, raise HostsUpdatedInterrupt. This is a collective.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks, if a new process waits. `run` then lets this process in.
@@ -164,10 +159,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt if new processes wait to join, like `commit`, but do not save the state.
-
-        Every rank calls this method at the same point of the training.
-        """
+        """Raise HostsUpdatedInterrupt if new processes wait to join. This is a collective."""
         group = world().group
         # Whether the group can admit processes depends only on how it was made. So either all ranks return here, or all take
         # part in the broadcast below.
@@ -178,19 +170,19 @@ class State:
             raise HostsUpdatedInterrupt
 
     def save(self) -> None:
-        """Keep a copy of the state in memory. `commit` calls `save`."""
+        """Keep a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the last saved state. `run` calls `restore` on the remaining ranks after a rank is lost."""
+        """Go back to the last saved state. `run` calls this method after a rank is lost."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks the state of `root_rank`. `run` calls `sync` on all ranks before it calls the training function."""
+        """Give all ranks the state of `root_rank`. `run` calls this method before it calls the training function."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do nothing. `on_reset` calls this method before the callbacks. A derived class may override this method."""
+        """Do nothing. A derived class may override this method, which `on_reset` calls before the callbacks."""
 
 
 class ObjectState(State):
@@ -288,13 +280,13 @@ class ElasticSampler(Sampler[int]):
     """Gives each rank a share of the samples that are not used yet in the present epoch.
 
     After a change of ranks, the unused samples are divided again. Put the sampler into the `TorchState`. Call `record_batch`
-    after each batch, and `set_epoch` at the end of each epoch. Every rank gets the same number of samples. If the samples
-    cannot be divided evenly, some samples are used more than once.
+    after each batch, and `set_epoch` at the end of each epoch. Every rank gets the same number of samples, so some samples may
+    be used more than once.
 
     Args:
         dataset: the data set. Its size must not change.
         shuffle: use a new order in each epoch, the same on all ranks.
-        seed: the seed from which the orders are drawn.
+        seed: the seed of the random orders.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -314,7 +306,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, and the number of samples that are already used in this epoch."""
+        """Return the epoch, and the number of samples that are used in this epoch."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -332,14 +324,13 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices. With n ranks, rank r gets number r, r + n, r + 2 n, ... of the remaining samples."""
+        """Yield this rank's indices. With n ranks, rank r gets number r, r + n, r + 2 n, ... of the remaining samples."""
         total = self.num_samples * self.num_replicas
         # Near the end of an epoch there may be fewer samples than ranks. Then `cycle` repeats samples as often as needed.
         padded = itertools.islice(itertools.cycle(self.remaining_indices), total)
         return itertools.islice(padded, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
-        """How many samples this rank gets."""
         return self.num_samples
 
 

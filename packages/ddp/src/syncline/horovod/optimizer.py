@@ -2,25 +2,23 @@
 
 Note [The reductions of a step]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-In a step, all ranks take part in the same reductions. Nevertheless, different ranks may run different numbers of backwards, and
-their backwards may reach different parameters. A step has these reductions::
+In a step, all ranks take part in the same reductions, even if they run different numbers of backwards or reach different
+parameters::
 
     1. one reduction of all gradients       in the step's last backward, or in `synchronize`
     2. an agreement                         in `synchronize`: each rank says which gradients reduction 1 has left out
     3. one reduction of the rest            in `synchronize`, only if some rank has a rest
 
-During a backward the optimizer must know whether this backward is the last of the step. So the optimizer expects a number of
-backwards in each step: the largest number that any rank has run in an earlier step, but at least `backward_passes_per_step`.
-Reduction 1 overlaps with the expected last backward. A rank that runs fewer backwards takes part in reduction 1 in
-`synchronize`. Reduction 1 leaves out gradients that come after the expected last backward, gradients that the script has set,
-and the first gradient of a parameter. An optimizer's first step has no reduction 1, because the optimizer has no reducer yet.
-In this step, the agreement tells all ranks which parameters have a gradient, and which gradients are sparse. Then each rank
-makes a reducer for these parameters.
+Reduction 1 overlaps with the last backward, so the optimizer must know beforehand which backward is the last. It expects the
+largest number of backwards that any rank has run in an earlier step, but at least `backward_passes_per_step`. A rank that runs
+fewer backwards takes part in reduction 1 in `synchronize`. Reduction 1 leaves out gradients that come after the expected last
+backward, gradients that the script has set, and the first gradient of a parameter.
+
+An optimizer's first step has no reduction 1. In this step, the agreement tells all ranks which parameters have a gradient, and
+which gradients are sparse. Then each rank makes a reducer for these parameters. This reducer allows unused parameters; see
+`DynamicUsage`.
 
 A rank that has called `join` also takes part in 1, 2 and 3, and contributes zeros.
-
-The reducer asks autograd which parameters a backward will not reach. So the backwards of different ranks may reach different
-parameters. See `DynamicUsage`.
 """
 
 from __future__ import annotations
@@ -87,36 +85,35 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make an optimizer that combines the gradients of all ranks before it steps.
 
-    Gradients are combined while a step's last backward runs, or in `synchronize`; see Note [The reductions of a step]. If the
-    backwards of a rank do not reach a parameter, this rank contributes zeros to the parameter's gradient. If no rank reaches a
-    parameter, the parameter gets a gradient of zeros. To read or clip gradients before the step, first call
-    `optimizer.synchronize()`. Then call `step` in the context `optimizer.skip_synchronize()`.
+    Gradients are combined during a step's last backward, or in `synchronize`. A rank whose backwards do not reach a parameter
+    contributes zeros. If no rank reaches a parameter, its gradient becomes zeros.
 
-    The class of the new optimizer is derived from the class of `optimizer`. The two optimizers share their options and state,
-    so do not call `step` of the given optimizer any more.
+    To read or clip gradients before the step, first call `optimizer.synchronize()`. Then call `step` in the context
+    `optimizer.skip_synchronize()`.
+
+    The class of the new optimizer is derived from the class of `optimizer`. Both optimizers share options and state, so do not
+    call `step` of the given optimizer any more.
 
     Args:
         optimizer: an optimizer of torch, with the same parameters and options on every rank.
         named_parameters: names for error messages, usually `model.named_parameters()`. All parameters of the optimizer must
             have names here.
         compression: the compressor for the gradients that are sent.
-        backward_passes_per_step: the largest number of gradients that a parameter may get before a step. Every backward adds to
-            this rank's gradients. Only the last backward reduces the gradients over the ranks.
+        backward_passes_per_step: the largest number of gradients that a parameter may get before a step. Only the last backward
+            reduces the gradients over the ranks.
         op: `Average`, `Sum`, `Min`, `Max` or `Product` of gradients. With `Adasum`, each rank first steps with its own
             gradients. Then the ranks combine the changes of the parameters.
-        gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum over the ranks, and
-            by (number of ranks / factor) after the sum.
+        gradient_predivide_factor: only with `Average`. Divide gradients by this factor before the sum over the ranks, and by
+            (number of ranks / factor) after the sum.
         num_groups: deprecated; the same as `groups`.
         groups: the number of buckets, or a list with one list of parameters for each bucket. None: buckets of
-            HOROVOD_FUSION_THRESHOLD bytes. If this environment variable is not set, the first bucket has 1 MiB, and all others
-            have 25 MiB.
-        sparse_as_dense: convert sparse gradients to dense gradients for the reduction. After the reduction, these gradients are
-            sparse again.
-        process_set: the ranks that combine gradients. On a rank outside of the set, the optimizer steps with this rank's own
-            gradients.
+            HOROVOD_FUSION_THRESHOLD bytes. If this environment variable is not set: 1 MiB for the first bucket, 25 MiB for all
+            others.
+        sparse_as_dense: convert sparse gradients to dense gradients for the reduction, and back after the reduction.
+        process_set: the ranks that combine gradients. On all other ranks, the optimizer steps with this rank's own gradients.
 
     Raises:
-        InvalidArgumentError: an argument is wrong. The error's text says what to pass instead.
+        InvalidArgumentError: an argument is wrong. The text says what to pass instead.
     """
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise InvalidArgumentError(f"gradient_predivide_factor splits an average, found op={op.name}; leave it out")
@@ -175,7 +172,7 @@ class _Distributed:
     _should_synchronize = True
 
     def synchronize(self) -> None:
-        """Combine the gradients in place, and wait for the result. Every rank calls this method, or `step`."""
+        """Combine the gradients in place, and wait for the result. A collective: every rank calls this method or `step`."""
         self._combining.synchronize()
         self._combining.is_synchronized = True
 
@@ -229,7 +226,7 @@ class _Distributed:
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # the optimizer's
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Call the optimizer's `add_param_group`. From the next step on, the new parameters' gradients are combined, too.
+        """Call the optimizer's `add_param_group`. From the next step on, combine the gradients of these parameters, too.
 
         Every rank must add the same parameters.
         """
@@ -245,7 +242,6 @@ class _Distributed:
 
     @property
     def backward_passes_per_step(self) -> int:
-        """The number of backwards in a step."""
         return self._combining.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -339,7 +335,6 @@ class _GradientCombining:
             self._reducer.keep_local(True)
 
     def add(self, named: NamedParameters) -> None:
-        """Combine the gradients of these parameters, too."""
         for pair in named:
             parameter = pair[1]
             # Integers have no gradients.
@@ -354,7 +349,6 @@ class _GradientCombining:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of gradients that a parameter may get in a step."""
         if passes < 1:
             raise InvalidArgumentError(f"expected at least 1 backward in a step, found {passes}")
         self.passes = passes
@@ -365,11 +359,9 @@ class _GradientCombining:
         """Do nothing, because `skip_synchronize` is allowed here."""
 
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Call the optimizer's own step."""
         return own_step(closure)
 
     def synchronize(self) -> None:
-        """Combine the gradients; see `_Distributed.synchronize`."""
         # On a rank outside of the set the optimizer steps alone.
         if self._process_set.included() and self._process_set.group().size > 1 and self._named:
             self._densify_kept()
@@ -423,11 +415,11 @@ class _GradientCombining:
                 parameter.grad = parameter.grad.to_dense()
 
     def _began(self) -> None:
-        """The reducer calls this when a backward begins to reduce."""
+        """The reducer calls this method when a backward begins to reduce."""
         self._announce(self._reduction_step)
 
     def _ended(self, _: object = None) -> None:
-        """The reducer calls this after each reduced backward. `_reduce` calls this after its own reduction."""
+        """Called after each reduced backward, and after the reductions of `synchronize`."""
         self._hear()
         self._is_reduced = True
         self._late.difference_update(self._members)
@@ -449,7 +441,7 @@ class _GradientCombining:
             roll.wait()
 
     def shadow_reduction(self) -> None:
-        """Take part in reduction 1 of the other ranks. This rank has called `join`. See Note [The reductions of a step]."""
+        """On a rank that has called `join`, take part in reduction 1 of the other ranks."""
         if self._reducer is None:
             raise MisuseError(
                 "this rank has joined, and the others step an optimizer that has not stepped here in this world; create the "
@@ -458,13 +450,13 @@ class _GradientCombining:
         self._reducer.shadow_backward(has_forward=False)
 
     def shadow_end(self) -> None:
-        """Take part in the end of the other ranks' step: agreement 2 and reduction 3. This rank has called `join`."""
+        """On a rank that has called `join`, take part in agreement 2 and reduction 3 of the other ranks."""
         self._end(None, 0)
 
     # ---- the end of a step ----
 
     def _backwards_seen(self, rest: Sequence[int]) -> int:
-        """How many backwards this rank has run in this step, or `_NEVER` if no backward of later steps may reduce gradients."""
+        """Return the number of backwards of this step, or `_NEVER` if no backward of later steps may reduce gradients."""
         # The reducer cannot see into a re-entrant checkpoint. And if the script itself sets a gradient after the last backward,
         # the script will do the same in later steps.
         sets_later = self._is_reduced and self._backwards <= self._last and any(rest[number] for number in self._members)
@@ -584,7 +576,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 class _Backward:
-    """`number` is autograd's number of the backward. An inner backward, of a re-entrant checkpoint, has another number."""
+    """A backward. `number` is autograd's number. An inner backward, of a re-entrant checkpoint, has another number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -682,30 +674,24 @@ class _StepCombining:
         """Do nothing, because gradients are not combined."""
 
     def forget(self) -> None:
-        """Start a new step."""
         self.is_synchronized = False
 
     def add(self, named: NamedParameters) -> None:
-        """Combine the changes of these parameters, too."""
         self._parameters += [parameter for _, parameter in named]
 
     def set_passes(self, passes: int) -> None:
-        """Store the number, which has no effect: before a step, any number of backwards may add to this rank's gradients."""
+        """Store the number, which has no effect here."""
         self.passes = passes
 
     def check_can_skip(self) -> None:
-        """Raise an error: `synchronize` does nothing here, so there is nothing to skip.
-
-        Raises:
-            MisuseError: always.
-        """
+        """Raise a MisuseError: `synchronize` does nothing here, so there is nothing to skip."""
         raise MisuseError(
             "skip_synchronize means nothing to op=hvd.Adasum, which combines what the steps changed; leave it out"
         )
 
     @torch.no_grad()
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Step the optimizer. Then combine the changes of the parameters over the ranks. This is a collective."""
+        """A collective. Step the optimizer, then combine the changes of the parameters over the ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -777,7 +763,7 @@ def _checked_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None) -> in
 
 
 def _bucket_order(named: NamedParameters, groups: int | list[list[torch.Tensor]] | None) -> tuple[list[int], list[int] | None]:
-    """Choose an order of the parameters' indices, and bucket sizes, so that each bucket holds exactly one of `groups`."""
+    """Return an order of the parameters' indices, and bucket sizes, so that each bucket holds exactly one of `groups`."""
     everything = list(range(len(named)))
     if groups is None:
         return everything, None

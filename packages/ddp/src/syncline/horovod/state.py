@@ -19,10 +19,10 @@ from .world import ProcessSet, global_process_set
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's tensors, in place.
+    """Copy the root's tensors into the tensors of every rank.
 
-    The tensors are sent in buffers of up to 250 MiB. At most two buffers are in use at a time. A tensor of more than 250 MiB
-    has a buffer of its own.
+    The tensors are sent in buffers of up to 250 MiB. (A larger tensor has a buffer of its own.) At most two buffers are in use
+    at a time.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or tensors. Names and shapes are the same on every rank.
@@ -52,8 +52,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's `optimizer.state_dict()`, including learning rates and other options.
 
-    The root's optimizer may already have a state while the optimizers of the other ranks are new. The function works for every
-    optimizer, including L-BFGS.
+    The optimizers of the other ranks may be new, without a state.
 
     Args:
         optimizer: an optimizer of torch, or a `DistributedOptimizer`.

@@ -28,20 +28,20 @@ from syncline.collectives import (
 from syncline.collectives import is_initialized as has_default_group
 
 HorovodInternalError = TransportError
-"""The error that a collective raises when a rank is lost. `elastic.run` catches it, and goes on with the other ranks."""
+"""A collective raises this error when a rank is lost. `elastic.run` catches it, and goes on with the other ranks."""
 
 
 class World:
     """The group of all ranks, and the objects that belong to this group.
 
-    `init` makes a world. After a change of ranks, `elastic` makes a new world.
+    `init` makes a world. `elastic` makes a new world after a change of ranks.
 
     Attributes:
         group: the group of all ranks.
         placement: the node on which each rank runs.
         calls: tells ranks that have called `join` which collective comes next.
         is_ours: whether `init` made the group, so that `shutdown` destroys it.
-        process_sets: the process sets that exist now, without the set of all ranks.
+        process_sets: the added process sets.
     """
 
     def __init__(self, group: ProcessGroup, *, is_ours: bool) -> None:
@@ -66,7 +66,7 @@ def call_with_each_world(callback: Callable[[], None]) -> Callable[[], None]:
 
 
 def world() -> World:
-    """The `World` that is in use now.
+    """Return the present `World`.
 
     Raises:
         NotInitializedError: the script has not called `init`, or has called `shutdown` after `init`.
@@ -84,10 +84,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Args:
         comm: a communicator of mpi4py. Only the ranks of this communicator call `init`. None: all ranks of the job call `init`.
-        process_sets: process sets to add now, the same on every rank. "dynamic" adds no set. `add_process_set` can always add
-            more sets later.
-        options: further arguments of `init_process_group`, such as `init_method`. Horovod's `init` does not have these
-            arguments.
+        process_sets: process sets to add now, the same on every rank. "dynamic" adds no set. `add_process_set` can add more
+            sets later.
+        options: further arguments of `init_process_group`, such as `init_method`.
 
     Raises:
         InvalidArgumentError: `comm` is a list of ranks, or two process sets have the same ranks.
@@ -116,7 +115,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def shutdown() -> None:
     """Finish all collectives, and close the group if `init` made it. Every rank calls this function.
 
-    This function also removes all process sets. If `init` was not called, this function does nothing.
+    This also removes all process sets. If `init` was not called, this function does nothing.
     """
     old = _world
     if old is None:
@@ -133,8 +132,7 @@ def shutdown() -> None:
 def replace_world(group: ProcessGroup) -> None:
     """From now on, use the ranks of another group. Every rank of the new group calls this function.
 
-    This function removes all process sets, because the ranks have other numbers in the new group. `elastic` calls this function
-    after a change of ranks.
+    This removes all process sets, because the ranks have other numbers in the new group.
     """
     old = world()
     for process_set in old.process_sets:
@@ -171,7 +169,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks on its node. This is not a collective, so a single rank may call it."""
+    """This process's number among the ranks on its node. This is not a collective."""
     return world().placement.local_rank
 
 
@@ -200,14 +198,14 @@ def is_homogeneous() -> bool:
 
 
 class ProcessSet:
-    """A subset of the ranks. Collectives can run over these ranks only.
+    """A subset of the ranks, for collectives over these ranks only.
 
     Args:
         ranks_or_comm: a list of ranks, each once; or a communicator of mpi4py, whose ranks form the set.
 
     Attributes:
-        process_set_id: 0 for the set of all ranks, another number for an added set. None before the set is added, and after the
-            set is removed.
+        process_set_id: 0 for the set of all ranks, another number for an added set. None before the set is added, and after it
+            is removed.
         ranks: the ranks, in ascending order.
     """
 
@@ -293,7 +291,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, and close its group. Every rank calls this function.
 
     Returns:
-        True if the set was removed. False if the set was never added, or is the set of all ranks, which cannot be removed.
+        Whether the set was removed. The set of all ranks cannot be removed.
     """
     if process_set not in world().process_sets:
         return False
@@ -329,7 +327,7 @@ def gloo_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may call MPI. True if the ranks use MPI, because Syncline requires MPI_THREAD_MULTIPLE."""
+    """Whether several threads may call MPI. True if the ranks use MPI: Syncline requires MPI_THREAD_MULTIPLE."""
     return mpi_enabled()
 
 
@@ -372,7 +370,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:  # no
     """Raise an error. To record a trace, set the environment variable SYNCLINE_TRACE instead.
 
     Raises:
-        MisuseError: in every call. The error's text says how to record a trace.
+        MisuseError: in every call.
     """
     raise MisuseError(
         "start_timeline: there is no timeline of Horovod's. Wrap the model in syncline.ddp.DistributedDataParallel and set "
